@@ -1,0 +1,1 @@
+"""Lowering: from the final graph to a callable."""

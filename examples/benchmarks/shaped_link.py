@@ -1,0 +1,294 @@
+"""Train one model in many ways over links of a known rate, and hold each against the floor it cannot go below.
+
+    sudo .venv/bin/python examples/benchmarks/shaped_link.py --ranks 2 --rate 1gbit --json results.json
+
+Every rank runs in a network namespace of its own with one core, one thread, gloo, and one Ethernet link whose both
+directions are shaped. The floor of a strategy is the larger of two times: its arithmetic alone, without a network, and
+the bytes it must send divided by what plain TCP carries over the same link. Exits with 1 when a strategy that promises
+to send no more than it must did send more.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from netns import FRAME_BYTES, INTERFACE, TCP_PAYLOAD_BYTES, NetworkError, ShapedNetwork, parse_rate
+from rank_process import Plan
+from strategies import LanguageModel, ModelConfig, Strategy, strategies
+
+_EPILOG = f"""\
+strategies, in the order in which a repetition runs them:
+  compute-*         the arithmetic of a step on every rank at once, nothing sent: eager, with blocks compiled by
+                    aot_eager, with everything compiled by zgraph; fp32 unless the name ends in bf16
+  ddp               DistributedDataParallel; -fp16 and -powersgd with the hook of that name
+  fsdp2             fully_shard of each block and of the rest; -bf16 gathers bf16 and reduces fp32; -compiled compiles
+                    the blocks with aot_eager (Inductor's C++ compilation takes minutes on one core)
+  zgraph-0, -3      ZeRO stage 0 and 3, compiled by zgraph with the fx lowering; -bf16 gathers bf16 and reduces fp32;
+                    -eager is not compiled
+a strategy brings the compute-* row of its floor along.
+
+columns:
+  step ms           median over all timed steps of the slowest rank, and the quartiles around it
+  floor ms, x       max(compute alone, must send / goodput), and the step as a multiple of it; where the optimizer
+                    is sharded, compute alone counts 1/ranks of the optimizer's time
+  must send         payload a rank cannot avoid sending per step: the ring's volume, at the dtype on the wire
+  sent, x           the interface's tx_bytes per step, and as a multiple of the payload; whole packets count, with
+                    acknowledgements and one Ethernet, IP and TCP header per packet of up to 64 KiB (a wire adds
+                    {FRAME_BYTES / TCP_PAYLOAD_BYTES - 1:.1%} of headers; the shaped rate does account for those)
+  peak MiB          most bytes held at once in a step that is not timed, with what the strategy keeps between steps:
+                    the C heap's own count, which is tensors and communication buffers
+  loss              of the last step, mean over the ranks; equal data, seeds and number of steps for all
+
+examples:
+  sudo .venv/bin/python examples/benchmarks/shaped_link.py
+  sudo .venv/bin/python examples/benchmarks/shaped_link.py --ranks 4 --rate 200mbit --strategies ddp,fsdp2,zgraph-3
+"""
+
+
+class BenchmarkError(RuntimeError):
+    """The benchmark cannot run, or a rank ended early; the message says why."""
+
+
+def main() -> int:
+    arguments = _parse_arguments()
+    # A plain kill must clean up as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        report = run(arguments)
+    except (NetworkError, BenchmarkError) as error:
+        print(f"shaped_link: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("shaped_link: interrupted; namespaces and ranks are gone", file=sys.stderr)
+        return 130
+    print(render(report))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if report["failures"] else 0
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Build the network, run the ranks in it, and join what they measured with the floors."""
+    chosen = choose_strategies(arguments.strategies)
+    with tempfile.TemporaryDirectory() as directory, ShapedNetwork(arguments.ranks, arguments.rate) as network:
+        plan = Plan(
+            addresses=[network.address(host) for host in range(arguments.ranks)],
+            bits_per_second=parse_rate(arguments.rate),
+            model=arguments.model,
+            strategies=[strategy.name for strategy in chosen],
+            steps=arguments.steps,
+            repeats=arguments.repeats,
+        )
+        plan_path, result_path = Path(directory) / "plan.json", Path(directory) / "result.json"
+        plan_path.write_text(plan.to_json())
+        script = Path(__file__).with_name("rank_process.py")
+        # The log level silences the store's complaint that a namespace has no names for its addresses.
+        environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        wait_for_all(
+            [
+                network.popen(
+                    rank, [sys.executable, str(script), str(rank), str(plan_path), str(result_path)], environment
+                )
+                for rank in range(arguments.ranks)
+            ]
+        )
+        measured = json.loads(result_path.read_text())
+    rows = add_floors(chosen, measured["strategies"], measured["link"]["goodput_bytes_per_s"], arguments.ranks)
+    return {
+        "rate": arguments.rate,
+        "ranks": arguments.ranks,
+        "cores": len(os.sched_getaffinity(0)),
+        "model": asdict(arguments.model),
+        "parameters": _count_parameters(arguments.model),
+        "steps": arguments.steps,
+        "repeats": arguments.repeats,
+        "steps_in_all": plan.steps_in_all,
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "kernel": platform.release()},
+        "link": measured["link"],
+        "rows": rows,
+        "failures": find_failures(chosen, rows),
+    }
+
+
+def choose_strategies(names: Sequence[str] | None) -> list[Strategy]:
+    """The named strategies and the compute-alone rows of their floors, in the table's order; all when None.
+
+    Raises:
+        BenchmarkError: a name is unknown, or asks for zgraph where it is not installed.
+    """
+    table = strategies()
+    has_zgraph = importlib.util.find_spec("zgraph") is not None
+    if names is None:
+        names = [name for name in table if has_zgraph or "zgraph" not in name]
+        if not has_zgraph:
+            print("zgraph is not installed: its strategies are left out", file=sys.stderr)
+    for name in names:
+        if name not in table:
+            raise BenchmarkError(f"strategy {name!r} is unknown; choose from {', '.join(table)}")
+        if "zgraph" in name and not has_zgraph:
+            raise BenchmarkError(f"strategy {name!r} needs zgraph: pip install -e . in the repository")
+    wanted = {*names, *(table[name].compute for name in names)}
+    return [strategy for name, strategy in table.items() if name in wanted]
+
+
+def wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until every rank has ended well; the first that does not ends the wait, for its peers would hang.
+
+    Raises:
+        BenchmarkError: a rank failed; its own message stands on standard error.
+    """
+    running = True
+    while running:
+        time.sleep(0.1)
+        states = [process.poll() for process in processes]
+        for rank, state in enumerate(states):
+            if state == -signal.SIGKILL:
+                raise BenchmarkError(f"rank {rank} was killed, probably for memory; choose fewer strategies or layers")
+            if state not in (None, 0):
+                raise BenchmarkError(f"rank {rank} ended with status {state}; its error stands above")
+        running = None in states
+
+
+def add_floors(
+    chosen: Sequence[Strategy], measured: dict[str, dict[str, Any]], goodput_bytes_per_s: float, ranks: int
+) -> dict[str, dict[str, Any]]:
+    """The measured rows with their medians, quartiles, floors and ratios."""
+    rows: dict[str, dict[str, Any]] = {}
+    for strategy in chosen:
+        row = measured[strategy.name]
+        quartiles = statistics.quantiles(row["step_ms"], n=4, method="inclusive")
+        row |= {"step_ms_low": quartiles[0], "step_ms_median": quartiles[1], "step_ms_high": quartiles[2]}
+        if strategy.compute is not None:
+            alone = measured[strategy.compute]
+            # What the other ranks update of a sharded model is no part of this rank's arithmetic.
+            elsewhere = 1 - 1 / ranks if strategy.shards_optimizer else 0.0
+            compute_ms = statistics.median(alone["step_ms"]) - elsewhere * statistics.median(alone["optimizer_ms"])
+            send_ms = 1e3 * row["payload_bytes"] / goodput_bytes_per_s
+            floor_ms = max(compute_ms, send_ms)
+            row |= {
+                "compute_ms": compute_ms,
+                "send_ms": send_ms,
+                "floor_ms": floor_ms,
+                "step_over_floor": row["step_ms_median"] / floor_ms,
+                "sent_over_payload": row["sent_bytes"] / row["payload_bytes"],
+            }
+        rows[strategy.name] = row
+    return rows
+
+
+def find_failures(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]]) -> list[str]:
+    """One line per broken promise about bytes."""
+    return [
+        f"{strategy.name} sent {rows[strategy.name]['sent_over_payload']:.3f} times what it must; "
+        f"it promises at most {strategy.payload_limit}"
+        for strategy in chosen
+        if strategy.payload_limit is not None and rows[strategy.name]["sent_over_payload"] > strategy.payload_limit
+    ]
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text: the link, the table, what to know when reading it."""
+    link, ranks = report["link"], report["ranks"]
+    lines = [
+        f"{ranks} ranks on {report['cores']} cores, links at {report['rate']}, "
+        f"{report['parameters'] / 1e6:.1f} M parameters, torch {report['versions']['torch']}",
+        f"TCP goodput {link['goodput_bytes_per_s'] / 1e6:.1f} MB/s; "
+        f"plain all_gather sends {link['all_gather_bytes_per_s'] / 1e6:.1f} MB/s, "
+        f"counted {link['all_gather_counted_per_payload_byte']:.3f} bytes per payload byte",
+        "",
+        f"{'strategy':<20} {'step ms':>8} {'quartiles':>15} {'floor ms':>9} {'x':>5} "
+        f"{'must send MB':>13} {'sent MB':>8} {'x':>6} {'peak MiB':>9} {'loss':>8}",
+    ]
+    for name, row in report["rows"].items():
+        quartiles = f"{row['step_ms_low']:.1f}-{row['step_ms_high']:.1f}"
+        floor = ratio = payload = sent_ratio = loss = "-"
+        if row["loss"] is not None:
+            floor, ratio = f"{row['floor_ms']:.1f}", f"{row['step_over_floor']:.2f}"
+            payload, sent_ratio = f"{row['payload_bytes'] / 1e6:.2f}", f"{row['sent_over_payload']:.3f}"
+            loss = f"{row['loss']:.4f}"
+        lines.append(
+            f"{name:<20} {row['step_ms_median']:>8.1f} {quartiles:>15} {floor:>9} {ratio:>5} "
+            f"{payload:>13} {row['sent_bytes'] / 1e6:>8.2f} {sent_ratio:>6} "
+            f"{row['peak_bytes'] / 2**20:>9.1f} {loss:>8}"
+        )
+    lines += [
+        "",
+        f"{report['repeats']} repetitions of {report['steps']} steps each, strategies in turn; loss after "
+        f"{report['steps_in_all']} steps. Compute alone runs on all ranks at once.",
+        "Sent is the interface's tx_bytes: payload, acknowledgements, one set of headers per packet of up to 64 KiB.",
+        "Compiled rows use aot_eager (FSDP2) and the fx lowering (zgraph), not Inductor.",
+    ]
+    if ranks > report["cores"]:
+        lines.append(f"{ranks} ranks share {report['cores']} cores: compute and communication compete for them.")
+    return "\n".join([*lines, *(f"FAILED: {failure}" for failure in report["failures"])])
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0] if __doc__ else None,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="default: %(default)s")
+    parser.add_argument(
+        "--rate", type=_rate, default="1gbit", help="of each link and direction: 1gbit, 200mbit, ...; none: unshaped"
+    )
+    parser.add_argument("--steps", type=_positive, default=4, help="timed steps per turn (default: %(default)s)")
+    parser.add_argument("--repeats", type=_positive, default=5, help="turns of each strategy (default: %(default)s)")
+    parser.add_argument(
+        "--strategies", type=lambda text: text.split(","), metavar="A,B,C", help="default: all that are installed"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured, each sample, here")
+    sizes = parser.add_argument_group("model, and one rank's batch")
+    for size in fields(ModelConfig):
+        sizes.add_argument(f"--{size.name}", type=_positive, default=size.default, help="default: %(default)s")
+    arguments = parser.parse_args()
+    if arguments.steps * arguments.repeats < 2:
+        parser.error("a median and its spread need at least two timed steps")
+    try:
+        arguments.model = ModelConfig(**{size.name: getattr(arguments, size.name) for size in fields(ModelConfig)})
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def _rate(text: str) -> str:
+    try:
+        parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _count_parameters(config: ModelConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

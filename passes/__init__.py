@@ -1,0 +1,21 @@
+"""The passes, one per file; `presets.default()` is the list that runs when no pipeline is given."""
+
+from zgraph.passes import presets
+from zgraph.passes.bucket_collectives import BucketCollectives
+from zgraph.passes.choose_lifetimes import ChooseLifetimes
+from zgraph.passes.dedupe_gathers import DedupeGathers
+from zgraph.passes.hoist_starts import HoistStarts
+from zgraph.passes.lower_gathers import LowerGathers
+from zgraph.passes.lower_reductions import LowerReductions
+from zgraph.passes.sink_waits import SinkWaits
+
+__all__ = [
+    "BucketCollectives",
+    "ChooseLifetimes",
+    "DedupeGathers",
+    "HoistStarts",
+    "LowerGathers",
+    "LowerReductions",
+    "SinkWaits",
+    "presets",
+]

@@ -1,0 +1,47 @@
+"""Decide how long a gathered parameter lives, by its ZeRO stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zgraph import meta, nodes
+from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChooseLifetimes(GraphPass):
+    """Make backward gather again what forward gathered, instead of saving it.
+
+    The gather and every view and cast after it are tagged for recomputation, or the partitioner would save whole weights. A
+    replicated parameter is tagged as well: its gather is free, and what would be saved is its cast copy.
+    Leaves alone: parameters that the graph returns, as before a graph break; whoever receives them keeps them alive.
+    """
+
+    name: ClassVar[str] = "choose_lifetimes"
+    phase: ClassVar[Phase] = "joint"
+    requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_DEDUPED})
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.LIFETIMES_CHOSEN})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED})
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if ctx.direction == "inference":
+            ctx.note(self, "inference saves nothing")
+            return False
+        plan = plan_regathers(gm.graph, ctx.user_outputs)
+        for node in plan:
+            for part in nodes.reshaped_values(node):
+                meta.tag_recompute(part)
+        return bool(plan)
+
+
+def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
+    """The gathers that backward repeats: all whose result the forward does not return."""
+    returned = nodes.returned_by(graph)[:user_outputs]
+    return [
+        node
+        for node in nodes.call_functions(graph, nodes.is_unshard)
+        if not any(part in returned for part in nodes.reshaped_values(node))
+    ]

@@ -1,0 +1,90 @@
+"""One gather per parameter and graph, and one reduction for all its uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zgraph import meta, nodes
+from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
+from zgraph.nodes import ReduceArgs, UnshardArgs
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupeGathers(GraphPass):
+    """Let all reads of a parameter share the first gather, and reduce the sum of its gradients once.
+
+    `reduce(a) + reduce(b)` becomes `reduce(a + b)`, which is how the replicated model sums them, and half the bytes.
+    Leaves alone: reads in another dtype or of another parameter; sums with anything but a reduction of the same
+    parameter.
+    """
+
+    name: ClassVar[str] = "dedupe_gathers"
+    phase: ClassVar[Phase] = "joint"
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_DEDUPED})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        shared = plan_shared_gathers(gm.graph)
+        for duplicate, first in shared:
+            duplicate.replace_all_uses_with(first)
+            gm.graph.erase_node(duplicate)
+        folded = 0
+        while (fold := next_fold(gm.graph)) is not None:
+            _fold(gm.graph, *fold)
+            folded += 1
+        if not shared and not folded:
+            ctx.note(self, "every parameter is read once")
+        return bool(shared) or folded > 0
+
+
+def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """(duplicate, first) for every gather that an earlier one can stand in for."""
+    first: dict[tuple[object, ...], fx.Node] = {}
+    plan: list[tuple[fx.Node, fx.Node]] = []
+    for node in nodes.call_functions(graph, nodes.is_unshard):
+        args = UnshardArgs.of(node)
+        key = (nodes.without_views(args.shard), args.handle, *args.policy)
+        kept = first.setdefault(key, node)
+        if kept is not node:
+            plan.append((node, kept))
+    return plan
+
+
+def next_fold(graph: fx.Graph) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """(add, left, right) where add sums two reductions of one parameter that nobody else reads."""
+    for add in nodes.call_functions(graph, lambda node: node.target is aten.add.Tensor):
+        if add.kwargs or len(add.all_input_nodes) != 2:
+            continue
+        left, right = (nodes.without_views(source) for source in add.all_input_nodes)
+        if left is right or not (nodes.is_reduce_grad(left) and nodes.is_reduce_grad(right)):
+            continue
+        if left.args[1:] == right.args[1:] and _feeds_only(left, add) and _feeds_only(right, add):
+            return add, left, right
+    return None
+
+
+def _feeds_only(node: fx.Node, reader: fx.Node) -> bool:
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node is reader:
+            return True
+        if node.target is not aten.view.default:
+            return False
+    return False
+
+
+def _fold(graph: fx.Graph, add: fx.Node, left: fx.Node, right: fx.Node) -> None:
+    grads = (ReduceArgs.of(left).grad, ReduceArgs.of(right).grad)
+    between = [source for source in add.all_input_nodes if source not in (left, right)]
+    with graph.inserting_before(add):
+        total = meta.create(graph, aten.add.Tensor, grads)
+        reduced = meta.create(graph, left.target, (total, *left.args[1:]), like=left, name=left.name)
+    add.replace_all_uses_with(reduced)
+    graph.erase_node(add)
+    nodes.erase_dead(graph, [*between, left, right])

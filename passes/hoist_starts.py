@@ -1,0 +1,67 @@
+"""Start gathers early: each one while an earlier one's parameters are still in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+from torch import fx
+
+from zgraph import nodes
+from zgraph.graph_pass import Fact, GraphPass, PassContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoistStarts(GraphPass):
+    """Move each gather's start to just before the wait of an earlier one: earliest start, with bounded memory.
+
+    Reductions already start where their gradients are ready.
+    Leaves alone: gathers whose input is computed in the graph, such as the means of replicated gradients.
+
+    Attributes:
+        prefetch: how many gathers may be under way beside the one that is waited for.
+    """
+
+    prefetch: int = 1
+
+    name: ClassVar[str] = "hoist_starts"
+    requires: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK})
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.STARTS_HOISTED})
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(f"hoist_starts: prefetch={self.prefetch} is negative; write 0 (none), 1 or more.")
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        plan = plan_hoists(gm.graph, self.prefetch)
+        order = nodes.order_of(gm.graph)
+        changed = False
+        for start, anchor in plan:
+            inputs = nodes.copy_in(start) or []
+            for node in [*sorted(inputs, key=order.__getitem__), start]:
+                if order[node] > order[anchor]:
+                    nodes.move_before(node, anchor)
+                    changed = True
+        if not changed:
+            ctx.note(self, "no gather can start earlier")
+        return changed
+
+
+def plan_hoists(graph: fx.Graph, prefetch: int) -> list[tuple[fx.Node, fx.Node]]:
+    """(start, node before which it goes), in program order.
+
+    The first gathers go to the top of the graph; with prefetch 0 nothing moves.
+    """
+    if prefetch == 0:
+        return []
+    starts = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if nodes.copy_in(start) is not None]
+    top = next(node for node in graph.nodes if node.op != "placeholder" and not nodes.is_communication(node))
+    plan: list[tuple[fx.Node, fx.Node]] = []
+    for position, start in enumerate(starts):
+        if position < prefetch:
+            anchor = top
+        else:
+            anchor = nodes.wait_of(starts[position - prefetch])
+        if anchor is not start:
+            plan.append((start, cast(fx.Node, anchor)))
+    return plan

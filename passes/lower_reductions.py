@@ -1,0 +1,139 @@
+"""Turn `zgraph::reduce_grad` into an exchange and a sum in rank order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import fx
+
+from zgraph import meta, nodes
+from zgraph.graph_pass import Fact, GraphPass, PassContext
+from zgraph.nodes import ReduceArgs
+from zgraph.ops import accumulate_dtype, chunk_rows, wire_dtype_of
+from zgraph.torch_compat import all_gather_op, all_to_all_op, reduce_scatter_op, wait_op
+
+aten = torch.ops.aten
+Algorithm = Literal["auto", "all_to_all", "reduce_scatter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerReductions(GraphPass):
+    """Exchange the chunks of each gradient, sum them, and keep this rank's; gather the means for replicated parameters.
+
+    A gradient that was only widened to be reduced (autocast) travels narrow: the sum is fp32 on arrival, bit for bit
+    the same.
+    Leaves alone: nothing; every marker is lowered.
+
+    Attributes:
+        algorithm: "all_to_all" moves (N-1)/N of the gradient and sums in rank order, bitwise equal to the eager marker;
+            gloo's own reduce_scatter moves twice that. "reduce_scatter" leaves sum and order to the backend: for N > 2
+            equal to rounding only. "auto": "reduce_scatter" on NCCL, "all_to_all" elsewhere.
+    """
+
+    algorithm: Algorithm = "auto"
+
+    name: ClassVar[str] = "lower_reductions"
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.REDUCTIONS_LOWERED})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.COLLECTIVES_BUCKETED})
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ("auto", "all_to_all", "reduce_scatter"):
+            raise ValueError(
+                f'lower_reductions: algorithm={self.algorithm!r} is unknown; write "auto", "all_to_all" or '
+                '"reduce_scatter".'
+            )
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))
+        for marker in markers:
+            nodes.drop_unchanging_views(marker)
+            with gm.graph.inserting_before(marker):
+                reduced = _Lowering(gm.graph, marker, ctx, self.algorithm).build()
+            marker.replace_all_uses_with(reduced)
+            gm.graph.erase_node(marker)
+        if not markers:
+            ctx.note(self, "nothing is reduced here")
+        return bool(markers)
+
+
+class _Lowering:
+    """Builds what one reduce_grad becomes, at the graph's insertion point."""
+
+    def __init__(self, graph: fx.Graph, marker: fx.Node, ctx: PassContext, algorithm: Algorithm) -> None:
+        self.graph = graph
+        self.marker = marker
+        self.args = ReduceArgs.of(marker)
+        self.label = meta.label(marker)
+        self.world = ctx.group_size(self.args.group_name)
+        self.rank = ctx.group_rank(self.args.group_name)
+        self.algorithm = algorithm
+        if algorithm == "auto":
+            self.algorithm = "reduce_scatter" if ctx.group_backend(self.args.group_name) == "nccl" else "all_to_all"
+
+    def node(self, target: object, *args: object, name: str | None = None, **kwargs: object) -> fx.Node:
+        return meta.create(self.graph, target, args, kwargs, like=self.marker, name=name)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if meta.tensor_value(node).dtype == dtype else self.node(aten._to_copy.default, node, dtype=dtype)
+
+    def build(self) -> fx.Node:
+        if self.world == 1:
+            return self.cast(self.args.grad, self.args.dtype)
+        grad = meta.tensor_value(self.args.grad)
+        wire = self.cast(*self._on_the_wire())
+        if not meta.tensor_value(wire).is_contiguous():
+            wire = self.node(aten.clone.default, wire, memory_format=torch.contiguous_format)
+        if self.args.zero_stage > 0:
+            rows = max(0, min(self._chunk(grad.shape[0]), grad.shape[0] - self.rank * self._chunk(grad.shape[0])))
+            total = self._sum(self._padded(wire))
+            return total if rows == self._chunk(grad.shape[0]) else self.node(aten.slice.Tensor, total, 0, 0, rows)
+        numel = math.prod(grad.shape)
+        mean = self._sum(self._padded(self.node(aten.view.default, wire, [numel])))
+        start = self.node(all_gather_op(), mean, self.world, self.args.group_name, name=f"all_gather_grad_{self.label}")
+        whole = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
+        if self.world * self._chunk(numel) != numel:
+            whole = self.node(aten.slice.Tensor, whole, 0, 0, numel)
+        return self.node(aten.view.default, whole, list(grad.shape))
+
+    def _chunk(self, rows: int) -> int:
+        return chunk_rows(rows, self.world)
+
+    def _on_the_wire(self) -> tuple[fx.Node, torch.dtype]:
+        """The gradient to send and the dtype to send it in, before any widening that changes no bit of the sum."""
+        grad = self.args.grad
+        dtype = meta.tensor_value(grad).dtype
+        if nodes.is_cast(grad) == torch.float32:
+            source = grad.all_input_nodes[0]
+            narrow = meta.tensor_value(source).dtype
+            if narrow in (torch.bfloat16, torch.float16) and wire_dtype_of(dtype, self.args.wire_dtype) == dtype:
+                return source, narrow
+        return grad, wire_dtype_of(dtype, self.args.wire_dtype)
+
+    def _padded(self, pieces: fx.Node) -> fx.Node:
+        shape = meta.tensor_value(pieces).shape
+        missing = self.world * self._chunk(shape[0]) - shape[0]
+        if not missing:
+            return pieces
+        return self.node(aten.constant_pad_nd.default, pieces, [0, 0] * (len(shape) - 1) + [0, missing])
+
+    def _sum(self, pieces: fx.Node) -> fx.Node:
+        """[N * chunk, ...] -> this rank's [chunk, ...], averaged or summed."""
+        args = self.args
+        mean = args.reduction == "mean"
+        if self.algorithm == "all_to_all":
+            chunk = meta.tensor_value(pieces).shape[0] // self.world
+            splits = [chunk] * self.world
+            start = self.node(all_to_all_op(), pieces, splits, splits, args.group_name, name=f"all_to_all_{self.label}")
+            received = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
+            return self.node(torch.ops.zgraph.sum_ranks.default, received, self.world, mean, args.dtype)
+        wide = self.cast(pieces, accumulate_dtype(meta.tensor_value(pieces).dtype))
+        start = self.node(
+            reduce_scatter_op(), wide, "sum", self.world, args.group_name, name=f"reduce_scatter_{self.label}"
+        )
+        total = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
+        if mean:
+            total = self.node(aten.div.Tensor, total, self.world)
+        return self.cast(total, args.dtype)

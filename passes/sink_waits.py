@@ -1,0 +1,97 @@
+"""Move waits down to where their results are needed, so that compute hides the collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+from torch import fx
+
+from zgraph import meta, nodes
+from zgraph.graph_pass import Fact, GraphPass, PassContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWaits(GraphPass):
+    """Move each wait, and the copies out of its buffer, to just before the first user.
+
+    The mean of a gradient has no user but the graph's output: sunk that far, all send buffers would stay alive to the
+    end. So a reduction is finished when `reductions_in_flight` later ones have started.
+    Leaves alone: waits already there.
+
+    Attributes:
+        reductions_in_flight: how many reductions may be under way at once.
+    """
+
+    reductions_in_flight: int = 2
+
+    name: ClassVar[str] = "sink_waits"
+    requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK})
+
+    def __post_init__(self) -> None:
+        if self.reductions_in_flight < 1:
+            raise ValueError(
+                f"sink_waits: reductions_in_flight={self.reductions_in_flight}; at least one must be, write 1 or more."
+            )
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        before = list(gm.graph.nodes)
+        sink(gm.graph)
+        limit_reductions(gm.graph, self.reductions_in_flight)
+        changed = before != list(gm.graph.nodes)
+        if not changed:
+            ctx.note(self, "every wait stands where it is needed")
+        return changed
+
+
+def sink(graph: fx.Graph) -> None:
+    """Move waits and copies to just before their first users, chains as a whole; everything else stays in order."""
+    sinkable = {
+        node for node in graph.nodes if nodes.is_communication(node) and not nodes.is_start(node) and node.users
+    }
+    placed: dict[fx.Node, None] = {}
+    for node in list(graph.nodes):
+        if node in sinkable:
+            continue
+        pending = [node]
+        while pending:
+            needed = [source for source in pending[-1].all_input_nodes if source in sinkable and source not in placed]
+            if needed:
+                pending.append(needed[0])
+            else:
+                placed[pending.pop()] = None
+    nodes.relink(placed)
+
+
+def limit_reductions(graph: fx.Graph, in_flight: int) -> None:
+    """Finish the oldest reduction before one more starts than may be in flight."""
+    under_way: list[fx.Node] = []
+    for start in nodes.call_functions(graph, is_exchange):
+        if len(under_way) == in_flight:
+            finish_before(graph, under_way.pop(0), start)
+        under_way.append(start)
+
+
+def is_exchange(node: fx.Node) -> bool:
+    return nodes.is_all_to_all(node) or nodes.is_reduce_scatter(node)
+
+
+def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node) -> None:
+    """Bring the wait of a reduction, and what turns its result into a gradient, to just before anchor.
+
+    Where the mean is gathered again (replicated parameters), its gather starts here and is waited for later.
+    """
+    order = nodes.order_of(graph)
+    wait = cast(fx.Node, nodes.wait_of(start))
+    chain, pending = dict[fx.Node, None](), [wait]
+    while pending:
+        node = pending.pop()
+        chain[node] = None
+        if not nodes.is_start(node):
+            pending.extend(user for user in node.users if meta.parameters(user) and not nodes.is_wait(user))
+    for node in sorted(chain, key=order.__getitem__):
+        # A gather of several means may still wait for another reduction; that one will bring it along.
+        if order[node] > order[anchor] and all(order[source] < order[anchor] for source in node.all_input_nodes):
+            nodes.move_before(node, anchor)
+            order[node] = order[anchor] - 1

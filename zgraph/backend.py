@@ -1,0 +1,153 @@
+"""What `torch.compile(model, backend="zgraph")` calls: trace, passes, partition, agreement, lowering."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from zgraph import meta, nodes, torch_compat
+from zgraph.agreement import Signature, agree
+from zgraph.codegen.lower import lower_fx
+from zgraph.config import CompileOptions
+from zgraph.errors import ZgraphWarning
+from zgraph.graph_pass import Direction, GraphPass, PassContext
+from zgraph.handle import name_of
+from zgraph.passes import presets
+from zgraph.pipeline import Pipeline
+from zgraph.report.dump import Dumper
+from zgraph.report.summary import GraphReport
+from zgraph.traffic import transfers
+
+
+def zgraph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The Dynamo backend; torch finds it through the entry point `torch_dynamo_backends`.
+
+    Args:
+        gm: one frame's graph.
+        example_inputs: fake values of its inputs.
+        options: see `zgraph.config.CompileOptions`.
+
+    Raises:
+        ValueError: an option is unknown or cannot be honoured (torch.compile wraps it in its own error).
+    """
+    return FrameCompiler(gm, CompileOptions.parse(options)).compile(gm, example_inputs)
+
+
+class FrameCompiler:
+    """Compiles one frame; all state of that compile lives here."""
+
+    def __init__(self, gm: fx.GraphModule, options: CompileOptions) -> None:
+        self.options = options
+        self.pipeline = options.pipeline or Pipeline(presets.default())
+        self.frame = torch_compat.compile_id()
+        self.ctx = PassContext()
+        self.names = _handle_names(gm)
+        self.dumper: Dumper | None = None
+        if options.dump is not None:
+            rank = dist.get_rank() if torch_compat.is_distributed_ready() else 0
+            self.dumper = Dumper(directory=options.dump, rank=rank, frame=self.frame)
+        _warn_if_replicas_drift(gm)
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        backend = torch_compat.aot_autograd(
+            compile_forward=self.lower,
+            compile_backward=self.lower,
+            compile_inference=self.compile_inference,
+            partition=self.partition,
+        )
+        return backend(gm, example_inputs)
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Joint passes, min-cut partition, then graph passes on forward and backward together."""
+        self.ctx.user_outputs = kwargs["num_fwd_outputs"]
+        self._name_markers(joint.graph)
+        self._run_passes({"joint": joint}, "joint")
+        forward, backward = torch_compat.min_cut_partition(joint, inputs, **kwargs)
+        graphs: dict[Direction, fx.GraphModule] = {"forward": forward, "backward": backward}
+        self._run_passes(graphs, "graph")
+        self._finish(graphs)
+        return forward, backward
+
+    def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """All passes on the one graph."""
+        self._name_markers(gm.graph)
+        graphs: dict[Direction, fx.GraphModule] = {"inference": gm}
+        self._run_passes(graphs, "joint")
+        self._run_passes(graphs, "graph")
+        self._finish(graphs)
+        return self.lower(gm, inputs)
+
+    def lower(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return lower_fx(gm)
+
+    def _run_passes(self, graphs: dict[Direction, fx.GraphModule], phase: Any) -> None:
+        self.ctx.graphs = graphs
+        if self.dumper is not None and (phase == "joint" or "inference" not in graphs):
+            for direction, gm in graphs.items():
+                self.dumper.captured(direction, gm.graph)
+        runs = list(self.pipeline.run(phase, self.ctx, graphs, self._observe))
+        if self.options.report is not None:
+            self.options.report.passes.extend(runs)
+
+    def _observe(self, graph_pass: GraphPass, direction: Direction, graph: fx.Graph) -> None:
+        if self.dumper is not None:
+            notes = tuple(text for name, where, text in self.ctx.notes if (name, where) == (graph_pass.name, direction))
+            self.dumper.after(graph_pass, direction, graph, notes)
+
+    def _finish(self, graphs: dict[Direction, fx.GraphModule]) -> None:
+        """Report what will be sent, and agree on it with the peers before anything is."""
+        found = {direction: tuple(transfers(gm.graph)) for direction, gm in graphs.items()}
+        agree([Signature.of(direction, sent) for direction, sent in found.items()], self.options.agreement_timeout_s)
+        report = self.options.report
+        if report is not None:
+            report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
+            report.graphs.extend(
+                GraphReport(
+                    frame=self.frame, direction=direction, nodes=len(gm.graph.nodes), transfers=found[direction]
+                )
+                for direction, gm in graphs.items()
+            )
+
+    def _name_markers(self, graph: fx.Graph) -> None:
+        """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""
+        names: dict[str, str] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            index = torch_compat.aot_input_index(node)
+            if index in self.names:
+                names[node.name] = self.names[index]
+        self.ctx.parameters = names
+        for marker in nodes.call_functions(graph, nodes.is_marker):
+            handle = marker.args[1]
+            assert isinstance(handle, fx.Node)
+            meta.set_parameters(marker, [names.get(handle.name, "?")], [handle.name])
+
+
+def _handle_names(gm: fx.GraphModule) -> dict[int, str]:
+    """Parameter names by the position of their handle among the frame's inputs."""
+    found: dict[int, str] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        name = name_of(torch_compat.dynamo_example(node))
+        if name != "?":
+            found[position] = name
+    return found
+
+
+def _warn_if_replicas_drift(gm: fx.GraphModule) -> None:
+    if not torch_compat.is_distributed_ready() or dist.get_world_size() == 1:
+        return
+    inputs = [torch_compat.dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
+    trainable = [value for value in inputs if isinstance(value, nn.Parameter) and value.requires_grad]
+    if trainable and not any(isinstance(value, DTensor) for value in trainable):
+        warnings.warn(
+            f"zgraph: {dist.get_world_size()} ranks train a model of which nothing is sharded, so nothing is "
+            "communicated and the ranks drift apart; call zgraph.shard(model) before torch.compile.",
+            ZgraphWarning,
+            stacklevel=2,
+        )

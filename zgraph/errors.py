@@ -1,0 +1,27 @@
+"""Error and warning types: who, where, what was found, what to do."""
+
+from __future__ import annotations
+
+
+class ZgraphError(RuntimeError):
+    """Base of every error that zgraph raises at compile or run time (user options raise ValueError)."""
+
+
+class PreconditionError(ZgraphError):
+    """A pass was asked to run where what it requires does not hold."""
+
+
+class VerifyError(ZgraphError):
+    """A graph broke an invariant after a pass."""
+
+
+class AgreementError(ZgraphError):
+    """Ranks compiled graphs whose collectives do not match."""
+
+
+class CollectiveError(ZgraphError):
+    """A collective failed or timed out; says which one, and for which parameters."""
+
+
+class ZgraphWarning(UserWarning):
+    """Something works, but probably not as intended."""

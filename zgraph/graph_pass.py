@@ -1,0 +1,86 @@
+"""What a pass is: a frozen dataclass with a name, a phase, contracts, and `run(gm, ctx)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar, Literal
+
+import torch.distributed as dist
+from torch import fx
+
+from zgraph.torch_compat import resolve_group
+
+Phase = Literal["joint", "graph"]
+Direction = Literal["joint", "forward", "backward", "inference"]
+
+
+class Fact(StrEnum):
+    """What holds of a graph after a pass has run. A pass of your own may use any other string."""
+
+    GATHERS_DEDUPED = "gathers_deduped"
+    LIFETIMES_CHOSEN = "lifetimes_chosen"
+    GATHERS_LOWERED = "gathers_lowered"
+    REDUCTIONS_LOWERED = "reductions_lowered"
+    COLLECTIVES_BUCKETED = "collectives_bucketed"
+    STARTS_HOISTED = "starts_hoisted"
+    WAITS_SUNK = "waits_sunk"
+
+
+@dataclass(kw_only=True)
+class PassContext:
+    """What a pass may know and leave behind; one for each compiled frame, shared by all its passes.
+
+    Attributes:
+        direction: of the graph at hand; "joint" before the partition.
+        graphs: the graphs of this frame by direction, so that one plan can cover forward and backward.
+        parameters: name of the parameter behind each marker's handle, by placeholder name of the joint graph.
+        user_outputs: how many outputs of the joint and forward graph are the user's; the others are gradients, or
+            saved for backward. None in inference.
+        notes: what passes had to say, as (pass, direction, text); shown in dumps and reports.
+    """
+
+    direction: Direction = "joint"
+    graphs: dict[Direction, fx.GraphModule] = field(default_factory=dict[Direction, fx.GraphModule])
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    user_outputs: int | None = None
+    notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])
+
+    def note(self, graph_pass: GraphPass, text: str) -> None:
+        """Leave a line for the reader of the dump, such as why a pass did nothing."""
+        self.notes.append((graph_pass.name, self.direction, text))
+
+    def group_size(self, group_name: str) -> int:
+        return dist.get_world_size(resolve_group(group_name))
+
+    def group_rank(self, group_name: str) -> int:
+        return dist.get_rank(resolve_group(group_name))
+
+    def group_backend(self, group_name: str) -> str:
+        """ "gloo", "nccl", ..."""
+        return dist.get_backend(resolve_group(group_name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphPass:
+    """Base class of passes; subclass it as a frozen dataclass whose fields are the options.
+
+    Attributes:
+        name: in errors and dumps.
+        phase: "joint" passes see forward and backward in one graph before the partition; "graph" passes run on the
+            forward and the backward graph, or on the one graph of inference. In inference all passes run on that graph.
+        requires: facts that an earlier pass must provide.
+        provides: facts that hold afterwards.
+        conflicts: facts that must not hold yet.
+    """
+
+    name: ClassVar[str] = "unnamed"
+    phase: ClassVar[Phase] = "graph"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        """Rewrite gm.graph in place; say truthfully whether anything changed."""
+        raise NotImplementedError(f"{type(self).__name__} has no run(gm, ctx)")

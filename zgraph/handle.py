@@ -1,0 +1,28 @@
+"""Handles: small tensors that tell a compiled graph which parameter it works for.
+
+Equal blocks share one compiled graph, so nothing in the graph may name a parameter; a tensor argument can. The handle
+holds the parameter's qualified name, which makes every failing collective able to say whom it was working for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Every handle has the same size, or two blocks with names of different length would not share a graph.
+HANDLE_BYTES = 96
+
+
+def make_handle(name: str) -> Tensor:
+    """A [96] uint8 CPU tensor that holds `name`; a longer name keeps its end, which is the part that tells."""
+    encoded = name.encode()
+    if len(encoded) > HANDLE_BYTES:
+        encoded = b"..." + encoded[3 - HANDLE_BYTES :]
+    return torch.tensor(list(encoded.ljust(HANDLE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def name_of(handle: object) -> str:
+    """The name a handle holds; "?" for anything that cannot be read, such as a fake tensor."""
+    if type(handle) is not Tensor or handle.dtype != torch.uint8 or handle.numel() != HANDLE_BYTES:
+        return "?"
+    return bytes(handle.tolist()).rstrip(b"\0").decode(errors="replace")

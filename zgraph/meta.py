@@ -1,0 +1,130 @@
+"""Typed access to `node.meta`; no other file spells a key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zgraph.torch_compat import fake_mode_of
+
+_VALUE = "val"
+_PARAMETERS = "zgraph_parameters"
+_HANDLES = "zgraph_handles"
+_RECOMPUTE = "recompute"
+_REGION = "ac_graph_id"
+# Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
+# between two of them (it saves what lies on such a border).
+_GATHER_REGION = 1 << 30
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value of a node, or None where nobody has left one."""
+    return node.meta.get(_VALUE)
+
+
+def tensor_value(node: fx.Node) -> Tensor:
+    """The fake tensor of a node that is known to have one."""
+    found = value(node)
+    assert isinstance(found, Tensor), f"{node.name} has no tensor in its meta"
+    return found
+
+
+def set_value(node: fx.Node, new: object) -> None:
+    node.meta[_VALUE] = new
+
+
+def parameters(node: fx.Node) -> tuple[str, ...]:
+    """Qualified names of the parameters a node works for; () for everything else."""
+    return cast("tuple[str, ...]", node.meta.get(_PARAMETERS, ()))
+
+
+def handles(node: fx.Node) -> tuple[str, ...]:
+    """Placeholder names of the handles of those parameters, in the same order."""
+    return cast("tuple[str, ...]", node.meta.get(_HANDLES, ()))
+
+
+def set_parameters(node: fx.Node, names: Sequence[str], handle_names: Sequence[str]) -> None:
+    node.meta[_PARAMETERS] = tuple(names)
+    node.meta[_HANDLES] = tuple(handle_names)
+
+
+def label(node: fx.Node) -> str:
+    """The node's first parameter as part of a node name: "h.0.mlp.weight" -> "h_0_mlp_weight"."""
+    names = parameters(node)
+    return re.sub(r"\W", "_", names[0]) if names else node.name
+
+
+def tag_recompute(node: fx.Node) -> None:
+    """Make the partitioner compute the node again in backward instead of saving it."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta[_REGION] = _GATHER_REGION
+
+
+def is_tagged_recompute(node: fx.Node) -> bool:
+    return node.meta.get(_RECOMPUTE) is CheckpointPolicy.MUST_RECOMPUTE and node.meta.get(_REGION) == _GATHER_REGION
+
+
+def evaluate(node: fx.Node) -> object:
+    """What the node yields on fake values, from its arguments' fake values.
+
+    Raises:
+        KeyError: an argument has no value.
+    """
+
+    def load(argument: fx.Node) -> Any:
+        if _VALUE not in argument.meta:
+            raise KeyError(argument.name)
+        return argument.meta[_VALUE]
+
+    args = fx.node.map_arg(node.args, load)
+    kwargs = fx.node.map_arg(node.kwargs, load)
+    mode = fake_mode_of([argument.meta.get(_VALUE) for argument in node.all_input_nodes])
+    target = cast(Any, node.target)
+    if mode is None:
+        return target(*args, **kwargs)
+    with mode:
+        return target(*args, **kwargs)
+
+
+def create(
+    graph: fx.Graph,
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: fx.Node | None = None,
+    name: str | None = None,
+) -> fx.Node:
+    """A call_function node at the graph's insertion point, with its value, and the parameters of `like`."""
+    node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
+    if like is not None:
+        for key in (_PARAMETERS, _HANDLES, "nn_module_stack", "stack_trace"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+    set_value(node, evaluate(node))
+    return node
+
+
+def same_layout(expected: object, found: object) -> bool:
+    """Whether two fake values agree in structure, shape, stride, dtype and device."""
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        return (
+            expected.dtype == found.dtype
+            and expected.device == found.device
+            and _same_sizes(expected.shape, found.shape)
+            and (expected.layout != torch.strided or _same_sizes(expected.stride(), found.stride()))
+        )
+    if isinstance(expected, tuple | list) and isinstance(found, tuple | list):
+        left, right = cast("Sequence[object]", expected), cast("Sequence[object]", found)
+        return len(left) == len(right) and all(same_layout(a, b) for a, b in zip(left, right, strict=True))
+    return isinstance(expected, Tensor) == isinstance(found, Tensor)
+
+
+def _same_sizes(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    # Symbolic sizes are compared by their expressions: a comparison of the sizes themselves would add a guard.
+    return len(left) == len(right) and all(str(a) == str(b) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,258 @@
+"""Predicates and pairs over graph nodes: markers, collectives, waits, views, first users."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from zgraph import meta
+from zgraph.torch_compat import all_gather_op, all_to_all_op, is_functional_collective, reduce_scatter_op, wait_op
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class UnshardArgs:
+    """Arguments of a `zgraph::unshard` node by name."""
+
+    shard: fx.Node
+    handle: fx.Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wire_dtype: torch.dtype | None
+    zero_stage: int
+    reduction: str
+    group_name: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> UnshardArgs:
+        shard, handle, shape, *rest = cast("tuple[Any, ...]", node.args)
+        return cls(shard, handle, tuple(shape), *rest)
+
+    @property
+    def policy(self) -> tuple[object, ...]:
+        """Everything but the tensors: equal for two reads that one gather can serve."""
+        return (self.shape, self.dtype, self.wire_dtype, self.zero_stage, self.reduction, self.group_name)
+
+
+@dataclass(frozen=True)
+class ReduceArgs:
+    """Arguments of a `zgraph::reduce_grad` node by name."""
+
+    grad: fx.Node
+    handle: fx.Node
+    dtype: torch.dtype
+    wire_dtype: torch.dtype | None
+    zero_stage: int
+    reduction: str
+    group_name: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> ReduceArgs:
+        return cls(*cast("tuple[Any, ...]", node.args))
+
+
+def is_unshard(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.unshard.default
+
+
+def is_reduce_grad(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.reduce_grad.default
+
+
+def is_marker(node: fx.Node) -> bool:
+    return is_unshard(node) or is_reduce_grad(node)
+
+
+def is_sum_ranks(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.sum_ranks.default
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether the node starts a collective whose result needs a wait."""
+    return node.op == "call_function" and is_functional_collective(node.target)
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is wait_op()
+
+
+def is_all_gather(node: fx.Node) -> bool:
+    return node.target is all_gather_op()
+
+
+def is_all_to_all(node: fx.Node) -> bool:
+    return node.target is all_to_all_op()
+
+
+def is_reduce_scatter(node: fx.Node) -> bool:
+    return node.target is reduce_scatter_op()
+
+
+def is_communication(node: fx.Node) -> bool:
+    """Starts, waits, and the copies in and out of their buffers: what carries a parameter but computes nothing."""
+    return is_start(node) or is_wait(node) or (bool(meta.parameters(node)) and not is_marker(node))
+
+
+def group_of(start: fx.Node) -> str:
+    """Group name of a collective's start: the last argument of every functional collective."""
+    return str(start.args[-1])
+
+
+def wait_of(start: fx.Node) -> fx.Node | None:
+    """The wait that makes a start's result usable."""
+    return next((user for user in start.users if is_wait(user)), None)
+
+
+def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: position for position, node in enumerate(graph.nodes)}
+
+
+def first_user(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+    return min(node.users, key=order.__getitem__, default=None)
+
+
+def last_input(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+    return max(node.all_input_nodes, key=order.__getitem__, default=None)
+
+
+def output_of(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def returned_by(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, in order; values that are not nodes included."""
+    returned = output_of(graph).args[0]
+    return list(cast("list[Any]", returned)) if isinstance(returned, list | tuple) else [returned]
+
+
+def call_functions(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """Matching nodes in program order; the list is taken beforehand, so the loop may rewrite the graph."""
+    yield from [node for node in graph.nodes if node.op == "call_function" and predicate(node)]
+
+
+# Ops with one tensor input whose result is a view, a cast or a copy of it: following a gathered weight through them
+# still finds the gathered weight.
+_RESHAPING = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.alias.default,
+        aten.detach.default,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+    }
+)
+
+
+def is_reshaping(node: fx.Node) -> bool:
+    """Whether the node is a view, cast or copy of its only tensor input."""
+    return node.target in _RESHAPING or getattr(node.target, "__name__", "") == "getitem"
+
+
+def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and everything that is only a view, cast or copy of its result."""
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        yield value
+        pending.extend(user for user in value.users if is_reshaping(user))
+
+
+def without_views(node: fx.Node) -> fx.Node:
+    """The node behind views that change nothing, such as the view that `DTensor.to_local` leaves."""
+    while node.target is aten.view.default:
+        source = cast(fx.Node, node.args[0])
+        if not meta.same_layout(meta.value(source), meta.value(node)):
+            break
+        node = source
+    return node
+
+
+def drop_unchanging_views(node: fx.Node) -> None:
+    """Let the readers of views that change nothing read the node itself."""
+    for user in list(node.users):
+        if user.target is aten.view.default and meta.same_layout(meta.value(node), meta.value(user)):
+            drop_unchanging_views(user)
+            user.replace_all_uses_with(node)
+            node.graph.erase_node(user)
+
+
+def is_cast(node: fx.Node) -> torch.dtype | None:
+    """The target dtype of a node that only casts, else None."""
+    if node.target is not aten._to_copy.default or set(node.kwargs) - {"dtype"}:
+        return None
+    return cast("torch.dtype | None", node.kwargs.get("dtype"))
+
+
+def copy_in(start: fx.Node) -> list[fx.Node] | None:
+    """The casts, pads and packing between the graph's inputs and a start; None where anything else is between."""
+    found: dict[fx.Node, None] = {}
+    pending = list(start.all_input_nodes)
+    for node in pending:
+        if node.op in ("placeholder", "get_attr") or node in found:
+            continue
+        if is_start(node) or is_wait(node) or not (is_communication(node) or is_reshaping(node)):
+            return None
+        found[node] = None
+        pending.extend(node.all_input_nodes)
+    return list(found)
+
+
+def restore_order(graph: fx.Graph) -> None:
+    """Move every node that stands before one of its inputs to just behind the last of them; all others stay."""
+    order = order_of(graph)
+    missing = {node: sum(order[source] > order[node] for source in node.all_input_nodes) for node in order}
+    ready: list[tuple[int, fx.Node]] = []
+    placed: dict[fx.Node, None] = {}
+    for node in list(graph.nodes):
+        if missing[node] == 0:
+            heapq.heappush(ready, (order[node], node))
+        while ready:
+            _, current = heapq.heappop(ready)
+            placed[current] = None
+            for user in current.users:
+                if order[user] < order[current]:
+                    missing[user] -= 1
+                    if missing[user] == 0:
+                        heapq.heappush(ready, (order[user], user))
+    relink(placed)
+
+
+def relink(placed: Iterable[fx.Node]) -> None:
+    """Put all nodes of a graph into this order."""
+    previous: fx.Node | None = None
+    for node in placed:
+        if previous is not None and previous.next is not node:
+            previous.append(node)
+        previous = node
+
+
+def move_before(node: fx.Node, anchor: fx.Node) -> None:
+    """Move node to just before anchor."""
+    if node.next is not anchor:
+        anchor.prepend(node)
+
+
+def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
+    """Erase those candidates that nobody uses, users first."""
+    for node in sorted(candidates, key=order_of(graph).__getitem__, reverse=True):
+        if not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,1 @@
+"""What zgraph shows: graph text, dumps, and the report of what was compiled."""

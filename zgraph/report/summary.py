@@ -1,0 +1,105 @@
+"""The report: what zgraph compiled, pass by pass and collective by collective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zgraph.graph_pass import Direction
+from zgraph.report.text import dtype_text
+from zgraph.traffic import Transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRun:
+    """One pass on one graph."""
+
+    name: str
+    direction: Direction
+    changed: bool
+    seconds: float
+    nodes_after: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport:
+    """One compiled graph.
+
+    Attributes:
+        frame: Dynamo's "frame/recompile".
+        direction: "forward", "backward" or "inference".
+        nodes: of the final graph.
+        transfers: its collectives in program order.
+    """
+
+    frame: str
+    direction: Direction
+    nodes: int
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends when the graph runs once."""
+        return sum(transfer.sent_bytes for transfer in self.transfers)
+
+
+@dataclass(eq=False)
+class Report:
+    """Filled while compiling: pass one as `options={"report": report}` and print it after the first step.
+
+    Attributes:
+        graphs: every compiled graph, in order.
+        passes: every pass that ran.
+        notes: what passes had to say.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list[GraphReport])
+    passes: list[PassRun] = field(default_factory=list[PassRun])
+    notes: list[str] = field(default_factory=list[str])
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes this rank sends in one training step: the newest forward and backward of every frame, each run once.
+
+        Equal blocks that are compiled one by one share a graph, which this counts once.
+        """
+        newest = {
+            (graph.frame.split("/")[0], graph.direction): graph.sent_bytes
+            for graph in self.graphs
+            if graph.direction != "inference"
+        }
+        return sum(newest.values())
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time spent in zgraph's own passes and their verification."""
+        return sum(run.seconds for run in self.passes)
+
+    def __str__(self) -> str:
+        lines = ["zgraph compiled"]
+        for graph in self.graphs:
+            lines.append(f"  frame {graph.frame} {graph.direction}: {graph.nodes} nodes, {_mib(graph.sent_bytes)} sent")
+            lines.extend(f"    {line}" for line in _transfer_lines(graph.transfers))
+        lines.append("passes")
+        for name in dict.fromkeys(run.name for run in self.passes):
+            runs = [run for run in self.passes if run.name == name]
+            changed = sum(run.changed for run in runs)
+            spent = 1e3 * sum(run.seconds for run in runs)
+            lines.append(f"  {name}: changed {changed} of {len(runs)} graphs, {spent:.0f} ms")
+        lines.extend(f"  {note}" for note in dict.fromkeys(self.notes))
+        lines.append(f"one training step sends {_mib(self.step_bytes)} per rank")
+        return "\n".join(lines)
+
+
+def _transfer_lines(transfers: tuple[Transfer, ...]) -> list[str]:
+    kinds = dict.fromkeys((transfer.kind, transfer.dtype) for transfer in transfers)
+    lines: list[str] = []
+    for kind, dtype in kinds:
+        same = [transfer for transfer in transfers if (transfer.kind, transfer.dtype) == (kind, dtype)]
+        parameters = sum(len(transfer.parameters) for transfer in same)
+        sent = sum(transfer.sent_bytes for transfer in same)
+        lines.append(f"{len(same)} x {kind} {dtype_text(dtype)}: {parameters} parameters, {_mib(sent)} sent")
+    return lines
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"

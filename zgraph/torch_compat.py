@@ -1,0 +1,207 @@
+"""The only file that touches private torch names; each entry says on which versions it was checked.
+
+Everything here was read and run on torch 2.13.0; the 2.11 and 2.12 notes say what differs there. A new torch release is
+adopted by running the suite and reading this page, nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+OLDEST = (2, 11)
+NEWEST = (2, 13)
+
+
+def require_supported_torch(version: str) -> None:
+    """Refuse a torch that zgraph was not checked with.
+
+    Raises:
+        ImportError: version lies outside 2.11 ... 2.13.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise ImportError(f"zgraph: cannot read the torch version {version!r}; install torch>=2.11,<2.14.")
+    release = (int(found[1]), int(found[2]))
+    if release < OLDEST:
+        raise ImportError(f"zgraph: torch {version} is too old; install torch>=2.11,<2.14.")
+    if release > NEWEST:
+        raise ImportError(
+            f"zgraph: torch {version} is newer than this zgraph was checked with; install torch>=2.11,<2.14 "
+            "or a newer zgraph."
+        )
+
+
+# --- process groups ---------------------------------------------------------------------------------------------
+
+
+def resolve_group(group_name: str) -> ProcessGroup:
+    """The process group of that name (2.11 - 2.13: public only through functional collectives)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(cast(Any, group_name))
+
+
+def default_store() -> Store:
+    """The rendezvous store of the default group (2.11 - 2.13: there is no public getter)."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+# --- functional collectives (2.11 - 2.13) -------------------------------------------------------------------------
+# The ops themselves, not torch.distributed._functional_collectives: passes build nodes out of OpOverloads.
+
+
+def all_gather_op() -> Any:
+    """all_gather_into_tensor(input, group_size, group_name) -> [group_size * input.shape[0], ...]"""
+    return torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+def all_to_all_op() -> Any:
+    """all_to_all_single(input, output_split_sizes, input_split_sizes, group_name)"""
+    return torch.ops._c10d_functional.all_to_all_single.default
+
+
+def reduce_scatter_op() -> Any:
+    """reduce_scatter_tensor(input, reduce_op, group_size, group_name) -> [input.shape[0] / group_size, ...]"""
+    return torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+def wait_op() -> Any:
+    """wait_tensor(input): the same tensor, usable"""
+    return torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_functional_collective(target: object) -> bool:
+    """Whether target starts a functional collective (wait_tensor and in-place variants are not starts)."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace in ("_c10d_functional", "_c10d_functional_autograd") and target is not wait_op()
+
+
+# --- AOTAutograd --------------------------------------------------------------------------------------------------
+
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def aot_autograd(
+    *, compile_forward: Compiler, compile_backward: Compiler, compile_inference: Compiler, partition: Partitioner
+) -> Callable[..., Any]:
+    """A Dynamo backend that traces forward and backward without decompositions (2.11 - 2.13).
+
+    `functorch.compile.aot_module_simplified` is the public part of it, but would leave the generated backward visible to
+    Dynamo.
+    """
+    from torch._dynamo.backends.common import aot_autograd as build
+
+    return build(
+        fw_compiler=compile_forward,
+        bw_compiler=compile_backward,
+        inference_compiler=compile_inference,
+        partition_fn=partition,
+        decompositions={},
+    )
+
+
+def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's min-cut partitioner, which honours `meta["recompute"]`."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def aot_input_index(node: fx.Node) -> int | None:
+    """Which input of the Dynamo graph a joint-graph placeholder came from; None for tangents and unknown kinds.
+
+    2.11 - 2.13 leave a descriptor in `meta["desc"]`; DTensor inputs are flattened, so several placeholders may share one
+    index.
+    """
+    described: Any = node.meta.get("desc")
+    while described is not None and hasattr(described, "base"):
+        described = described.base
+    index = getattr(described, "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def dynamo_example(node: fx.Node) -> object:
+    """The real value behind a placeholder of a Dynamo graph, or None once Dynamo has dropped it (2.11 - 2.13)."""
+    return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example
+
+
+def compile_id() -> str:
+    """Dynamo's "frame/recompile" id of the compile in progress, such as "0/1"; "manual" outside of one (2.11 - 2.13)."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_compile_id()
+    return "manual" if current is None else str(current)
+
+
+def fake_mode_of(values: Sequence[object]) -> Any:
+    """The FakeTensorMode that made these values, or None (2.11 - 2.13)."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(list(values))
+
+
+def is_fake(value: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+class BoxedCodeGen(fx.graph.CodeGen):
+    """Generated code takes one list and empties it, so that each input dies at its last use.
+
+    2.12 and newer carry the same class under a private name; 2.11 does not.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
+        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
+        lines = [f"def {getattr(self, '_func_name', 'forward')}(self, args_list){maybe_return_annotation}:"]
+        if names:
+            lines.append(f"    {', '.join(names)}, = args_list")
+        lines.append("    args_list.clear()")
+        return "\n".join(lines)
+
+
+# --- pytrees, checks ------------------------------------------------------------------------------------------------
+
+
+def tree_flatten(tree: object) -> tuple[list[Any], Any]:
+    """torch's own pytree, which knows Hugging Face's ModelOutput (2.11 - 2.13)."""
+    from torch.utils._pytree import tree_flatten as flatten
+
+    return flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    from torch.utils._pytree import tree_unflatten as unflatten
+
+    return unflatten(leaves, spec)
+
+
+def replace_parameter(owner: torch.nn.Module, name: str, value: Tensor) -> None:
+    """Put value where owner keeps the parameter `name` (`_parameters`, all versions).
+
+    `setattr` would do, were it not for modules that intercept it (`nn.RNNBase`) or forbid it.
+    """
+    owner._parameters[name] = cast(torch.nn.Parameter, value)
+
+
+def local_parameters(owner: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The module's own parameters by name, without the detour over attribute access (`_parameters`, all versions)."""
+    return owner._parameters
+
+
+def is_distributed_ready() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,284 @@
+"""Units: modules that gather their parameters once when their forward starts and keep them to its end.
+
+A unit's class is replaced by a subclass whose `forward` gathers first, and whose parameters are properties: inside the
+forward they read as the whole tensor, outside as the DTensor at rest. Because every rank gathers the whole unit at its
+start, reads that depend on the data cannot issue different collectives on different ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ZgraphError
+from zgraph.ops import unshard
+from zgraph.torch_compat import local_parameters, tree_flatten, tree_unflatten
+
+STATE = "_zgraph"  # the one attribute that zgraph adds to a module
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """What the markers need to know of one parameter; equal for equal blocks.
+
+    Attributes:
+        shape: of the whole parameter.
+        device_type: where it was sharded.
+        compute_dtype: in which it is gathered and read.
+        wire_dtype: in which its gradient travels; None: as it arrives.
+        zero_stage: 0 replicated, 3 sharded on dim 0.
+        reduction: "mean" or "sum".
+        group_name: process group of its mesh axis.
+        ignored: read as it is, gradient left alone.
+    """
+
+    shape: tuple[int, ...]
+    device_type: str
+    compute_dtype: torch.dtype
+    wire_dtype: torch.dtype | None
+    zero_stage: int
+    reduction: str
+    group_name: str
+    ignored: bool = False
+
+
+class Scope:
+    """Shared by all modules under one `shard` root: is a forward running, and what has it gathered already?"""
+
+    def __init__(self) -> None:
+        self.active = False
+        # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
+        # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
+        # do in the replicated model. In a compiled graph the pass dedupe_gathers has that duty.
+        self.gathered: dict[str, Tensor] | None = None
+        self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+
+    def begin(self) -> None:
+        self.active = True
+        if not torch.compiler.is_compiling():
+            self.gathered = {}
+
+    def end(self) -> None:
+        self.active = False
+        if not torch.compiler.is_compiling():
+            self.gathered = None
+
+    @torch.compiler.assume_constant_result
+    def check_optimizers(self) -> None:
+        """Refuse to train when an optimizer still steps the parameters that `shard` replaced.
+
+        Raises:
+            ZgraphError: names the first such parameter.
+        """
+        replaced, self.replaced = self.replaced, []
+        for name, reference in replaced:
+            old = reference()
+            if old is not None and _is_held_by_optimizer(old):
+                self.replaced = replaced
+                raise ZgraphError(
+                    f"zgraph: an optimizer created before zgraph.shard still holds {name}, which shard has replaced; "
+                    "its steps would change nothing. Create the optimizer after zgraph.shard(model)."
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
+        return memo.setdefault(id(self), Scope())
+
+
+def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
+    """Whether some optimizer's param_groups list this very tensor."""
+    for holder in gc.get_referrers(parameter):
+        if not isinstance(holder, list):
+            continue
+        for group in gc.get_referrers(cast("list[object]", holder)):
+            if isinstance(group, dict) and "lr" in group and group.get("params") is holder:
+                return True
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """One parameter that a unit gathers, and every place (module, attribute) that reads it."""
+
+    name: str
+    spec: ParamSpec
+    handle: Tensor
+    sites: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(eq=False)
+class ModuleState:
+    """What zgraph keeps on a module, in the attribute `_zgraph`.
+
+    Attributes:
+        scope: shared with every module under the same root.
+        reads: parameters gathered when this module's forward starts.
+        by_attribute: for each of its own parameters, how to gather it when it is read outside its unit.
+        whole: parameters gathered right now, by attribute name.
+        tied: this is a named unit, whose parameters all receive a gradient.
+        input_dtype: floating-point inputs are cast to it (roots with a param_dtype).
+    """
+
+    scope: Scope
+    reads: tuple[Read, ...] = ()
+    by_attribute: dict[str, Read] = field(default_factory=dict[str, Read])
+    whole: dict[str, Tensor] | None = None
+    tied: bool = False
+    input_dtype: torch.dtype | None = None
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    return module.__dict__.get(STATE)
+
+
+def gather(read: Read, scope: Scope) -> Tensor:
+    """The whole parameter, through the marker.
+
+    Raises:
+        ZgraphError: the parameter is no longer what `shard` made of it.
+    """
+    owner, attribute = read.sites[0]
+    parameter = local_parameters(owner)[attribute]
+    spec = read.spec
+    if not isinstance(parameter, DTensor):
+        raise ZgraphError(
+            f"zgraph: {read.name} is no longer the DTensor that zgraph.shard made; something has replaced it after "
+            "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh."
+        )
+    if tuple(parameter.shape) != spec.shape or parameter.device.type != spec.device_type:
+        raise ZgraphError(
+            f"zgraph: {read.name} was sharded as {list(spec.shape)} on {spec.device_type} and is now "
+            f"{list(parameter.shape)} on {parameter.device.type}. Move or resize the model before zgraph.shard."
+        )
+    if spec.ignored:
+        return parameter.to_local()
+    share = scope.gathered if not torch.compiler.is_compiling() else None
+    if share is None or not (parameter.requires_grad and torch.is_grad_enabled()):
+        return _unshard(parameter, read)
+    if read.name not in share:
+        share[read.name] = _unshard(parameter, read)
+    return share[read.name]
+
+
+def _unshard(parameter: DTensor, read: Read) -> Tensor:
+    spec = read.spec
+    return unshard(
+        parameter.to_local(),
+        read.handle,
+        spec.shape,
+        spec.compute_dtype,
+        spec.wire_dtype,
+        spec.zero_stage,
+        spec.reduction,
+        spec.group_name,
+    )
+
+
+class _Tie(torch.autograd.Function):
+    """Identity on a unit's outputs that makes autograd visit all of the unit's gathered parameters.
+
+    A parameter that this rank did not read (an expert without tokens) then takes part in the reduction with zeros,
+    instead of leaving the other ranks waiting.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.parameters = len(tensors) - outputs
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *grads, *([None] * ctx.parameters))
+
+
+def _tie(result: Any, whole: list[Tensor]) -> Any:
+    trainable = [tensor for tensor in whole if tensor.requires_grad]
+    leaves, spec = tree_flatten(result)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not trainable or not places:
+        return result
+    tied = _Tie.apply(len(places), *[leaves[i] for i in places], *trainable)
+    for place, tensor in zip(places, cast("tuple[Tensor, ...]", tied), strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, spec)
+
+
+def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    leaves, spec = tree_flatten((args, kwargs))
+    leaves = [
+        leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype else leaf
+        for leaf in leaves
+    ]
+    return tree_unflatten(leaves, spec)
+
+
+def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gather, run the module's own forward, release: also when it raises."""
+    state: ModuleState = getattr(module, STATE)
+    scope = state.scope
+    outermost = not scope.active
+    if outermost:
+        scope.check_optimizers()
+        scope.begin()
+    before: list[tuple[ModuleState, dict[str, Tensor] | None]] = []
+    try:
+        if state.input_dtype is not None:
+            args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
+        whole: list[Tensor] = []
+        for read in state.reads:
+            tensor = gather(read, scope)
+            whole.append(tensor)
+            for site, attribute in read.sites:
+                site_state: ModuleState = getattr(site, STATE)
+                before.append((site_state, site_state.whole))
+                site_state.whole = {**(site_state.whole or {}), attribute: tensor}
+        result = forward(module, *args, **kwargs)
+        return _tie(result, whole) if state.tied else result
+    finally:
+        for site_state, previous in reversed(before):
+            site_state.whole = previous
+        if outermost:
+            scope.end()
+
+
+def _read_property(attribute: str) -> property:
+    def read(module: nn.Module) -> Any:
+        state: ModuleState = getattr(module, STATE)
+        if state.whole is not None and attribute in state.whole:
+            return state.whole[attribute]
+        if state.scope.active and attribute in state.by_attribute:
+            # Read by a module other than its owner, such as nn.MultiheadAttention and its out_proj.
+            return gather(state.by_attribute[attribute], state.scope)
+        return local_parameters(module)[attribute]
+
+    return property(read)
+
+
+@functools.cache
+def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of `base` that gathers in forward and reads `attributes` through the gathered tensors.
+
+    One class for all modules of a type, or equal blocks could not share a compiled graph. It keeps the name of `base`:
+    a model prints, and is found by its class name, as before.
+    """
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _run_unit(base.forward, self, args, kwargs)
+
+    body: dict[str, Any] = {attribute: _read_property(attribute) for attribute in attributes}
+    body |= {
+        "forward": forward,
+        "_zgraph_attributes": attributes,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "_zgraph_base": base,
+    }
+    return type(base.__name__, (base,), body)

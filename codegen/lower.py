@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.handle import name_of
 from zgraph.ops import collective_error
-from zgraph.torch_compat import BoxedCodeGen
+from zgraph.torch_compat import BoxedCodeGen, boxed
 
 
 def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -29,7 +30,7 @@ def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     forward = cast("Callable[..., Any]", type(gm).forward)
     guarded = _guarded_lines(gm)
     if not guarded:
-        return _boxed(lambda args: forward(gm, args))
+        return boxed(lambda args: forward(gm, args))
     handle_positions = {
         node.name: position
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
@@ -50,12 +51,7 @@ def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
             names = [name if name != "?" else known for name, known in zip(found, parameters, strict=True)]
             raise collective_error(kind, names, group_name, error) from error
 
-    return _boxed(run)
-
-
-def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]  # AOTAutograd's protocol
-    return run
+    return boxed(run)
 
 
 Guarded = tuple[str, str, tuple[str, ...], tuple[str, ...]]
@@ -75,8 +71,6 @@ def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
 
 def _failed_line(error: BaseException, forward: Callable[..., Any]) -> str:
     """The name that the failing line of the generated code was about to assign, "" if it failed elsewhere."""
-    import linecache
-
     code = forward.__code__
     trace = error.__traceback__
     while trace is not None:

@@ -30,11 +30,12 @@ class ChooseLifetimes(GraphPass):
         if ctx.direction == "inference":
             ctx.note(self, "inference saves nothing")
             return False
-        plan = plan_regathers(gm.graph, ctx.user_outputs)
-        for node in plan:
+        changed = False
+        for node in plan_regathers(gm.graph, ctx.user_outputs):
             for part in nodes.reshaped_values(node):
+                changed = changed or not meta.is_tagged_recompute(part)
                 meta.tag_recompute(part)
-        return bool(plan)
+        return changed
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:

@@ -33,7 +33,7 @@ class DedupeGathers(GraphPass):
         shared = plan_shared_gathers(gm.graph)
         for duplicate, first in shared:
             duplicate.replace_all_uses_with(first)
-            gm.graph.erase_node(duplicate)
+            nodes.erase_dead(gm.graph, [duplicate, UnshardArgs.of(duplicate).shard])
         folded = 0
         while (fold := next_fold(gm.graph)) is not None:
             _fold(gm.graph, *fold)

@@ -59,7 +59,7 @@ def _lower(graph: fx.Graph, marker: fx.Node, ctx: PassContext) -> None:
         whole = _gathered(graph, marker, narrow, ctx, must_copy=escapes)
     for node in replaced:
         node.replace_all_uses_with(whole)
-    nodes.erase_dead(graph, dict.fromkeys([*replaced, marker]))
+    nodes.erase_dead(graph, dict.fromkeys([*replaced, marker, UnshardArgs.of(marker).shard]))
 
 
 def _gathered(

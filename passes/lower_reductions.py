@@ -53,7 +53,7 @@ class LowerReductions(GraphPass):
             with gm.graph.inserting_before(marker):
                 reduced = _Lowering(gm.graph, marker, ctx, self.algorithm).build()
             marker.replace_all_uses_with(reduced)
-            gm.graph.erase_node(marker)
+            nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
         if not markers:
             ctx.note(self, "nothing is reduced here")
         return bool(markers)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
 from zgraph.errors import AgreementError
 from zgraph.report.text import dtype_text

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zgraph.torch_compat import fake_mode_of
@@ -81,8 +82,8 @@ def evaluate(node: fx.Node) -> object:
             raise KeyError(argument.name)
         return argument.meta[_VALUE]
 
-    args = fx.node.map_arg(node.args, load)
-    kwargs = fx.node.map_arg(node.kwargs, load)
+    args = map_arg(node.args, load)
+    kwargs = map_arg(node.kwargs, load)
     mode = fake_mode_of([argument.meta.get(_VALUE) for argument in node.all_input_nodes])
     target = cast(Any, node.target)
     if mode is None:

@@ -197,7 +197,11 @@ def drop_unchanging_views(node: fx.Node) -> None:
 
 def is_cast(node: fx.Node) -> torch.dtype | None:
     """The target dtype of a node that only casts, else None."""
-    if node.target is not aten._to_copy.default or set(node.kwargs) - {"dtype"}:
+    # The cast that autograd writes for autocast repeats the layout and device that the value has anyway.
+    if node.target is not aten._to_copy.default or set(node.kwargs) - {"dtype", "layout", "device"}:
+        return None
+    source, found = meta.tensor_value(node.all_input_nodes[0]), meta.tensor_value(node)
+    if (source.layout, source.device) != (found.layout, found.device):
         return None
     return cast("torch.dtype | None", node.kwargs.get("dtype"))
 
@@ -219,20 +223,16 @@ def copy_in(start: fx.Node) -> list[fx.Node] | None:
 def restore_order(graph: fx.Graph) -> None:
     """Move every node that stands before one of its inputs to just behind the last of them; all others stay."""
     order = order_of(graph)
-    missing = {node: sum(order[source] > order[node] for source in node.all_input_nodes) for node in order}
-    ready: list[tuple[int, fx.Node]] = []
+    missing = {node: len(node.all_input_nodes) for node in order}
+    ready = [(position, node) for node, position in order.items() if not missing[node]]
     placed: dict[fx.Node, None] = {}
-    for node in list(graph.nodes):
-        if missing[node] == 0:
-            heapq.heappush(ready, (order[node], node))
-        while ready:
-            _, current = heapq.heappop(ready)
-            placed[current] = None
-            for user in current.users:
-                if order[user] < order[current]:
-                    missing[user] -= 1
-                    if missing[user] == 0:
-                        heapq.heappush(ready, (order[user], user))
+    while ready:
+        _, node = heapq.heappop(ready)  # the earliest node that can stand here: in a sound graph, the next one
+        placed[node] = None
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (order[user], user))
     relink(placed)
 
 
@@ -252,7 +252,7 @@ def move_before(node: fx.Node, anchor: fx.Node) -> None:
 
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
-    """Erase those candidates that nobody uses, users first."""
+    """Erase those candidates that nobody uses, users first; inputs of the graph stay."""
     for node in sorted(candidates, key=order_of(graph).__getitem__, reverse=True):
-        if not node.users:
+        if not node.users and node.op == "call_function":
             graph.erase_node(node)

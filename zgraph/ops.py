@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zgraph.errors import CollectiveError, ZgraphError
 from zgraph.handle import name_of
-from zgraph.torch_compat import resolve_group
+from zgraph.torch_compat import all_gather, resolve_group
 
 
 def chunk_rows(rows: int, world: int) -> int:
@@ -126,7 +126,7 @@ def unshard(
     chunk = pad_rows(shard.to(dtype), chunk_rows(shape[0], world))
     whole = chunk.new_empty((world * chunk.shape[0], *chunk.shape[1:]))
     try:
-        dist.all_gather_into_tensor(whole, chunk, group=group)
+        all_gather(whole, chunk, group)
     except RuntimeError as error:
         raise collective_error("all_gather", [name_of(handle)], group_name, error) from error
     return whole[: shape[0]]
@@ -207,7 +207,7 @@ def reduce_grad(
             whole = total
             if world > 1:
                 whole = total.new_empty(world * chunk)
-                dist.all_gather_into_tensor(whole, total, group=group)
+                all_gather(whole, total, group)
             return whole[: grad.numel()].view(grad.shape)
     except RuntimeError as error:
         raise collective_error("reduce_grad", [name_of(handle)], group_name, error) from error

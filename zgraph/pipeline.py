@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zgraph import meta
-from zgraph.errors import PreconditionError, VerifyError
+from zgraph.errors import PreconditionError
 from zgraph.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.report.summary import PassRun
 from zgraph.verify import Snapshot, Where, verify
@@ -108,7 +108,7 @@ class Pipeline:
         try:
             changed = entry.run(gm, ctx)
         except Exception as error:
-            error.add_note(f"zgraph: while {entry.name} ran on the {direction} graph of frame")
+            error.add_note(f"zgraph: while {entry.name} ran on the {direction} graph")
             raise
         if not isinstance(changed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise where.error(f"run returned {changed!r}; return True if the graph changed, else False.")
@@ -133,9 +133,7 @@ def _complete_values(changed: Iterable[fx.Node], where: Where) -> None:
             try:
                 meta.set_value(node, meta.evaluate(node))
             except Exception as error:
-                raise VerifyError(
-                    str(where.error(f"{node.name} cannot run on the fake values of its inputs: {error}", node))
-                ) from error
+                raise where.error(f"{node.name} cannot run on the fake values of its inputs: {error}", node) from error
 
 
 def _advice(fact: str, passes: Iterable[GraphPass]) -> str:

@@ -4,6 +4,8 @@ Everything here was read and run on torch 2.13.0; the 2.11 and 2.12 notes say wh
 adopted by running the suite and reading this page, nothing else.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
 from __future__ import annotations
 
 import re
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._ops import OpOverload as OpOverload
+from torch.fx.graph import CodeGen
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -50,6 +54,12 @@ def resolve_group(group_name: str) -> ProcessGroup:
     return _resolve_process_group(cast(Any, group_name))
 
 
+def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+    """Gather equal pieces into one tensor. 2.13 renames all_gather_into_tensor and warns of the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+    gather(output, input, group=group)
+
+
 def default_store() -> Store:
     """The rendezvous store of the default group (2.11 - 2.13: there is no public getter)."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -83,9 +93,30 @@ def wait_op() -> Any:
 
 def is_functional_collective(target: object) -> bool:
     """Whether target starts a functional collective (wait_tensor and in-place variants are not starts)."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return target.namespace in ("_c10d_functional", "_c10d_functional_autograd") and target is not wait_op()
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node's call writes to, by its schema (`_schema`, 2.11 - 2.13)."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            items = given if isinstance(given, list | tuple) else (given,)
+            written.extend(item for item in items if isinstance(item, fx.Node))
+    return written
+
+
+def returns_alias(target: object) -> bool:
+    """Whether the call's result shares storage with its first argument, by its schema (`_schema`, 2.11 - 2.13)."""
+    if not isinstance(target, OpOverload):
+        return False
+    schema = target._schema
+    return any(returned.alias_info is not None for returned in schema.returns[:1])
 
 
 # --- AOTAutograd --------------------------------------------------------------------------------------------------
@@ -159,7 +190,13 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
-class BoxedCodeGen(fx.graph.CodeGen):
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that `run` takes one list and empties it (`_boxed_call`, 2.11 - 2.13)."""
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+class BoxedCodeGen(CodeGen):
     """Generated code takes one list and empties it, so that each input dies at its last use.
 
     2.12 and newer carry the same class under a private name; 2.11 does not.

@@ -189,13 +189,19 @@ class _Tie(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.parameters = len(tensors) - outputs
+    def forward(ctx: Any, outputs: int, zeros: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.zeros = zeros
+        ctx.layouts = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[outputs:]]
         return tuple(tensor.view_as(tensor) for tensor in tensors[:outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *grads, *([None] * ctx.parameters))
+        if not ctx.zeros:
+            return (None, None, *grads, *([None] * len(ctx.layouts)))
+        # One zero, expanded: no memory. None would do without a compiler, but AOTAutograd cuts inputs whose gradient is
+        # always None off the tape, and with them the reduction that the other ranks are waiting for.
+        none = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.layouts]
+        return (None, None, *grads, *none)
 
 
 def _tie(result: Any, whole: list[Tensor]) -> Any:
@@ -204,7 +210,7 @@ def _tie(result: Any, whole: list[Tensor]) -> Any:
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not trainable or not places:
         return result
-    tied = _Tie.apply(len(places), *[leaves[i] for i in places], *trainable)
+    tied = _Tie.apply(len(places), torch.compiler.is_compiling(), *[leaves[i] for i in places], *trainable)
     for place, tensor in zip(places, cast("tuple[Tensor, ...]", tied), strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, spec)

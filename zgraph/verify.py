@@ -13,6 +13,7 @@ from zgraph import meta, nodes
 from zgraph.errors import VerifyError
 from zgraph.graph_pass import Direction, Fact
 from zgraph.report.text import neighbourhood
+from zgraph.torch_compat import returns_alias, written_arguments
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Snapshot:
     """What a graph looked like before a pass: enough to see which nodes it changed."""
 
     calls: dict[fx.Node, tuple[Any, Any, Any]]
+    values: dict[fx.Node, Any]
     placeholders: tuple[str, ...]
     outputs: tuple[Any, ...]
 
@@ -27,6 +29,7 @@ class Snapshot:
     def of(cls, graph: fx.Graph) -> Snapshot:
         return cls(
             {node: (node.target, node.args, node.kwargs) for node in graph.nodes},
+            {node: meta.value(node) for node in graph.nodes},
             tuple(node.name for node in graph.nodes if node.op == "placeholder"),
             tuple(meta.value(out) if isinstance(out, fx.Node) else out for out in nodes.returned_by(graph)),
         )
@@ -36,9 +39,12 @@ class Snapshot:
         return [*self.calls.items()] == [(node, (node.target, node.args, node.kwargs)) for node in graph.nodes]
 
     def changed(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """Nodes that are new, or call something else than before."""
+        """Nodes that are new, call something else than before, or have or read another value than before."""
         for node in graph.nodes:
-            if self.calls.get(node) != (node.target, node.args, node.kwargs):
+            if self.calls.get(node) != (node.target, node.args, node.kwargs) or any(
+                meta.value(known) is not self.values.get(known, meta.value(known))
+                for known in (node, *node.all_input_nodes)
+            ):
                 yield node
 
 
@@ -119,7 +125,7 @@ def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
 def check_values(changed: Iterable[fx.Node], where: Where) -> None:
     """Each node's recorded value is what its call yields on fake inputs."""
     for node in changed:
-        if node.op != "call_function" or nodes.is_wait(node):
+        if node.op != "call_function":
             continue
         recorded = meta.value(node)
         try:
@@ -151,19 +157,22 @@ def check_collectives_waited(graph: fx.Graph, where: Where) -> None:
 
 def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
     """Nobody writes to what a collective in flight still reads or fills."""
-    in_flight: dict[fx.Node, fx.Node] = {}
+    in_flight: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        for written in _written(node):
-            if written in in_flight:
-                start = in_flight[written]
-                raise where.error(f"{node.name} writes to {written.name} while {start.name} is in flight.", node)
+        for written in written_arguments(node):
+            for start, buffers in in_flight.items():
+                if _buffer_of(written) in buffers:
+                    raise where.error(
+                        f"{node.name} writes to {written.name} while {start.name} is in flight; put {node.name} after "
+                        f"the wait of {start.name}.",
+                        node,
+                    )
         if nodes.is_start(node):
-            in_flight.update(dict.fromkeys([node, *node.all_input_nodes], node))
+            in_flight[node] = [node, *map(_buffer_of, node.all_input_nodes)]
         elif nodes.is_wait(node):
-            start = cast(fx.Node, node.args[0])
-            in_flight = {buffer: owner for buffer, owner in in_flight.items() if owner is not start}
+            in_flight.pop(cast(fx.Node, node.args[0]), None)
 
 
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:
@@ -217,13 +226,13 @@ def _gather_behind(node: fx.Node) -> fx.Node | None:
         node = node.all_input_nodes[0]
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return
-    for argument, given in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, fx.Node):
-            yield given
+def _buffer_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one is a view of."""
+    while node.args and isinstance(node.args[0], fx.Node):
+        if not (returns_alias(node.target) or getattr(node.target, "__name__", "") == "getitem"):
+            break
+        node = node.args[0]
+    return node
 
 
 def _same_output(expected: torch.Tensor, found: object) -> bool:

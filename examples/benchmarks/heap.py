@@ -27,11 +27,18 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class Heap:
-    """The C library's count, in bytes."""
+    """The C library's count, in bytes.
+
+    Raises:
+        RuntimeError: the C library does not have it.
+    """
 
     def __init__(self) -> None:
         # The library that is already loaded, so that it is this process's heap that is counted.
-        self._mallinfo2 = ctypes.CDLL(None).mallinfo2
+        library = ctypes.CDLL(None)
+        if not hasattr(library, "mallinfo2"):
+            raise RuntimeError("counting allocated bytes needs glibc 2.33 or later; this C library has no mallinfo2")
+        self._mallinfo2 = library.mallinfo2
         self._mallinfo2.restype = _Mallinfo2
 
     def used_bytes(self) -> int:
@@ -43,9 +50,9 @@ class Heap:
 class HeapPeak:
     """Samples the heap from a thread while the with-block runs; `rise_bytes` is the peak above where it began."""
 
-    def __init__(self) -> None:
+    def __init__(self, heap: Heap) -> None:
         self.rise_bytes = 0
-        self._heap = Heap()
+        self._heap = heap
         self._done = threading.Event()
         self._sampler = threading.Thread(target=self._sample)
 

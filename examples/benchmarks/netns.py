@@ -8,7 +8,7 @@ namespace and one Ethernet link with a known rate, so that what a training step 
 
 The bridge stands in a namespace of its own, so the machine's own network never sees any of this. On exit, whatever the
 reason short of SIGKILL, the processes started here are ended and the namespaces removed; links, bridge and shapers go
-with them. Needs Linux, root and iproute2.
+with them. After a SIGKILL, `ip netns list` still has zgraph<pid>-* for `ip netns delete`. Needs Linux, root, iproute2.
 """
 
 import os

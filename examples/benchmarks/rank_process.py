@@ -12,6 +12,7 @@ import statistics
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -79,6 +80,7 @@ def main() -> None:
     rank, plan_path, result_path = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     plan = Plan.from_json(plan_path.read_text())
     _end_with_parent()
+    heap = Heap()
     cores = sorted(os.sched_getaffinity(0))
     # Before any other thread starts: gloo's own inherit the core, so one rank never computes on two.
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -86,6 +88,8 @@ def main() -> None:
     # One process compiles the same functions for many strategies; falling back to eager would go unnoticed.
     torch.compiler.config.recompile_limit = 64
     torch.compiler.config.fail_on_recompile_limit_hit = True
+    # What zgraph warns of here is meant: compute alone runs unsharded on every rank.
+    warnings.filterwarnings("ignore", message="zgraph: .* nothing is sharded")
 
     ranks = len(plan.addresses)
     meeting_point = f"tcp://{plan.addresses[0]}:{_STORE_PORT}"
@@ -104,7 +108,7 @@ def main() -> None:
         for index, row in enumerate(rows):
             run_turn(row, trainers[index], plan, rank)
     for row in rows:
-        row.peak_bytes = measure_peak(trainers, make_batch(plan.model, row.steps_done, rank))
+        row.peak_bytes = measure_peak(heap, trainers, make_batch(plan.model, row.steps_done, rank))
 
     result = {"link": link, "strategies": {row.strategy.name: summarize(row) for row in rows}}
     if rank == 0:
@@ -147,7 +151,12 @@ def measure_goodput(plan: Plan, rank: int) -> float:
 
 
 def measure_all_gather(plan: Plan) -> dict[str, float]:
-    """Bytes per second that a rank sends in a plain all_gather, and what the counter saw for each byte sent."""
+    """Bytes per second that a rank sends in a plain all_gather, and what the counter saw for each byte sent.
+
+    gloo often stays far below TCP's goodput here and in all_to_all, down to one direction at a time: a rank that starts
+    to send before its own receive is announced queues that announcement behind the data. Point-to-point calls that post
+    the receive first fill both directions.
+    """
     ranks = len(plan.addresses)
     shard = torch.ones(2 << 20)
     gathered = [torch.empty_like(shard) for _ in range(ranks)]
@@ -205,7 +214,7 @@ def train_step(trainer: Trainer, batch: torch.Tensor) -> tuple[float, float, flo
     return loss.item(), backward_done - start, time.perf_counter() - backward_done
 
 
-def measure_peak(trainers: list[Trainer], batch: torch.Tensor) -> int:
+def measure_peak(heap: Heap, trainers: list[Trainer], batch: torch.Tensor) -> int:
     """Take the first trainer off the list, train one last step, free it, and return the most bytes it ever held.
 
     That is what the step needs on top of what was there before it, and what freeing the trainer gives back. So neither
@@ -213,9 +222,8 @@ def measure_peak(trainers: list[Trainer], batch: torch.Tensor) -> int:
     """
     trainer = trainers.pop(0)
     gc.collect()
-    with HeapPeak() as peak:
+    with HeapPeak(heap) as peak:
         train_step(trainer, batch)
-    heap = Heap()
     used_bytes = heap.used_bytes()
     del trainer
     gc.collect()

@@ -4,8 +4,8 @@
 
 Every rank runs in a network namespace of its own with one core, one thread, gloo, and one Ethernet link whose both
 directions are shaped. The floor of a strategy is the larger of two times: its arithmetic alone, without a network, and
-the bytes it must send divided by what plain TCP carries over the same link. Exits with 1 when a strategy that promises
-to send no more than it must did send more.
+the bytes its formula has it send divided by what plain TCP carries over the same link. Exits with 1 when a strategy
+that promises to stay within its formula sent more.
 """
 
 import argparse
@@ -37,16 +37,18 @@ strategies, in the order in which a repetition runs them:
   ddp               DistributedDataParallel; -fp16 and -powersgd with the hook of that name
   fsdp2             fully_shard of each block and of the rest; -bf16 gathers bf16 and reduces fp32; -compiled compiles
                     the blocks with aot_eager (Inductor's C++ compilation takes minutes on one core)
-  zgraph-0, -3      ZeRO stage 0 and 3, compiled by zgraph with the fx lowering; -bf16 gathers bf16 and reduces fp32;
-                    -eager is not compiled
+  zgraph-0, -3      ZeRO stage 0 and 3, compiled by zgraph with the fx lowering; -bf16 gathers bf16, sends bf16
+                    gradients and sums them in fp32; -eager is not compiled: the reference, not a way to train
 a strategy brings the compute-* row of its floor along.
 
 columns:
   step ms           median over all timed steps of the slowest rank, and the quartiles around it
-  floor ms, x       max(compute alone, must send / goodput), and the step as a multiple of it; where the optimizer
-                    is sharded, compute alone counts 1/ranks of the optimizer's time
-  must send         payload a rank cannot avoid sending per step: the ring's volume, at the dtype on the wire
-  sent, x           the interface's tx_bytes per step, and as a multiple of the payload; whole packets count, with
+  floor ms, x       max(compute alone, formula / goodput), and the step as a multiple of it; where the optimizer is
+                    sharded, compute alone counts 1/ranks of the optimizer's time
+  formula MB        payload a rank sends per step when every collective moves a ring's volume, at the dtype on the wire;
+                    P bytes of parameters on N ranks: an all_reduce 2P(N-1)/N, stage 3 gathers twice and reduces once,
+                    3P(N-1)/N (a little can be saved: backward does not read the embeddings)
+  sent MB, x        the interface's tx_bytes per step, and as a multiple of the formula; whole packets count, with
                     acknowledgements and one Ethernet, IP and TCP header per packet of up to 64 KiB (a wire adds
                     {FRAME_BYTES / TCP_PAYLOAD_BYTES - 1:.1%} of headers; the shaped rate does account for those)
   peak MiB          most bytes held at once in a step that is not timed, with what the strategy keeps between steps:
@@ -65,8 +67,9 @@ class BenchmarkError(RuntimeError):
 
 def main() -> int:
     arguments = _parse_arguments()
-    # A plain kill must clean up as Ctrl-C does.
+    # A plain kill cleans up as Ctrl-C does, and Ctrl-C also where a shell had a background job ignore it.
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         report = run(arguments)
     except (NetworkError, BenchmarkError) as error:
@@ -193,7 +196,7 @@ def add_floors(
 def find_failures(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]]) -> list[str]:
     """One line per broken promise about bytes."""
     return [
-        f"{strategy.name} sent {rows[strategy.name]['sent_over_payload']:.3f} times what it must; "
+        f"{strategy.name} sent {rows[strategy.name]['sent_over_payload']:.3f} times its formula; "
         f"it promises at most {strategy.payload_limit}"
         for strategy in chosen
         if strategy.payload_limit is not None and rows[strategy.name]["sent_over_payload"] > strategy.payload_limit
@@ -211,7 +214,7 @@ def render(report: dict[str, Any]) -> str:
         f"counted {link['all_gather_counted_per_payload_byte']:.3f} bytes per payload byte",
         "",
         f"{'strategy':<20} {'step ms':>8} {'quartiles':>15} {'floor ms':>9} {'x':>5} "
-        f"{'must send MB':>13} {'sent MB':>8} {'x':>6} {'peak MiB':>9} {'loss':>8}",
+        f"{'formula MB':>11} {'sent MB':>8} {'x':>6} {'peak MiB':>9} {'loss':>8}",
     ]
     for name, row in report["rows"].items():
         quartiles = f"{row['step_ms_low']:.1f}-{row['step_ms_high']:.1f}"
@@ -222,7 +225,7 @@ def render(report: dict[str, Any]) -> str:
             loss = f"{row['loss']:.4f}"
         lines.append(
             f"{name:<20} {row['step_ms_median']:>8.1f} {quartiles:>15} {floor:>9} {ratio:>5} "
-            f"{payload:>13} {row['sent_bytes'] / 1e6:>8.2f} {sent_ratio:>6} "
+            f"{payload:>11} {row['sent_bytes'] / 1e6:>8.2f} {sent_ratio:>6} "
             f"{row['peak_bytes'] / 2**20:>9.1f} {loss:>8}"
         )
     lines += [
@@ -245,7 +248,10 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="default: %(default)s")
     parser.add_argument(
-        "--rate", type=_rate, default="1gbit", help="of each link and direction: 1gbit, 200mbit, ...; none: unshaped"
+        "--rate",
+        type=_rate,
+        default="1gbit",
+        help="of each link and direction: 200mbit, 1gbit, ...; none: unshaped (default: %(default)s)",
     )
     parser.add_argument("--steps", type=_positive, default=4, help="timed steps per turn (default: %(default)s)")
     parser.add_argument("--repeats", type=_positive, default=5, help="turns of each strategy (default: %(default)s)")

@@ -2,7 +2,7 @@
 
 Every strategy starts from the same weights, sees the same tokens and steps the same optimizer; they differ only in what
 they send and when. Each names the compute-alone strategy that runs the same arithmetic under the same lowering without
-a network, and states what it must send, so that a step can be held against the larger of the two.
+a network, and has a formula for what it sends, so that a step can be held against the larger of the two.
 """
 
 import math
@@ -130,7 +130,7 @@ class Strategy:
     Attributes:
         name: how the command line and the table call it.
         build: makes a trainer; called once per rank, in the same order on all.
-        payload_bytes: what one rank must send per step, headers excluded, given the parameters and the number of ranks.
+        payload_bytes: the formula: what a rank sends per step without headers, from the parameters and the rank count.
         compute: the compute-alone strategy under the same lowering and dtype; None for those themselves.
         shards_optimizer: each rank updates 1/N of the parameters, so its floor holds only that part of the update.
         payload_limit: the run fails when more than this multiple of payload_bytes was sent.
@@ -159,21 +159,21 @@ def strategies() -> dict[str, Strategy]:
         Strategy(
             name="fsdp2",
             build=build_fsdp2(fp32),
-            payload_bytes=sharded(fp32),
+            payload_bytes=sharded(fp32, fp32),
             compute="compute-eager",
             shards_optimizer=True,
         ),
         Strategy(
             name="fsdp2-bf16",
             build=build_fsdp2(bf16),
-            payload_bytes=sharded(bf16),
+            payload_bytes=sharded(bf16, fp32),
             compute="compute-eager-bf16",
             shards_optimizer=True,
         ),
         Strategy(
             name="fsdp2-compiled",
             build=build_fsdp2(fp32, compiled=True),
-            payload_bytes=sharded(fp32),
+            payload_bytes=sharded(fp32, fp32),
             compute="compute-aot",
             shards_optimizer=True,
         ),
@@ -183,7 +183,7 @@ def strategies() -> dict[str, Strategy]:
         Strategy(
             name="zgraph-3",
             build=build_zgraph(3, fp32),
-            payload_bytes=sharded(fp32),
+            payload_bytes=sharded(fp32, fp32),
             compute="compute-zgraph",
             shards_optimizer=True,
             payload_limit=1.03,
@@ -191,7 +191,8 @@ def strategies() -> dict[str, Strategy]:
         Strategy(
             name="zgraph-3-bf16",
             build=build_zgraph(3, bf16),
-            payload_bytes=sharded(bf16),
+            # Summed in fp32 where they arrive, gradients need not travel wider than backward made them.
+            payload_bytes=sharded(bf16, bf16),
             compute="compute-zgraph-bf16",
             shards_optimizer=True,
             payload_limit=1.03,
@@ -199,7 +200,8 @@ def strategies() -> dict[str, Strategy]:
         Strategy(
             name="zgraph-3-eager",
             build=build_zgraph(3, fp32, compiled=False),
-            payload_bytes=sharded(fp32),
+            # Without a compiler autograd keeps what forward gathered, and backward gathers nothing.
+            payload_bytes=sharded(fp32, fp32, gathers=1),
             compute="compute-eager",
             shards_optimizer=True,
             payload_limit=1.03,
@@ -208,8 +210,8 @@ def strategies() -> dict[str, Strategy]:
     return {row.name: row for row in rows}
 
 
-# What each rank sends per step. A ring over N ranks moves (N - 1) / N of a tensor once for a gather or a reduce_scatter
-# and twice for an all_reduce, and no schedule moves less.
+# What each rank sends per step. A ring over N ranks moves (N - 1) / N of a tensor once for an all_gather or a
+# reduce_scatter and twice for an all_reduce, and no schedule moves less.
 
 
 def nothing(model: nn.Module, ranks: int) -> float:
@@ -221,9 +223,9 @@ def replicated(wire: torch.dtype) -> Callable[[nn.Module, int], float]:
     return lambda model, ranks: 2 * wire.itemsize * _numel(model) * (ranks - 1) / ranks
 
 
-def sharded(gather: torch.dtype) -> Callable[[nn.Module, int], float]:
-    """Every parameter gathered for forward and again for backward, every gradient reduced to its shard in fp32."""
-    moved = 2 * gather.itemsize + torch.float32.itemsize
+def sharded(gather: torch.dtype, reduce: torch.dtype, gathers: int = 2) -> Callable[[nn.Module, int], float]:
+    """Every parameter gathered for forward and again for backward, every gradient reduced to its shard."""
+    moved = gathers * gather.itemsize + reduce.itemsize
     return lambda model, ranks: moved * _numel(model) * (ranks - 1) / ranks
 
 

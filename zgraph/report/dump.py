@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,8 +36,9 @@ class Dumper:
 
     def after(self, graph_pass: GraphPass, direction: Direction, graph: fx.Graph, notes: tuple[str, ...]) -> None:
         """A graph as a pass left it."""
-        title = safely(lambda: repr(graph_pass), graph_pass.name)
-        self._write(direction, graph_pass.name, f"after {title}", graph, notes)
+        # An option's repr may hold an address, which would differ from run to run.
+        title = safely(lambda: re.sub(r" at 0x[0-9a-f]+", "", repr(graph_pass)), graph_pass.name)
+        self._write(direction, re.sub(r"\W", "_", graph_pass.name), f"after {title}", graph, notes)
 
     def _write(self, direction: Direction, label: str, title: str, graph: fx.Graph, notes: tuple[str, ...]) -> None:
         lines = graph_text(graph).splitlines()
@@ -44,7 +46,8 @@ class Dumper:
         self._before[direction] = lines
         stem = f"{self._count:02}_{label}.{direction}"
         self._count += 1
-        head = [f"# {title}, {direction} graph, {len(lines)} nodes", *(f"# {note}" for note in notes)]
+        comments = [f"{title}, {direction} graph, {len(lines)} nodes", *notes]
+        head = [f"# {' '.join(safely(lambda text=text: str(text), '?').split())}" for text in comments]
         files = {f"{stem}.py": [*head, *lines]}
         if before is not None:
             # Unmoved context is of no use here: a pass that moves nodes shows as lines taken out and put in.

@@ -8,6 +8,11 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from zgraph import meta
+from zgraph.torch_compat import OpOverload
+
+# Values whose repr() is the same in every run.
+_PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
@@ -33,14 +38,14 @@ def _node_text(node: fx.Node) -> str:
 
 
 def _node_text_unsafe(node: fx.Node) -> str:
-    head = f"{node.name}: {value_text(node.meta.get('val'))}"
+    head = f"{node.name}: {value_text(meta.value(node))}"
     if node.op == "placeholder":
         return f"{head} = input"
     if node.op == "output":
         return f"return {_argument_text(node.args[0])}"
     args = [_argument_text(argument) for argument in node.args]
     args += [f"{key}={_argument_text(value)}" for key, value in node.kwargs.items()]
-    about: Sequence[str] = node.meta.get("zgraph_parameters", ())
+    about = meta.parameters(node)
     return f"{head} = {_target_text(node.target)}({', '.join(args)})" + (f"  # {', '.join(about)}" if about else "")
 
 
@@ -82,9 +87,10 @@ def _contiguous_strides(sizes: list[str]) -> list[str] | None:
 
 
 def _target_text(target: object) -> str:
-    if isinstance(target, torch._ops.OpOverload):  # shown as torch prints it, without the default overload
+    if isinstance(target, OpOverload):  # shown as torch prints it, without the default overload
         return str(target).removesuffix(".default")
-    return getattr(target, "__name__", None) or safely(lambda: str(target), "?")
+    # Not str() of an object: it may hold an address, which would differ from run to run.
+    return target if isinstance(target, str) else getattr(target, "__name__", None) or f"<{type(target).__name__}>"
 
 
 def _argument_text(argument: Any) -> str:
@@ -98,7 +104,7 @@ def _argument_text(argument: Any) -> str:
         return "{" + ", ".join(f"{_argument_text(key)}: {_argument_text(value)}" for key, value in pairs) + "}"
     if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
         return safely(lambda: str(argument), "?")
-    if argument is None or isinstance(argument, bool | int | float | str | torch.dtype | torch.device):
+    if argument is None or isinstance(argument, _PLAIN):
         return repr(argument)
     # An object of its own: its repr may hold an address, which would differ from run to run, or raise.
     return f"<{type(argument).__name__}>"

@@ -1,0 +1,64 @@
+# make train   trains the example on two local ranks
+# make test    ruff, pyright and the whole test suite
+# Both first make .venv, and again only after pyproject.toml or constraints.txt has changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 2
+# More options for the command at hand: make train ARGS="--quick", make test-fast ARGS="-k bucket"
+ARGS ?=
+# Where torch builds without CUDA lie. Asked only where there is no NVIDIA driver: pip then prefers torch 2.13.0+cpu over
+# the build of PyPI, which brings gigabytes of CUDA on Linux. Unreachable, it costs three short attempts, for torch alone,
+# and pip takes what its other sources have.
+CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+TORCH_SOURCE := $(if $(shell command -v nvidia-smi),,--extra-index-url $(CPU_WHEELS) --retries 2 --timeout 20)
+# One thread a rank: the ranks share the cores, and are themselves the parallelism.
+RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
+# Two workers, each with its own ranks; a file's tests stay together, for they share them.
+PYTEST := $(RUN) pytest -n 2 --dist loadfile
+
+.DELETE_ON_ERROR:
+.PHONY: help train test test-fast lint bench clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+train: $(VENV)/.installed-examples
+	$(RUN) torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+test: lint
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(PYTEST) $(ARGS)
+
+# make test-fast   the tests that take less than about ten seconds, in under two minutes
+test-fast: lint
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# make lint    ruff alone
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# make bench   the strategies over links of 1 Gbit/s (Linux, root, iproute2)
+bench: $(VENV)/.installed-dev
+	$(BIN)/python examples/benchmarks/shaped_link.py $(ARGS)
+
+# make clean   removes whatever the others made, .venv included
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find zgraph passes codegen tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed-examples: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "zgraph needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name a newer one: make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --no-deps $(TORCH_SOURCE) torch
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e '.[examples]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-examples
+	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -1,0 +1,24 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session", params=[1, 2, 3, 4], ids=lambda world: f"ranks{world}")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """1, 2, 3 and 4 real gloo ranks; pytest runs all tests of one size before it starts the next."""
+    running = Ranks(request.param)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    running = Ranks(2)
+    yield running
+    running.close()

@@ -1,0 +1,244 @@
+"""Small collectives share one, up to a number of bytes, and the results do not change by a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch.testing import FileCheck
+
+from tests.graphs import Autocast, Drawing, Traced, Twice, apply, by_rank, copy_of, deep, fake_world, mlp, traced
+from tests.lockstep import assert_same_results
+from zgraph import PassContext, Pipeline, PreconditionError, meta, nodes
+from zgraph.graph_pass import Direction
+from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
+from zgraph.report.text import graph_text
+
+aten = torch.ops.aten
+LOWERED = (LowerGathers(), LowerReductions())
+LAYER_BYTES = 8 * 8 * 4 // 2  # of `deep`, on each of two ranks
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(2):
+        yield
+
+
+def sizes(graph: fx.Graph, predicate: Any) -> list[int]:
+    """How many parameters each collective of a kind carries."""
+    return [len(meta.parameters(node)) for node in nodes.call_functions(graph, predicate)]
+
+
+def sent_bytes(graph: fx.Graph) -> list[int]:
+    starts = nodes.call_functions(graph, nodes.is_start)
+    return [meta.tensor_value(node.args[0]).nbytes for node in starts]
+
+
+def bucketed(found: Traced, direction: Direction, bucket_bytes: int) -> fx.Graph:
+    apply(BucketCollectives(bucket_bytes=bucket_bytes), found, direction)
+    return found.graphs[direction].graph
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("room", "expected"), [(1, [1] * 6), (2, [2, 2, 2]), (3, [3, 3]), (4, [4, 2]), (5, [5, 1]), (6, [6]), (99, [6])]
+)
+def test_gathers_fill_buckets_in_program_order(room: int, expected: list[int]) -> None:
+    graph = bucketed(traced(deep, LOWERED), "forward", room * LAYER_BYTES)
+    assert sizes(graph, nodes.is_all_gather) == expected
+    served = [name for node in graph.nodes if nodes.is_all_gather(node) for name in meta.parameters(node)]
+    assert served == [f"{layer}.weight" for layer in range(6)]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("room", "expected"), [(2, [1] * 6), (4, [2, 2, 2]), (11, [5, 1]), (12, [6])])
+def test_reductions_fill_buckets_as_their_gradients_appear(room: int, expected: list[int]) -> None:
+    """A rank hands in the whole gradient: twice what it hands in for the gather."""
+    graph = bucketed(traced(deep, LOWERED), "backward", room * LAYER_BYTES)
+    assert sizes(graph, nodes.is_all_to_all) == expected
+    served = [name for node in graph.nodes if nodes.is_all_to_all(node) for name in meta.parameters(node)]
+    assert served == [f"{layer}.weight" for layer in reversed(range(6))]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("limit", [1, 100, 129, 300, 1000])
+def test_no_bucket_is_larger_than_asked(limit: int) -> None:
+    found = traced(mlp, LOWERED)
+    for direction in ("forward", "backward"):
+        alone = max(sent_bytes(found.graphs[direction].graph))
+        graph = bucketed(found, direction, limit)
+        assert max(sent_bytes(graph)) <= max(limit, alone)
+        for node in nodes.call_functions(graph, nodes.is_start):
+            assert len(meta.parameters(node)) == 1 or meta.tensor_value(node.args[0]).nbytes <= limit
+
+
+@pytest.mark.usefixtures("world")
+def test_bytes_do_not_change() -> None:
+    found = traced(mlp, LOWERED)
+    for direction in ("forward", "backward"):
+        before = sum(sent_bytes(found.graphs[direction].graph))
+        assert sum(sent_bytes(bucketed(found, direction, 2**20))) == before
+
+
+@pytest.mark.usefixtures("world")
+def test_a_gather_bucket_stands_at_its_first_member_and_is_cut_apart() -> None:
+    graph = bucketed(traced(mlp, LOWERED), "forward", 2**20)
+    (
+        FileCheck()
+        .check("aten.cat")
+        .check("all_gather_bucket_0_weight_5")
+        .check("wait_bucket_0_weight_5")
+        .check_count("aten.slice.Tensor", 5)
+        .check("aten.addmm")
+        .run(graph_text(graph))
+    )
+
+
+@pytest.mark.usefixtures("world")
+def test_a_reduction_bucket_stands_at_its_last_member() -> None:
+    graph = bucketed(traced(deep, LOWERED), "backward", 2**20)
+    order = nodes.order_of(graph)
+    (start,) = nodes.call_functions(graph, nodes.is_all_to_all)
+    assert start.name == "all_to_all_bucket_5_weight_6"
+    assert all(order[node] < order[start] for node in graph.nodes if node.target is aten.mm.default)
+
+
+@pytest.mark.usefixtures("world")
+def test_bucket_knows_all_its_parameters_and_their_handles() -> None:
+    found = traced(mlp, LOWERED)
+    handles = {
+        meta.parameters(node)[0]: meta.handles(node)[0]
+        for node in nodes.call_functions(found.graphs["backward"].graph, nodes.is_all_to_all)
+    }
+    (start,) = nodes.call_functions(bucketed(found, "backward", 2**20), nodes.is_all_to_all)
+    assert dict(zip(meta.parameters(start), meta.handles(start), strict=True)) == handles
+    assert meta.parameters(nodes.wait_of(start)) == meta.parameters(start)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("world")
+def test_second_run_changes_nothing() -> None:
+    for room in (2, 4, 5, 12):
+        found = traced(deep, LOWERED)
+        bucketing = BucketCollectives(bucket_bytes=room * LAYER_BYTES)
+        for direction in ("forward", "backward"):
+            assert apply(bucketing, found, direction)
+            assert not apply(bucketing, found, direction)
+        note = f"no two neighbouring collectives fit into {room * LAYER_BYTES} bytes"
+        assert found.ctx.notes == [("bucket_collectives", where, note) for where in ("forward", "backward")]
+
+
+@pytest.mark.usefixtures("world")
+def test_other_dtypes_and_groups_are_left_alone() -> None:
+    drawing = Drawing()
+    shards = [drawing.input("a", 4, 8), drawing.input("b", 4, 8, dtype=torch.bfloat16), drawing.input("c", 4, 8)]
+    results = [drawing.wait(drawing.start_gather(shard, name)) for shard, name in zip(shards, "ab", strict=False)]
+    drawing.group_name = "other"
+    start = drawing.graph.create_node("call_function", results[0].args[0].target, (shards[2], 2, "other"), name="start")
+    meta.set_value(start, meta.value(results[0]))
+    meta.set_parameters(start, ["c"], ["handle_c"])
+    with drawing.graph.inserting_after(start):
+        wait = drawing.graph.create_node("call_function", results[0].target, (start,))
+    meta.set_value(wait, meta.value(start))
+    gm = drawing.done(*results, wait)
+    assert not BucketCollectives(bucket_bytes=2**20).run(gm, PassContext(direction="forward"))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_gather_that_depends_on_another_is_left_alone() -> None:
+    drawing = Drawing()
+    first = drawing.wait(drawing.start_gather(drawing.input("a", 4, 8), "a"))
+    product = drawing.call(aten.mm.default, first, drawing.input("x", 8, 8))
+    second = drawing.wait(drawing.start_gather(drawing.call(aten.relu.default, product), "b"))
+    gm = drawing.done(second)
+    assert not apply(BucketCollectives(bucket_bytes=2**20), Traced(gm, {"forward": gm}, PassContext()), "forward")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_result_that_is_read_before_the_last_member_splits_the_bucket() -> None:
+    """A reduction whose mean is used at once cannot wait for a later gradient."""
+    drawing = Drawing()
+    sum_ranks = torch.ops.zgraph.sum_ranks.default
+    one = drawing.wait(drawing.start_exchange(drawing.input("a", 8, 8), "a"))
+    mean = drawing.call(sum_ranks, one, 2, True, torch.float32, works_for="a")
+    later = drawing.call(aten.mm.default, mean, drawing.input("x", 8, 8))
+    two = drawing.wait(drawing.start_exchange(drawing.call(aten.cat.default, [later, later]), "b"))
+    gm = drawing.done(drawing.call(sum_ranks, two, 2, True, torch.float32, works_for="b"))
+    assert not apply(BucketCollectives(bucket_bytes=2**20), Traced(gm, {"forward": gm}, PassContext()), "forward")
+
+
+def test_bad_size_is_refused_when_the_pass_is_built() -> None:
+    with pytest.raises(ValueError, match="bucket_collectives: bucket_bytes=0 holds nothing; write a positive number"):
+        BucketCollectives(bucket_bytes=0)
+
+
+def test_it_is_refused_before_lowering_and_after_sinking() -> None:
+    bucketing = BucketCollectives(bucket_bytes=1)
+    with pytest.raises(PreconditionError, match="bucket_collectives requires gathers_lowered, reductions_lowered"):
+        Pipeline([bucketing])
+    with pytest.raises(PreconditionError, match="bucket_collectives cannot run after sink_waits, which provides waits"):
+        Pipeline([*LOWERED, SinkWaits(), bucketing])
+
+
+@pytest.mark.parametrize("algorithm", ["all_to_all", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("build", "world_size", "options"),
+    [
+        (mlp, 4, {}),
+        (mlp, 3, {"zero_stage": 0}),
+        (Autocast, 3, {}),
+        (Twice, 3, {}),
+    ],
+    ids=["uneven", "replicated", "autocast", "read twice"],
+)
+def test_results_are_bitwise_the_same(build: Any, world_size: int, options: dict[str, Any], algorithm: Any) -> None:
+    lowered = [LowerGathers(), LowerReductions(algorithm=algorithm)]
+    for bucket_bytes in (70, 200, 2**20):
+        ranks = by_rank(build, lowered, world=world_size, **options)
+        for direction in ("forward", "backward"):
+            before = [copy_of(found.graphs[direction]) for found in ranks]
+            for rank, found in enumerate(ranks):
+                with fake_world(world_size, rank):
+                    assert BucketCollectives(bucket_bytes=bucket_bytes).run(found.graphs[direction], found.ctx) or (
+                        bucket_bytes == 70 or direction == "forward"
+                    )
+            assert_same_results(before, [found.graphs[direction] for found in ranks])
+
+
+def draw_layers(rows: list[int], reads: list[int], rank: int, world: int) -> fx.GraphModule:
+    """Gathers of some rows each, read in any order and then reduced."""
+    drawing = Drawing()
+    total = drawing.input("x", 3, 4)
+    shards = [drawing.input(f"s{i}", count, 4) for i, count in enumerate(rows)]
+    whole = [drawing.wait(drawing.start_gather(shard, f"p{i}")) for i, shard in enumerate(shards)]
+    grads: list[fx.Node] = []
+    for read in reads:
+        layer = whole[read % len(whole)]
+        total = drawing.call(aten.mm.default, total, drawing.call(aten.t.default, layer))
+        total = drawing.call(aten.mm.default, total, layer)
+        received = drawing.wait(drawing.start_exchange(layer, f"g{read}"))
+        grads.append(drawing.call(torch.ops.zgraph.sum_ranks.default, received, world, True, torch.float32))
+    return drawing.done(total, *whole, *grads)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    reads=st.lists(st.integers(0, 4), max_size=5),
+    bucket_bytes=st.integers(1, 400),
+)
+def test_any_mix_of_layers_stays_bitwise_the_same(rows: list[int], reads: list[int], bucket_bytes: int) -> None:
+    before: list[fx.GraphModule] = []
+    after: list[fx.GraphModule] = []
+    for rank in range(2):
+        with fake_world(2, rank):
+            gm = draw_layers(rows, reads, rank, 2)
+            before.append(copy_of(gm))
+            apply(BucketCollectives(bucket_bytes=bucket_bytes), Traced(gm, {"forward": gm}, PassContext()), "forward")
+            after.append(gm)
+    assert_same_results(before, after)

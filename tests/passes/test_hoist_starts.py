@@ -1,0 +1,155 @@
+"""Gathers start early, but no more of them are under way than asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import fx
+from torch.testing import FileCheck
+
+from tests.graphs import Autocast, Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
+from tests.lockstep import assert_same_results
+from zgraph import PassContext, Pipeline, PreconditionError, nodes
+from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, SinkWaits
+from zgraph.report.text import graph_text
+
+aten = torch.ops.aten
+SUNK = (LowerGathers(), LowerReductions(), SinkWaits())
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(2):
+        yield
+
+
+def most_under_way(graph: fx.Graph) -> int:
+    """How many gathers of parameters are started and not yet waited for, at the worst moment."""
+    under_way: dict[fx.Node, None] = {}
+    most = 0
+    for node in graph.nodes:
+        if nodes.is_all_gather(node):
+            under_way[node] = None
+            most = max(most, len(under_way))
+        elif nodes.is_wait(node):
+            under_way.pop(node.args[0], None)
+    return most
+
+
+def hidden_matmuls(graph: fx.Graph) -> list[int]:
+    """For each gather how many matmuls run between its start and its wait."""
+    order = nodes.order_of(graph)
+    matmuls = [order[node] for node in graph.nodes if node.target is aten.mm.default]
+    return [
+        sum(order[start] < place < order[nodes.wait_of(start)] for place in matmuls)  # pyright: ignore[reportArgumentType]
+        for start in nodes.call_functions(graph, nodes.is_all_gather)
+    ]
+
+
+@pytest.mark.usefixtures("world")
+def test_each_gather_starts_before_the_matmul_ahead_of_its_own() -> None:
+    found = traced(deep, SUNK)
+    assert hidden_matmuls(found.graphs["forward"].graph) == [0] * 6
+    assert apply(HoistStarts(), found, "forward")
+    assert hidden_matmuls(found.graphs["forward"].graph) == [0, 1, 1, 1, 1, 1]
+    (
+        FileCheck()
+        .check("all_gather_0_weight")
+        .check("all_gather_1_weight")
+        .check("wait_0_weight")
+        .check("aten.mm")
+        .check("all_gather_2_weight")
+        .check("wait_1_weight")
+        .check("aten.mm")
+        .run(graph_text(found.graphs["forward"].graph))
+    )
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_no_more_gathers_are_under_way_than_asked(prefetch: int, room: int) -> None:
+    buckets = [BucketCollectives(bucket_bytes=room * 128)] if room else []
+    for direction in ("forward", "backward"):
+        found = traced(deep, [*SUNK[:2], *buckets, SUNK[2]])
+        apply(HoistStarts(prefetch=prefetch), found, direction)
+        graph = found.graphs[direction].graph
+        gathers = len(list(nodes.call_functions(graph, nodes.is_all_gather)))
+        assert most_under_way(graph) == min(prefetch + 1, gathers)
+
+
+@pytest.mark.usefixtures("world")
+def test_prefetch_zero_moves_nothing() -> None:
+    found = traced(deep, SUNK)
+    before = names_of(found.graphs["forward"].graph)
+    assert not apply(HoistStarts(prefetch=0), found, "forward")
+    assert names_of(found.graphs["forward"].graph) == before
+    assert found.ctx.notes == [("hoist_starts", "forward", "no gather can start earlier")]
+
+
+@pytest.mark.usefixtures("world")
+def test_casts_and_pads_move_with_the_start_they_feed() -> None:
+    found = traced(Autocast, SUNK)
+    assert apply(HoistStarts(), found, "forward")
+    assert most_under_way(found.graphs["forward"].graph) == 2
+
+
+@pytest.mark.usefixtures("world")
+def test_a_gather_of_something_computed_is_left_alone() -> None:
+    drawing = Drawing()
+    x = drawing.input("x", 4, 8)
+    other = drawing.call(aten.relu.default, drawing.call(aten.relu.default, x))
+    mean = drawing.call(aten.neg.default, x)
+    gm = drawing.done(other, drawing.wait(drawing.start_gather(mean, "mean")))
+    before = names_of(gm.graph)
+    assert not apply(HoistStarts(), Traced(gm, {"forward": gm}, PassContext()), "forward")
+    assert names_of(gm.graph) == before
+
+
+@pytest.mark.usefixtures("world")
+def test_means_of_replicated_gradients_stay_where_they_are() -> None:
+    found = traced(deep, SUNK, zero_stage=0)
+    before = names_of(found.graphs["backward"].graph)
+    assert not apply(HoistStarts(prefetch=3), found, "backward")
+    assert names_of(found.graphs["backward"].graph) == before
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_second_run_changes_nothing(prefetch: int) -> None:
+    found = traced(deep, SUNK)
+    for direction in ("forward", "backward"):
+        assert apply(HoistStarts(prefetch=prefetch), found, direction)
+        assert not apply(HoistStarts(prefetch=prefetch), found, direction)
+
+
+@pytest.mark.usefixtures("world")
+def test_order_of_the_collectives_stays() -> None:
+    """Or ranks whose graphs differ by a pad would start them in different orders."""
+    found = traced(mlp, SUNK)
+    for direction in ("forward", "backward"):
+        graph = found.graphs[direction].graph
+        before = [node for node in graph.nodes if nodes.is_all_gather(node)]
+        assert apply(HoistStarts(prefetch=2), found, direction)
+        assert [node for node in graph.nodes if nodes.is_all_gather(node)] == before
+
+
+def test_bad_prefetch_is_refused_when_the_pass_is_built() -> None:
+    with pytest.raises(ValueError, match="hoist_starts: prefetch=-1 is negative; write 0"):
+        HoistStarts(prefetch=-1)
+
+
+def test_it_is_refused_before_waits_are_sunk() -> None:
+    with pytest.raises(PreconditionError, match="hoist_starts requires waits_sunk, which no earlier pass provides"):
+        Pipeline([HoistStarts()])
+
+
+def test_results_are_bitwise_the_same() -> None:
+    ranks = by_rank(mlp, SUNK, world=3)
+    for direction in ("forward", "backward"):
+        before = [copy_of(found.graphs[direction]) for found in ranks]
+        for found in ranks:
+            assert HoistStarts(prefetch=2).run(found.graphs[direction], found.ctx)
+        assert_same_results(before, [found.graphs[direction] for found in ranks])

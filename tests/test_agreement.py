@@ -1,0 +1,140 @@
+"""Ranks agree on their communication before the first collective: an error or a correct wait, never a hang."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore
+
+import zgraph
+from tests.ranks import Ranks, fresh_ranks
+from zgraph.agreement import Signature, agree
+
+
+def different_models() -> str:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zgraph.shard(model)
+    called = torch.compile(model[rank:], backend="zgraph")  # rank 1 compiles a part of it
+    try:
+        called(torch.ones(2, 4)).sum().backward()
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_ranks_with_different_models_get_an_error_at_once() -> None:
+    with fresh_ranks(2) as ranks:
+        started = time.monotonic()
+        first, second = ranks.run(different_models)
+        waited = time.monotonic() - started
+    assert "different communication" in first and "different communication" in second
+    assert "rank 0 has all_gather_into_tensor f32" in first
+    assert "0.weight" in first  # by name, not only by number
+    assert "Nothing has been sent" in first
+    assert waited < 60  # well below the agreement's own limit: nobody waited for it to pass
+
+
+def recompile_alone() -> list[float]:
+    """Rank 0 alone sees a new batch size and recompiles; its peers run what they have."""
+    torch.manual_seed(0)
+    model = zgraph.shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    called = torch.compile(model, backend="zgraph", dynamic=False)
+    losses: list[float] = []
+    for step in range(3):
+        rows = 2 + step if dist.get_rank() == 0 else 2
+        loss = called(torch.ones(rows, 4)).mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_rank_that_recompiles_alone_goes_on(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(recompile_alone)
+    assert len(first) == len(second) == 3
+
+
+def evaluate_alone() -> str:
+    """Rank 0 evaluates under no_grad, which is a graph that rank 1 never compiles."""
+    model = zgraph.shard(nn.Linear(4, 4))
+    called = torch.compile(model, backend="zgraph", options={"agreement_timeout_s": 3})
+    called(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        return "did not evaluate"
+    try:
+        with torch.no_grad():
+            called(torch.ones(2, 4))
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_rank_that_evaluates_alone_gets_an_error_in_time() -> None:
+    with fresh_ranks(2) as ranks:
+        first, second = ranks.run(evaluate_alone)
+    assert second == "did not evaluate"
+    assert "rank(s) 1 compiled no such graph within 3 s" in first
+    assert "inference graph" in first and "agreement_timeout_s" in first
+
+
+def compile_late() -> float:
+    """Rank 1 arrives two seconds later; rank 0 waits, and both are right."""
+    model = zgraph.shard(nn.Linear(4, 4))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    called = torch.compile(model, backend="zgraph")
+    called(torch.ones(2, 4)).sum().backward()
+    return model.weight.grad.full_tensor().sum().item()
+
+
+def test_a_slow_rank_is_waited_for(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(compile_late)
+    assert first == second
+
+
+class _Single:
+    """A world of two in one process, to test the board alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def as_rank(self, rank: int) -> None:
+        self.monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
+
+
+def _signature(*entries: str, direction: str = "forward") -> Signature:
+    return Signature(direction, entries, tuple("w" for _ in entries), (0, 1))
+
+
+def test_an_equal_signature_of_any_earlier_compile_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = HashStore()
+    world = _Single(monkeypatch)
+    world.as_rank(1)
+    with pytest.raises(zgraph.AgreementError, match="within 0.05 s"):
+        agree([_signature("a", "b")], 0.05, store)
+    world.as_rank(0)
+    agree([_signature("a", "b")], 0.05, store)
+
+
+def test_the_first_differing_entry_of_each_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = HashStore()
+    world = _Single(monkeypatch)
+    world.as_rank(1)
+    with pytest.raises(zgraph.AgreementError):
+        agree([_signature("gather x", "gather z", "gather y")], 0.05, store)
+    world.as_rank(0)
+    with pytest.raises(zgraph.AgreementError, match=r"collective 1 of the forward.*0 has gather y.*1 has gather z"):
+        agree([_signature("gather x", "gather y")], 60, store)
+
+
+def test_names_do_not_count_but_order_does() -> None:
+    first = Signature("forward", ("a", "b"), ("h.0", "h.1"), (0, 1))
+    other_block = Signature("forward", ("a", "b"), ("h.4", "h.5"), (0, 1))
+    assert first.digest == other_block.digest
+    assert first.digest != Signature("forward", ("b", "a"), ("h.0", "h.1"), (0, 1)).digest
+    assert Signature.from_json(first.to_json()) == first

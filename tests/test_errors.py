@@ -1,0 +1,261 @@
+"""Errors a user meets: who, where, what was found, what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import zgraph
+from tests import models
+from tests.ranks import Ranks, fresh_ranks
+
+
+def message_of(function_name: str) -> str:
+    """The text of what a scenario raises."""
+    try:
+        SCENARIOS[function_name]()
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        return f"{type(inner).__name__}: {inner}"
+    return "nothing was raised"
+
+
+def _optimizer_before_shard() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zgraph.shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def _optimizer_before_shard_compiled() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW([{"params": model.weight, "lr": 0.1}, {"params": [model.bias]}])
+    zgraph.shard(model)
+    torch.compile(model, backend="zgraph")(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def _kept_reference() -> None:
+    model = nn.Linear(4, 4)
+    kept = list(model.parameters())
+    zgraph.shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    raise AssertionError(f"works with {len(kept)} kept parameters")
+
+
+def _resized() -> None:
+    model = zgraph.shard(nn.Linear(4, 4))
+    compiled = torch.compile(model, backend="zgraph")
+    compiled(torch.ones(2, 4)).sum().backward()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    compiled(torch.ones(2, 4))
+
+
+def _moved() -> None:
+    model = zgraph.shard(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    model.to("meta")
+    model(torch.ones(2, 4))
+
+
+def _replaced() -> None:
+    model = zgraph.shard(nn.Linear(4, 4))
+    model.weight = nn.Parameter(torch.ones(4, 4))
+    model(torch.ones(2, 4))
+
+
+def _two_axes() -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicas", "dp"))
+    zgraph.shard(nn.Linear(4, 4), mesh)
+
+
+def _tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
+    zgraph.shard(model, mesh)
+
+
+def _another_mesh() -> None:
+    world = dist.get_world_size()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zgraph.shard(model[0], init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    zgraph.shard(model, init_device_mesh("cpu", (1, world), mesh_dim_names=("outer", "dp"))["outer"])
+
+
+def _untied() -> None:
+    model = models.Language()
+    zgraph.shard(model.head)
+    zgraph.shard(model)
+
+
+def _meta() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    zgraph.shard(model)
+
+
+def _twice_differentiated() -> None:
+    model = zgraph.shard(nn.Linear(4, 1))
+    x = torch.ones(2, 4)
+    loss = model(x).square().sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    sum(grad.to_local().square().sum() for grad in grads).backward()
+
+
+def _unknown_option() -> None:
+    torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowring": "fx"})(torch.ones(1, 2))
+
+
+def _inductor() -> None:
+    torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowering": "inductor"})(torch.ones(1, 2))
+
+
+SCENARIOS = {
+    "optimizer": _optimizer_before_shard,
+    "optimizer_compiled": _optimizer_before_shard_compiled,
+    "kept_reference": _kept_reference,
+    "resized": _resized,
+    "moved": _moved,
+    "replaced": _replaced,
+    "two_axes": _two_axes,
+    "tensor_parallel": _tensor_parallel,
+    "another_mesh": _another_mesh,
+    "untied": _untied,
+    "meta": _meta,
+    "twice": _twice_differentiated,
+    "stage": lambda: zgraph.shard(nn.Linear(2, 2), zero_stage=4),
+    "reduction": lambda: zgraph.shard(nn.Linear(2, 2), reduction="average"),  # type: ignore[arg-type]
+    "dtype": lambda: zgraph.shard(nn.Linear(2, 2), param_dtype=torch.int8),
+    "unit": lambda: zgraph.shard(nn.Linear(2, 2), units=[nn.LayerNorm]),
+    "recurrent": lambda: zgraph.shard(nn.LSTM(3, 3)),
+    "unknown_option": _unknown_option,
+    "inductor": _inductor,
+}
+
+EXPECTED = {
+    "optimizer": r"ZgraphError: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
+    "optimizer_compiled": r"optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
+    "kept_reference": r"works with 2 kept parameters",
+    "resized": r"weight was sharded as \[4, 4\] on cpu and is now \[6, 4\] on cpu.*before zgraph\.shard",
+    "moved": r"weight was sharded as \[4, 4\] on cpu and is now \[4, 4\] on meta",
+    "replaced": r"weight is no longer the DTensor that zgraph\.shard made.*before zgraph\.shard",
+    "two_axes": r"ValueError: .*mesh has 2 axes \('replicas', 'dp'\).*mesh\['replicas'\]",
+    "tensor_parallel": r"ValueError: .*weight is a DTensor already.*tensor-parallel.*Shard the plain module",
+    "another_mesh": r"ValueError: .*0\.weight was sharded on .* one model needs one mesh",
+    "untied": r"ValueError: .*embed\.weight is tied to weight.*shard both in one call",
+    "meta": r"ValueError: .*weight is on the meta device.*to_empty",
+    "twice": r"ZgraphError: .*weight|bias was differentiated a second time.*create_graph=True",
+    "stage": r"ValueError: .*zero_stage=4 is not available; write zero_stage=0 or zero_stage=3",
+    "reduction": r"ValueError: .*reduction='average' is unknown; write \"mean\" or \"sum\"",
+    "dtype": r"ValueError: .*param_dtype=torch\.int8 is no floating-point dtype",
+    "unit": r"ValueError: .*units names LayerNorm, which the model does not contain",
+    "recurrent": r"ValueError: .*belongs to a LSTM.*nn\.LSTMCell",
+    "unknown_option": r"ValueError: .*unknown option 'lowring'; did you mean 'lowering'\?",
+    "inductor": r"ValueError: .*lowering='inductor' is not available; write \{\"lowering\": \"fx\"\}",
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_message_says_what_was_found_and_what_to_do(two_ranks: Ranks, scenario: str) -> None:
+    for text in two_ranks.run(message_of, scenario):
+        assert re.search(EXPECTED[scenario], text, re.DOTALL), text
+
+
+def test_without_a_process_group_shard_says_how_to_get_one() -> None:
+    with pytest.raises(ValueError, match=r"no process group.*torchrun.*leave zgraph\.shard out"):
+        zgraph.shard(nn.Linear(2, 2))
+
+
+def outside_the_mesh() -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0])
+    try:
+        zgraph.shard(nn.Linear(2, 2), mesh)
+    except ValueError as error:
+        return str(error)
+    return "sharded"
+
+
+def test_a_mesh_without_this_rank_is_refused(two_ranks: Ranks) -> None:
+    inside, outside = two_ranks.run(outside_the_mesh)
+    assert inside == "sharded"
+    assert "rank 1 is not part of the mesh [0]" in outside
+
+
+class Dying(nn.Module):
+    """Rank 1 leaves between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def train_until_rank_one_dies(mode: str) -> str:
+    model = zgraph.shard(Dying())
+    pipeline = zgraph.Pipeline(
+        [entry for entry in zgraph.passes.presets.default() if entry.name != "bucket_collectives"]
+    )
+    called = torch.compile(model, backend="zgraph", options={"pipeline": pipeline}) if mode == "fx" else model
+    called(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    started = time.monotonic()
+    try:
+        for _ in range(100):
+            called(torch.ones(2, 4)).sum().backward()
+    except zgraph.CollectiveError as error:
+        return f"{time.monotonic() - started < 60} {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+def test_when_a_rank_dies_the_others_say_in_which_collective_of_which_parameter(mode: str) -> None:
+    with fresh_ranks(3, timeout_s=30) as ranks:
+        answers: list[tuple[bool, Any]] = ranks.outcomes(train_until_rank_one_dies, mode)
+    assert answers[1] == (False, "died")
+    for rank in (0, 2):
+        good, text = answers[rank]
+        assert good, text
+        found = re.match(r"True zgraph: (all_gather|all_to_all|reduce_grad)\S* of (first|second)\.(weight|bias)", text)
+        assert found, text
+        assert f"failed on rank {rank}" in text
+
+
+def no_placement_left_behind() -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+    with pytest.raises(ValueError, match="LSTM"):
+        zgraph.shard(model)
+    return [type(parameter).__name__ for parameter in model.parameters()]
+
+
+def test_a_refused_model_is_left_as_it_was(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(no_placement_left_behind):
+        assert set(found) == {"Parameter"}
+
+
+def replicated_scalar() -> bool:
+    model = zgraph.shard(models.Uneven(), zero_stage=3)
+    return list(model.shift.placements) == [Replicate()] and list(model.gain.placements) == [Shard(0)]
+
+
+def test_scalars_are_replicated_and_short_vectors_sharded(two_ranks: Ranks) -> None:
+    assert two_ranks.run(replicated_scalar) == [True, True]

@@ -1,0 +1,99 @@
+"""What stays in memory: 16 bytes a parameter at stage 0, 16/N at stage 3, and no gathered weight between passes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import zgraph
+from tests.ranks import Ranks
+
+ROWS, LAYERS = 48, 4  # 48 rows divide by 1, 2, 3 and 4, so that the formula is exact
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(ROWS, ROWS, bias=False), nn.Tanh()) for _ in range(LAYERS)])
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def live_tensors(smallest_numel: int) -> list[Tensor]:
+    """Every plain tensor that the process holds and that is as large as a shard."""
+    gc.collect()
+    return [
+        entry
+        for entry in gc.get_objects()
+        if type(entry) in (Tensor, nn.Parameter) and entry.device.type == "cpu" and entry.numel() >= smallest_numel
+    ]
+
+
+def bytes_before_the_step(zero_stage: int, mode: str) -> dict[str, float]:
+    """Bytes per parameter just before opt.step(): at rest (state, gradient), and alive in the whole process."""
+    shard_numel = ROWS * ROWS // dist.get_world_size()
+    held = {id(tensor) for tensor in live_tensors(shard_numel)}
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    called = torch.compile(model, backend="zgraph") if mode == "fx" else model
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        called(torch.randn(3, ROWS)).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    called(torch.randn(3, ROWS)).square().mean().backward()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    rest: list[Tensor] = []
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        rest += [local(parameter), local(parameter.grad), local(state["exp_avg"]), local(state["exp_avg_sq"])]
+    alive = [tensor for tensor in live_tensors(shard_numel) if id(tensor) not in held]
+    return {"rest": storage_bytes(rest) / numel, "alive": storage_bytes([*alive, *rest]) / numel}
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_bytes_per_parameter_before_the_optimizer_step(ranks: Ranks, zero_stage: int, mode: str) -> None:
+    expected = 16 if zero_stage == 0 else 16 / ranks.world
+    for found in ranks.run(bytes_before_the_step, zero_stage, mode):
+        assert found["rest"] == expected
+        # Nothing else of a shard's size is alive, such as a gathered weight or a forgotten bucket.
+        assert found["alive"] == expected
+
+
+def saved_for_backward(zero_stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
+    model = zgraph.shard(build(), zero_stage=zero_stage, param_dtype=dtype)
+    called = torch.compile(model, backend="zgraph")
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        called(torch.randn(3, ROWS)).square().mean()
+    shards = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    own = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in shards]
+    return {"largest": max(tensor.numel() for tensor in own), "count": len(saved)}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_gathered_weights_are_not_saved_for_backward(
+    two_ranks: Ranks, zero_stage: int, dtype: torch.dtype | None
+) -> None:
+    for found in two_ranks.run(saved_for_backward, zero_stage, dtype):
+        assert found["count"] > 0
+        # Activations are 3 x 48; a weight, gathered or cast, would be 48 x 48.
+        assert found["largest"] == 3 * ROWS

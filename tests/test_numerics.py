@@ -1,0 +1,62 @@
+"""Sharded training equals the replicated model bit for bit: outputs, every gradient, parameters after AdamW steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zgraph
+from tests import models
+from tests.ranks import Ranks
+from tests.replicated import Case, compare, growing_batch, growing_features, token_batch
+
+
+def _stage_by_part(model: nn.Module, zero_stage: int) -> nn.Module:
+    assert isinstance(model, models.Language)
+    zgraph.shard(model.blocks[0], zero_stage=3 - zero_stage)
+    return zgraph.shard(model, zero_stage=zero_stage)
+
+
+CASES = {
+    "tied_scalar_attention": Case(build=models.Language, batch=token_batch),
+    "uneven_shards": Case(build=models.Uneven),
+    "frozen": Case(build=models.Frozen),
+    "reused": Case(build=models.Reused),
+    "partly_read": Case(build=models.PartlyRead),
+    "dropout": Case(build=lambda: models.Language(dropout=0.3, layers=1), batch=token_batch),
+    "autocast": Case(build=models.Frozen, autocast=torch.bfloat16),
+    "bf16_parameters": Case(
+        build=lambda: models.Language(layers=1),
+        batch=token_batch,
+        options={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    ),
+    "bf16_gradients": Case(build=models.Uneven, options={"reduce_dtype": torch.bfloat16}),
+    "sum": Case(build=models.Uneven, options={"reduction": "sum"}),
+    "graph_breaks": Case(build=models.Broken),
+    "dynamic_sizes": Case(build=lambda: models.Language(layers=1), batch=growing_batch),
+    "dynamic_features": Case(build=models.Uneven, batch=growing_features),
+    "retain_graph": Case(build=models.Uneven, backwards=2),
+    "routed_experts": Case(build=models.Routed, options={"units": (models.Experts,)}, zeros=("moe.",)),
+    "multihead_attention": Case(build=models.Attending),
+    "batch_norm": Case(build=models.Normalised),
+    "checkpointed": Case(build=models.Checkpointed),
+    "stages_by_part": Case(build=models.Language, batch=token_batch, split=_stage_by_part),
+}
+
+
+def run_case(name: str, zero_stage: int, mode: str) -> int:
+    return compare(CASES[name], zero_stage, mode)
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
+    compared = ranks.run(run_case, name, zero_stage, mode)
+    assert min(compared) > 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_equals_when_only_submodules_are_compiled(ranks: Ranks, zero_stage: int) -> None:
+    assert min(ranks.run(run_case, "uneven_shards", zero_stage, "part")) > 0

@@ -1,0 +1,240 @@
+"""Units: equal blocks share graphs, reads outside forward see the DTensor, failures leave nothing behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+import zgraph
+from tests import models
+from tests.ranks import Ranks
+from tests.replicated import whole
+from zgraph.handle import name_of
+from zgraph.torch_compat import is_functional_collective
+from zgraph.unit import state_of
+
+
+class CountGraphs(zgraph.GraphPass):
+    """Counts how often each direction is compiled."""
+
+    name = "count_graphs"
+
+    def __init__(self, seen: list[str]) -> None:
+        object.__setattr__(self, "seen", seen)
+
+    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
+        self.seen.append(ctx.direction)
+        return False
+
+
+def four_equal_blocks() -> dict[str, Any]:
+    torch.manual_seed(3)
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+    plain = copy.deepcopy(blocks)
+    zgraph.shard(blocks)
+    seen: list[str] = []
+    pipeline = zgraph.Pipeline([*zgraph.passes.presets.default(), CountGraphs(seen)])
+    for block in blocks:
+        block.compile(backend="zgraph", options={"pipeline": pipeline})
+    x = torch.randn(5, 6, requires_grad=True)
+    blocks(x).square().mean().backward()
+    plain(x.detach()).square().mean().backward()
+    same = [
+        torch.equal(whole(found.grad), expected.grad)
+        for found, expected in zip(blocks.parameters(), plain.parameters(), strict=True)
+    ]
+    return {"graphs": seen, "same": same}
+
+
+def test_four_equal_blocks_share_one_graph_and_each_backward_knows_its_parameter(two_ranks: Ranks) -> None:
+    """All ranks have the same batch here, so the average is the plain gradient; a mixed-up one would differ."""
+    for result in two_ranks.run(four_equal_blocks):
+        assert result["graphs"] == ["forward", "backward"]
+        assert result["same"] == [True] * 8
+
+
+def handles_in_backward() -> list[str]:
+    torch.manual_seed(3)
+    blocks = zgraph.shard(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)]))
+    found: list[str] = []
+    eager = torch.ops.zgraph.reduce_grad.default
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is eager:
+                found.append(name_of(args[1]))
+            return func(*args, **(kwargs or {}))
+
+    for block in blocks:
+        block.compile(backend="zgraph", options={"pipeline": zgraph.Pipeline([])})
+    loss = blocks(torch.randn(3, 4, requires_grad=True)).sum()
+    with Watch():
+        loss.backward()
+    return found
+
+
+def test_the_handle_names_the_parameter_in_a_shared_backward(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(handles_in_backward):
+        assert found == ["3.weight", "2.weight", "1.weight", "0.weight"]
+
+
+def reads_outside_forward() -> dict[str, Any]:
+    model = zgraph.shard(models.Language())
+    weight = model.embed.weight
+    model.head.weight = weight
+    return {
+        "outside": isinstance(weight, DTensor),
+        "tied": model.head.weight is model.embed.weight,
+        "keys": list(model.state_dict()) == list(models.Language().state_dict()),
+        "class": type(model.embed).__name__,
+        "isinstance": isinstance(model.embed, nn.Embedding),
+        "repr": repr(model) == repr(models.Language()),
+        "copy": isinstance(copy.deepcopy(model).embed.weight, DTensor),
+    }
+
+
+def test_outside_forward_a_parameter_is_the_dtensor(two_ranks: Ranks) -> None:
+    for result in two_ranks.run(reads_outside_forward):
+        assert result == {
+            "outside": True,
+            "tied": True,
+            "keys": True,
+            "class": "Embedding",
+            "isinstance": True,
+            "repr": True,
+            "copy": True,
+        }
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.fail = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.fail:
+            raise KeyError("on purpose")
+        return x
+
+
+def after_a_failing_forward(mode: str) -> dict[str, Any]:
+    model = zgraph.shard(Failing())
+    called = torch.compile(model, backend="zgraph") if mode == "fx" else model
+    x = torch.ones(2, 4)
+    with pytest.raises(KeyError, match="on purpose"):
+        called(x)
+    states = [state_of(module) for module in model.modules()]
+    released = all(state is not None and state.whole is None and not state.scope.active for state in states)
+    model.fail = False
+    called(x).sum().backward()
+    return {"released": released, "grad": model.linear.weight.grad is not None}
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+def test_a_failing_forward_releases_what_it_gathered(two_ranks: Ranks, mode: str) -> None:
+    for result in two_ranks.run(after_a_failing_forward, mode):
+        assert result == {"released": True, "grad": True}
+
+
+def gathers_per_forward(mode: str) -> list[int]:
+    """How many gathers one forward of each kind issues."""
+    model = zgraph.shard(models.Reused())
+    counts: list[int] = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            gathers = ("zgraph.unshard.default", "_c10d_functional.all_gather_into_tensor.default")
+            counts[-1] += str(func) in gathers
+            return func(*args, **(kwargs or {}))
+
+    called = torch.compile(model, backend="zgraph") if mode == "fx" else model
+    x = torch.ones(2, 6)
+    called(x)
+    counts.append(0)
+    with Count():
+        called(x)
+    return counts
+
+
+def test_a_trainable_parameter_is_gathered_once_per_forward_without_a_compiler(two_ranks: Ranks) -> None:
+    """The block runs three times and scale.weight is read twice; there are three parameters."""
+    assert two_ranks.run(gathers_per_forward, "eager") == [[3], [3]]
+
+
+def ignored_parameters() -> dict[str, Any]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    kept = model[0].weight.detach().clone()
+    zgraph.shard(model, ignored=[model[0]])
+    model(torch.full((2, 4), float(rank + 1))).sum().backward()
+    grad = model[0].weight.grad
+    assert grad is not None
+    return {
+        "kept": torch.equal(model[0].weight.detach().to_local(), kept),
+        "type": isinstance(model[0].weight, DTensor),
+        "grad": grad.to_local().abs().sum().item(),
+    }
+
+
+def test_ignored_parameters_keep_each_ranks_values_and_gradients(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(ignored_parameters)
+    assert first["kept"] and second["kept"] and first["type"] and second["type"]
+    assert first["grad"] != second["grad"]
+
+
+def broadcast_from_rank_zero() -> tuple[float, float]:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 4)
+    model.register_buffer("offset", torch.rand(2))
+    zgraph.shard(model)
+    return whole(model.weight.detach()).sum().item(), model.offset.sum().item()
+
+
+def test_rank_zeros_parameters_and_buffers_become_everyones(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(broadcast_from_rank_zero)
+    assert first == second
+
+
+def plain_model_communicates_nothing() -> list[str]:
+    model = nn.Linear(4, 4)
+    started: list[str] = []
+
+    class Look(zgraph.GraphPass):
+        name = "look"
+
+        def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
+            started.extend(str(node.target) for node in gm.graph.nodes if is_functional_collective(node.target))
+            return False
+
+    options = {"pipeline": zgraph.Pipeline([*zgraph.passes.presets.default(), Look()])}
+    with pytest.warns(zgraph.ZgraphWarning, match=r"2 ranks train.*zgraph\.shard") as caught:
+        compiled = torch.compile(model, backend="zgraph", options=options)
+        compiled(torch.ones(2, 4)).sum().backward()
+        compiled(torch.ones(3, 4)).sum().backward()
+    started.append(f"{sum(issubclass(entry.category, zgraph.ZgraphWarning) for entry in caught)} warning")
+    return started
+
+
+def test_a_plain_model_on_several_ranks_communicates_nothing_and_warns_once(two_ranks: Ranks) -> None:
+    assert two_ranks.run(plain_model_communicates_nothing)[0] == ["1 warning"]
+
+
+def test_a_plain_model_without_a_process_group_just_works() -> None:
+    torch.manual_seed(0)
+    model = models.Uneven()
+    plain = copy.deepcopy(model)
+    x = torch.randn(3, 6)
+    compiled = torch.compile(model, backend="zgraph", options={"lowering": "fx"})
+    compiled(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)

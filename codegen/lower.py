@@ -24,6 +24,8 @@ def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
         CollectiveError with the parameters it was working for.
     """
+    # A module of its own: AOTAutograd's is generated anew, through three calls, each time it runs.
+    gm = fx.GraphModule(gm, gm.graph)
     gm.graph.set_codegen(BoxedCodeGen())
     gm.recompile()
     # The class forward, not the module's __call__: that one would print its own account of a failing line.

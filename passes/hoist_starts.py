@@ -55,13 +55,14 @@ def plan_hoists(graph: fx.Graph, prefetch: int) -> list[tuple[fx.Node, fx.Node]]
     if prefetch == 0:
         return []
     starts = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if nodes.copy_in(start) is not None]
-    top = next(node for node in graph.nodes if node.op != "placeholder" and not nodes.is_communication(node))
-    plan: list[tuple[fx.Node, fx.Node]] = []
-    for position, start in enumerate(starts):
-        if position < prefetch:
-            anchor = top
-        else:
-            anchor = nodes.wait_of(starts[position - prefetch])
-        if anchor is not start:
-            plan.append((start, cast(fx.Node, anchor)))
-    return plan
+    if not starts:
+        return []
+    # Before the first compute, or before the first wait where that comes first: behind it they would overtake none.
+    first_wait = nodes.wait_of(starts[0])
+    top = next(
+        node
+        for node in graph.nodes
+        if node is first_wait or not (node.op == "placeholder" or nodes.is_communication(node))
+    )
+    anchors = [top] * prefetch + [cast(fx.Node, nodes.wait_of(start)) for start in starts]
+    return list(zip(starts, anchors, strict=False))

@@ -48,7 +48,9 @@ class SinkWaits(GraphPass):
 def sink(graph: fx.Graph) -> None:
     """Move waits and copies to just before their first users, chains as a whole; everything else stays in order."""
     sinkable = {
-        node for node in graph.nodes if nodes.is_communication(node) and not nodes.is_start(node) and node.users
+        node
+        for node in graph.nodes
+        if nodes.is_communication(node) and (not nodes.is_start(node) or carries_mean(node)) and node.users
     }
     placed: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
@@ -71,6 +73,18 @@ def limit_reductions(graph: fx.Graph, in_flight: int) -> None:
         if len(under_way) == in_flight:
             finish_before(graph, under_way.pop(0), start)
         under_way.append(start)
+    # The means of the last ones set out together, before any of them is waited for.
+    means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
+    order = nodes.order_of(graph)
+    first_wait = min((cast(fx.Node, nodes.wait_of(start)) for start in means), key=order.__getitem__, default=None)
+    for start in under_way:
+        if first_wait is not None and order[start] < order[first_wait]:
+            finish_before(graph, start, first_wait)
+
+
+def carries_mean(node: fx.Node) -> bool:
+    """Whether the node starts the gather of a replicated gradient's mean: the second half of its reduction."""
+    return nodes.is_all_gather(node) and bool(meta.parameters(node)) and nodes.copy_in(node) is None
 
 
 def is_exchange(node: fx.Node) -> bool:

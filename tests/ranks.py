@@ -58,9 +58,9 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        # The fork server has torch and zgraph loaded, so that a rank starts in a fraction of a second.
+        # The fork server has compiled once (tests/warm.py), so that a rank starts in a fraction of a second.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["zgraph", "torch._dynamo", "torch._functorch.aot_autograd", "torch.optim"])
+        context.set_forkserver_preload(["tests.warm"])
         rendezvous = f"tcp://127.0.0.1:{_free_port()}"
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

@@ -53,7 +53,8 @@ class FrameCompiler:
         if options.dump is not None:
             rank = dist.get_rank() if torch_compat.is_distributed_ready() else 0
             self.dumper = Dumper(directory=options.dump, rank=rank, frame=self.frame)
-        _warn_if_replicas_drift(gm)
+        if self.frame.endswith("/0"):  # not again for every recompile
+            _warn_if_replicas_drift(gm)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         backend = torch_compat.aot_autograd(

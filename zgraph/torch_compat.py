@@ -57,7 +57,7 @@ def resolve_group(group_name: str) -> ProcessGroup:
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     """Gather equal pieces into one tensor. 2.13 renames all_gather_into_tensor and warns of the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
-    gather(output, input, group=group)
+    gather(output, input, group=group)  # pyright: ignore[reportDeprecated]
 
 
 def default_store() -> Store:

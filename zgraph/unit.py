@@ -227,7 +227,9 @@ def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dty
 
 def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather, run the module's own forward, release: also when it raises."""
-    state: ModuleState = getattr(module, STATE)
+    state = state_of(module)
+    if state is None:  # made after sharding, such as a slice of an nn.Sequential: its parts are the units
+        return forward(module, *args, **kwargs)
     scope = state.scope
     outermost = not scope.active
     if outermost:
@@ -256,7 +258,9 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
 
 def _read_property(attribute: str) -> property:
     def read(module: nn.Module) -> Any:
-        state: ModuleState = getattr(module, STATE)
+        state = state_of(module)
+        if state is None:
+            return local_parameters(module)[attribute]
         if state.whole is not None and attribute in state.whole:
             return state.whole[attribute]
         if state.scope.active and attribute in state.by_attribute:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_a_reduction_stays_under_way_as_long_as_it_may() -> None:
     apply(SinkWaits(reductions_in_flight=1), found, "backward")
     calls = [node for node in found.graphs["backward"].graph.nodes if node.op == "call_function"]
     starts = [node for node in calls if is_exchange(node)]
-    for start, following in zip(starts, starts[1:], strict=False):
+    for start, following in pairwise(starts):
         wait = nodes.wait_of(start)
         between = calls[calls.index(wait) : calls.index(following)]  # pyright: ignore[reportArgumentType]
         assert {name for node in between for name in meta.parameters(node)} >= set(meta.parameters(start))
@@ -119,7 +120,7 @@ def test_second_run_changes_nothing() -> None:
     for passes in (LOWERED, (*LOWERED, BucketCollectives(bucket_bytes=256))):
         found = traced(deep, passes)
         for direction in ("forward", "backward"):
-            assert apply(SinkWaits(), found, direction)
+            apply(SinkWaits(), found, direction)
             before = names_of(found.graphs[direction].graph)
             assert not apply(SinkWaits(), found, direction)
             assert names_of(found.graphs[direction].graph) == before

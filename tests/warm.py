@@ -1,0 +1,12 @@
+"""Loaded once by the fork server that all ranks come from: what the first compile imports, every rank then has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import zgraph  # noqa: F401
+
+torch.set_num_threads(1)  # a process must not fork with a pool of threads
+torch.compile(nn.Linear(2, 2), backend="zgraph")(torch.ones(1, 2)).sum().backward()
+torch.compiler.reset()

@@ -12,7 +12,6 @@ from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.ops import payload_bytes
 from zgraph.torch_compat import wait_op
 
 aten = torch.ops.aten
@@ -27,7 +26,7 @@ class BucketCollectives(GraphPass):
     Leaves alone: collectives larger than a bucket, and those that depend on one another.
 
     Attributes:
-        bucket_bytes: the most that one collective carries, counted on what a rank hands in.
+        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients.
     """
 
     bucket_bytes: int
@@ -40,8 +39,8 @@ class BucketCollectives(GraphPass):
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(
-                f"bucket_collectives: bucket_bytes={self.bucket_bytes} holds nothing; write a positive number of bytes, "
-                "or leave the pass out of the pipeline."
+                f"bucket_collectives: bucket_bytes={self.bucket_bytes} holds nothing; write a positive number of "
+                "bytes, or leave the pass out of the pipeline."
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -75,7 +74,7 @@ def plan_buckets(graph: fx.Graph, predicate: Any, bucket_bytes: int) -> list[Buc
         if key is None:
             continue
         members = open_buckets.setdefault(key, [])
-        full = sum(map(_bytes, members)) + _bytes(start) > bucket_bytes
+        full = sum(map(nodes.whole_bytes, [*members, start])) > bucket_bytes
         if members and (full or _anchor([*members, start], order) is None):
             closed.append(members)
             members = open_buckets[key] = []
@@ -87,11 +86,6 @@ def plan_buckets(graph: fx.Graph, predicate: Any, bucket_bytes: int) -> list[Buc
         for members in closed
         if len(members) > 1 and (anchor := _anchor(members, order)) is not None
     ]
-
-
-def _bytes(start: fx.Node) -> int:
-    sent = meta.tensor_value(start.all_input_nodes[0])
-    return payload_bytes(sent.shape, sent.dtype)
 
 
 def _key(start: fx.Node) -> tuple[object, ...] | None:

@@ -15,8 +15,8 @@ from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
 class ChooseLifetimes(GraphPass):
     """Make backward gather again what forward gathered, instead of saving it.
 
-    The gather and every view and cast after it are tagged for recomputation, or the partitioner would save whole weights. A
-    replicated parameter is tagged as well: its gather is free, and what would be saved is its cast copy.
+    The gather and every view and cast after it are tagged for recomputation, or the partitioner would save whole
+    weights. A replicated parameter is tagged as well: its gather is free, and what would be saved is its cast copy.
     Leaves alone: parameters that the graph returns, as before a graph break; whoever receives them keeps them alive.
     """
 

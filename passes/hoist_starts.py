@@ -9,6 +9,7 @@ from torch import fx
 
 from zgraph import nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
+from zgraph.ops import MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +21,11 @@ class HoistStarts(GraphPass):
 
     Attributes:
         prefetch: how many gathers may be under way beside the one that is waited for.
+        in_flight_bytes: what those gathers may yield together, whole parameters counted; one is prefetched in any case.
     """
 
     prefetch: int = 1
+    in_flight_bytes: int = 16 * MIB
 
     name: ClassVar[str] = "hoist_starts"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK})
@@ -31,9 +34,14 @@ class HoistStarts(GraphPass):
     def __post_init__(self) -> None:
         if self.prefetch < 0:
             raise ValueError(f"hoist_starts: prefetch={self.prefetch} is negative; write 0 (none), 1 or more.")
+        if self.in_flight_bytes < 1:
+            raise ValueError(
+                f"hoist_starts: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
+                "bytes, or prefetch=0."
+            )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        plan = plan_hoists(gm.graph, self.prefetch)
+        plan = plan_hoists(gm.graph, self.prefetch, self.in_flight_bytes)
         order = nodes.order_of(gm.graph)
         changed = False
         for start, anchor in plan:
@@ -47,7 +55,7 @@ class HoistStarts(GraphPass):
         return changed
 
 
-def plan_hoists(graph: fx.Graph, prefetch: int) -> list[tuple[fx.Node, fx.Node]]:
+def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tuple[fx.Node, fx.Node]]:
     """(start, node before which it goes), in program order.
 
     The first gathers go to the top of the graph; with prefetch 0 nothing moves.
@@ -64,5 +72,13 @@ def plan_hoists(graph: fx.Graph, prefetch: int) -> list[tuple[fx.Node, fx.Node]]
         for node in graph.nodes
         if node is first_wait or not (node.op == "placeholder" or nodes.is_communication(node))
     )
-    anchors = [top] * prefetch + [cast(fx.Node, nodes.wait_of(start)) for start in starts]
-    return list(zip(starts, anchors, strict=False))
+    plan: list[tuple[fx.Node, fx.Node]] = []
+    oldest = 0  # of the gathers that are still under way, or waited for, when the next one starts
+    for position, start in enumerate(starts):
+        while position - oldest > prefetch or (
+            position - oldest > 1 and sum(map(nodes.whole_bytes, starts[oldest : position + 1])) > in_flight_bytes
+        ):
+            oldest += 1
+        reaches_top = oldest == 0 and position < prefetch
+        plan.append((start, top if reaches_top else cast(fx.Node, nodes.wait_of(starts[oldest]))))
+    return plan

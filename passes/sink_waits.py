@@ -9,6 +9,7 @@ from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
+from zgraph.ops import MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +22,11 @@ class SinkWaits(GraphPass):
 
     Attributes:
         reductions_in_flight: how many reductions may be under way at once.
+        in_flight_bytes: of whole gradients that they may hold together; one may be under way in any case.
     """
 
     reductions_in_flight: int = 2
+    in_flight_bytes: int = 16 * MIB
 
     name: ClassVar[str] = "sink_waits"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
@@ -34,11 +37,15 @@ class SinkWaits(GraphPass):
             raise ValueError(
                 f"sink_waits: reductions_in_flight={self.reductions_in_flight}; at least one must be, write 1 or more."
             )
+        if self.in_flight_bytes < 1:
+            raise ValueError(
+                f"sink_waits: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of bytes."
+            )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         before = list(gm.graph.nodes)
         sink(gm.graph)
-        limit_reductions(gm.graph, self.reductions_in_flight)
+        limit_reductions(gm.graph, self.reductions_in_flight, self.in_flight_bytes)
         changed = before != list(gm.graph.nodes)
         if not changed:
             ctx.note(self, "every wait stands where it is needed")
@@ -66,11 +73,13 @@ def sink(graph: fx.Graph) -> None:
     nodes.relink(placed)
 
 
-def limit_reductions(graph: fx.Graph, in_flight: int) -> None:
-    """Finish the oldest reduction before one more starts than may be in flight."""
+def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int) -> None:
+    """Finish the oldest reductions before one more starts than may be in flight."""
     under_way: list[fx.Node] = []
     for start in nodes.call_functions(graph, is_exchange):
-        if len(under_way) == in_flight:
+        while under_way and (
+            len(under_way) == in_flight or sum(map(nodes.whole_bytes, [*under_way, start])) > in_flight_bytes
+        ):
             finish_before(graph, under_way.pop(0), start)
         under_way.append(start)
     # The means of the last ones set out together, before any of them is waited for.

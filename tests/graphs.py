@@ -193,18 +193,25 @@ def _traced(build: Callable[[], nn.Module], world: int, rank: int, train: bool, 
     return Traced(joint.kept["joint" if train else "inference"], graphs.kept, ctx)
 
 
-def compile_model(build: Callable[[], nn.Module], options: dict[str, Any], *, train: bool = True, **shard: Any) -> None:
-    """Shard and compile a model in this fake world; run it once, and its backward where it trains."""
+def compile_model(
+    build: Callable[[], nn.Module],
+    options: dict[str, Any],
+    *,
+    train: bool = True,
+    batches: Iterable[int] = (6,),
+    **shard: Any,
+) -> None:
+    """Shard and compile a model in this fake world; run it on batches of these sizes, and its backward if it trains."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = zgraph.shard(build(), **shard)
     compiled = cast("Callable[..., Any]", torch.compile(model, backend="zgraph", options=options))
-    batch = torch.zeros(6, next(iter(model.parameters())).shape[-1])
-    with torch.set_grad_enabled(train):
-        result = compiled(batch)
-    if train:
-        outputs = result if isinstance(result, tuple) else (result,)
-        sum(out.float().sum() for out in outputs).backward()
+    for size in batches:
+        with torch.set_grad_enabled(train):
+            result = compiled(torch.zeros(size, next(iter(model.parameters())).shape[-1]))
+        if train:
+            outputs = result if isinstance(result, tuple) else (result,)
+            sum(out.float().sum() for out in outputs).backward()
 
 
 def apply(graph_pass: GraphPass, found: Traced, direction: Direction, facts: Iterable[str] = ()) -> bool:

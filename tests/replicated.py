@@ -81,7 +81,8 @@ class Case:
 
 def batches(case: Case, step: int) -> list[tuple[Tensor, Tensor]]:
     return [
-        case.batch(step, rank, torch.Generator().manual_seed(1000 * step + rank)) for rank in range(dist.get_world_size())
+        case.batch(step, rank, torch.Generator().manual_seed(1000 * step + rank))
+        for rank in range(dist.get_world_size())
     ]
 
 
@@ -112,7 +113,10 @@ class Replicated:
         grads: dict[str, Tensor | None] = {}
         for _ in range(self.case.backwards):
             found = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
-            grads = {name: grad if name not in grads else grads[name] + grad for name, grad in zip(leaves, found, strict=True)}
+            grads = {
+                name: grad if name not in grads else grads[name] + grad
+                for name, grad in zip(leaves, found, strict=True)
+            }
         return output.detach(), grads
 
     def step(self, step: int) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -203,12 +207,10 @@ def compare(case: Case, zero_stage: int, mode: str) -> int:
     return compared
 
 
-def assert_evaluation_equal(
-    case: Case, called: Callable[..., Tensor], model: nn.Module, reference: Replicated
-) -> None:
+def assert_evaluation_equal(case: Case, called: Callable[..., Tensor], model: nn.Module, reference: Replicated) -> None:
     model.eval()
     reference.model.eval()
-    inputs, target = batches(case, 0)[dist.get_rank()]
+    inputs, _ = batches(case, 0)[dist.get_rank()]
     with torch.no_grad():
         expected, _ = _no_grad_output(reference, inputs)
         assert_equal("output in eval under no_grad", case.call(called, inputs), expected)

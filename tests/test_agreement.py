@@ -115,7 +115,7 @@ def test_an_equal_signature_of_any_earlier_compile_is_enough(monkeypatch: pytest
     store: Any = HashStore()
     world = _Single(monkeypatch)
     world.as_rank(1)
-    with pytest.raises(zgraph.AgreementError, match="within 0.05 s"):
+    with pytest.raises(zgraph.AgreementError, match=r"within 0\.05 s"):
         agree([_signature("a", "b")], 0.05, store)
     world.as_rank(0)
     agree([_signature("a", "b")], 0.05, store)

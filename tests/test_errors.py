@@ -145,7 +145,7 @@ SCENARIOS = {
 }
 
 EXPECTED = {
-    "optimizer": r"ZgraphError: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
+    "optimizer": r"Error: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
     "optimizer_compiled": r"optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
     "kept_reference": r"works with 2 kept parameters",
     "resized": r"weight was sharded as \[4, 4\] on cpu and is now \[6, 4\] on cpu.*before zgraph\.shard",

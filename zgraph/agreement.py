@@ -162,7 +162,8 @@ def _entry(signature: Signature, position: int) -> str:
 def _silence(rank: int, signature: Signature, peers: Sequence[int], timeout_s: float) -> str:
     return (
         f"zgraph: rank {rank} compiled a {signature.direction} graph with {len(signature.entries)} collectives (first: "
-        f"{_entry(signature, 0)}), and rank(s) {', '.join(map(str, peers))} compiled no such graph within {timeout_s:g} s. "
-        "Nothing has been sent. Either they run something else, such as training while this rank evaluates, or they "
-        'need longer: options={"agreement_timeout_s": ...}.'
+        f"{_entry(signature, 0)}), and rank(s) {', '.join(map(str, peers))} compiled no such graph within "
+        f"{timeout_s:g} s. Nothing has been sent. Either they run something else, such as training while this rank "
+        "evaluates, or they need longer: "
+        'options={"agreement_timeout_s": ...}.'
     )

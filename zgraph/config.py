@@ -41,11 +41,13 @@ class CompileOptions:
             raise ValueError(f'zgraph: lowering={self.lowering!r} is not available; write {{"lowering": "fx"}}.')
         if self.report is not None and not isinstance(self.report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
-                f'zgraph: options["report"] is a {type(self.report).__name__}; pass a zgraph.Report() and print it later.'
+                f'zgraph: options["report"] is a {type(self.report).__name__}; pass a zgraph.Report() '
+                "and print it later."
             )
         if not self.agreement_timeout_s > 0:
             raise ValueError(
-                f"zgraph: agreement_timeout_s={self.agreement_timeout_s} leaves no time; write a positive number of seconds."
+                f"zgraph: agreement_timeout_s={self.agreement_timeout_s} leaves no time; write a positive number "
+                "of seconds."
             )
 
     @classmethod

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from zgraph import meta
+from zgraph.ops import payload_bytes
 from zgraph.torch_compat import all_gather_op, all_to_all_op, is_functional_collective, reduce_scatter_op, wait_op
 
 aten = torch.ops.aten
@@ -102,6 +103,12 @@ def is_communication(node: fx.Node) -> bool:
 def group_of(start: fx.Node) -> str:
     """Group name of a collective's start: the last argument of every functional collective."""
     return str(start.args[-1])
+
+
+def whole_bytes(start: fx.Node) -> int:
+    """Bytes of the whole tensor a collective works on: what a gather yields, what a reduction takes."""
+    whole = meta.tensor_value(start if is_all_gather(start) else start.all_input_nodes[0])
+    return payload_bytes(whole.shape, whole.dtype)
 
 
 def wait_of(start: fx.Node) -> fx.Node | None:

@@ -20,6 +20,8 @@ from zgraph.errors import CollectiveError, ZgraphError
 from zgraph.handle import name_of
 from zgraph.torch_compat import all_gather, resolve_group
 
+MIB = 2**20
+
 
 def chunk_rows(rows: int, world: int) -> int:
     """Rows of every rank's padded chunk when `rows` are split as `torch.chunk` and `Shard(0)` split them."""

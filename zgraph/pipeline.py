@@ -50,7 +50,8 @@ class Pipeline:
         for entry in self.passes:
             if not isinstance(entry, GraphPass):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(
-                    f"zgraph.Pipeline: {entry!r} is not a pass; list instances of zgraph.GraphPass, such as SinkWaits()."
+                    f"zgraph.Pipeline: {entry!r} is not a pass; list instances of zgraph.GraphPass, such as "
+                    "SinkWaits()."
                 )
         held: dict[str, str] = {}
         for entry in [*self.of("joint"), *self.of("graph")]:
@@ -63,7 +64,8 @@ class Pipeline:
             for fact in sorted(entry.conflicts):
                 if fact in held:
                     raise PreconditionError(
-                        f"{entry.name} cannot run after {held[fact]}, which provides {fact}; put {entry.name} before it."
+                        f"{entry.name} cannot run after {held[fact]}, which provides {fact}; put {entry.name} "
+                        "before it."
                     )
             held |= dict.fromkeys(sorted(entry.provides), entry.name)
 

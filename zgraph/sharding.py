@@ -44,10 +44,10 @@ def shard(
 ) -> nn.Module:
     """Shard a module's parameters over a mesh, in place, so that `forward` gathers what it reads.
 
-    Rank 0's values of parameters and buffers become everyone's. At rest each parameter is a DTensor: `Shard(0)` at stage
-    3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the whole tensor in `param_dtype`; its
-    gradient is averaged over the ranks in rank order and arrives, sharded, in `.grad`. This holds with and without
-    `torch.compile`. Create the optimizer afterwards.
+    Rank 0's values of parameters and buffers become everyone's. At rest each parameter is a DTensor: `Shard(0)` at
+    stage 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the whole tensor in
+    `param_dtype`; its gradient is averaged over the ranks in rank order and arrives, sharded, in `.grad`. This holds
+    with and without `torch.compile`. Create the optimizer afterwards.
 
     Call it on parts first to give them other options; a later call on the whole leaves them as they are.
 
@@ -138,8 +138,8 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"zgraph.shard: rank {dist.get_rank()} is not part of the mesh {mesh.mesh.tolist()}; call shard only on the "
-            "mesh's own ranks, with a mesh whose size fits the world."
+            f"zgraph.shard: rank {dist.get_rank()} is not part of the mesh {mesh.mesh.tolist()}; call shard only on "
+            "the mesh's own ranks, with a mesh whose size fits the world."
         )
     return mesh
 
@@ -185,8 +185,8 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
                 )
             if parameter.device.type != mesh.device_type:
                 raise ValueError(
-                    f"zgraph.shard: {name} is on {parameter.device.type}, the mesh on {mesh.device_type}; move the model "
-                    f'first: model.to("{mesh.device_type}").'
+                    f"zgraph.shard: {name} is on {parameter.device.type}, the mesh on {mesh.device_type}; move the "
+                    f'model first: model.to("{mesh.device_type}").'
                 )
             if isinstance(part, nn.RNNBase):
                 raise ValueError(

@@ -130,8 +130,8 @@ def aot_autograd(
 ) -> Callable[..., Any]:
     """A Dynamo backend that traces forward and backward without decompositions (2.11 - 2.13).
 
-    `functorch.compile.aot_module_simplified` is the public part of it, but would leave the generated backward visible to
-    Dynamo.
+    `functorch.compile.aot_module_simplified` is the public part of it, but would leave the generated backward visible
+    to Dynamo.
     """
     from torch._dynamo.backends.common import aot_autograd as build
 
@@ -154,8 +154,8 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
 def aot_input_index(node: fx.Node) -> int | None:
     """Which input of the Dynamo graph a joint-graph placeholder came from; None for tangents and unknown kinds.
 
-    2.11 - 2.13 leave a descriptor in `meta["desc"]`; DTensor inputs are flattened, so several placeholders may share one
-    index.
+    2.11 - 2.13 leave a descriptor in `meta["desc"]`; DTensor inputs are flattened, so several placeholders may share
+    one index.
     """
     described: Any = node.meta.get("desc")
     while described is not None and hasattr(described, "base"):
@@ -170,7 +170,7 @@ def dynamo_example(node: fx.Node) -> object:
 
 
 def compile_id() -> str:
-    """Dynamo's "frame/recompile" id of the compile in progress, such as "0/1"; "manual" outside of one (2.11 - 2.13)."""
+    """Dynamo's "frame/recompile" id of this compile, such as "0/1"; "manual" outside of one (2.11 - 2.13)."""
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()

@@ -185,8 +185,8 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
         source = _gather_behind(out)
         if source is not None and source not in kept:
             raise where.error(
-                f"{out.name} saves the gathered {', '.join(meta.parameters(source))} for backward; put choose_lifetimes "
-                "before the partition and keep its recompute tags.",
+                f"{out.name} saves the gathered {', '.join(meta.parameters(source))} for backward; put "
+                "choose_lifetimes before the partition and keep its recompute tags.",
                 out,
             )
 

@@ -21,7 +21,7 @@ from zgraph.report.text import graph_text
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())
-LAYER_BYTES = 8 * 8 * 4 // 2  # of `deep`, on each of two ranks
+LAYER_BYTES = 8 * 8 * 4  # of `deep`
 
 
 @pytest.fixture
@@ -57,9 +57,8 @@ def test_gathers_fill_buckets_in_program_order(room: int, expected: list[int]) -
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(("room", "expected"), [(2, [1] * 6), (4, [2, 2, 2]), (11, [5, 1]), (12, [6])])
+@pytest.mark.parametrize(("room", "expected"), [(1, [1] * 6), (2, [2, 2, 2]), (5, [5, 1]), (6, [6])])
 def test_reductions_fill_buckets_as_their_gradients_appear(room: int, expected: list[int]) -> None:
-    """A rank hands in the whole gradient: twice what it hands in for the gather."""
     graph = bucketed(traced(deep, LOWERED), "backward", room * LAYER_BYTES)
     assert sizes(graph, nodes.is_all_to_all) == expected
     served = [name for node in graph.nodes if nodes.is_all_to_all(node) for name in meta.parameters(node)]
@@ -71,11 +70,10 @@ def test_reductions_fill_buckets_as_their_gradients_appear(room: int, expected: 
 def test_no_bucket_is_larger_than_asked(limit: int) -> None:
     found = traced(mlp, LOWERED)
     for direction in ("forward", "backward"):
-        alone = max(sent_bytes(found.graphs[direction].graph))
         graph = bucketed(found, direction, limit)
-        assert max(sent_bytes(graph)) <= max(limit, alone)
         for node in nodes.call_functions(graph, nodes.is_start):
-            assert len(meta.parameters(node)) == 1 or meta.tensor_value(node.args[0]).nbytes <= limit
+            whole = meta.tensor_value(node if nodes.is_all_gather(node) else node.args[0]).nbytes
+            assert len(meta.parameters(node)) == 1 or whole <= limit
 
 
 @pytest.mark.usefixtures("world")
@@ -123,7 +121,7 @@ def test_bucket_knows_all_its_parameters_and_their_handles() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_second_run_changes_nothing() -> None:
-    for room in (2, 4, 5, 12):
+    for room in (2, 3, 5, 6):
         found = traced(deep, LOWERED)
         bucketing = BucketCollectives(bucket_bytes=room * LAYER_BYTES)
         for direction in ("forward", "backward"):

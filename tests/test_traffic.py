@@ -1,0 +1,100 @@
+"""What a collective sends: the formulas, on numbers written out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.graphs import Drawing, fake_world, mlp, traced
+from zgraph import meta
+from zgraph.torch_compat import reduce_scatter_op
+from zgraph.traffic import Transfer, transfers
+
+funcol = torch.ops._c10d_functional
+
+
+@pytest.fixture(params=[2, 3, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    with fake_world(request.param):
+        yield request.param
+
+
+def only(drawing: Drawing) -> Transfer:
+    (found,) = transfers(drawing.graph)
+    return found
+
+
+def test_a_gather_sends_its_chunk_to_every_other_rank(world: int) -> None:
+    drawing = Drawing()
+    drawing.start_gather(drawing.input("shard", 5, 7, dtype=torch.bfloat16), "w")
+    assert only(drawing) == Transfer(
+        kind="all_gather_into_tensor",
+        group_name="0",
+        group_size=world,
+        dtype=torch.bfloat16,
+        payload_bytes=70,
+        sent_bytes={2: 70, 3: 140, 4: 210}[world],
+        parameters=("w",),
+    )
+
+
+def test_an_exchange_keeps_its_own_piece(world: int) -> None:
+    drawing = Drawing()
+    drawing.start_exchange(drawing.input("pieces", 12, 5), "w")
+    found = only(drawing)
+    assert (found.kind, found.payload_bytes) == ("all_to_all_single", 240)
+    assert found.sent_bytes == {2: 120, 3: 160, 4: 180}[world]
+
+
+def test_a_reduce_scatter_sends_as_much_as_an_exchange(world: int) -> None:
+    drawing = Drawing()
+    drawing.call(reduce_scatter_op(), drawing.input("pieces", 12, 5), "sum", world, "0")
+    assert only(drawing).sent_bytes == {2: 120, 3: 160, 4: 180}[world]
+
+
+def test_an_all_reduce_sends_twice_that(world: int) -> None:
+    drawing = Drawing()
+    drawing.call(funcol.all_reduce.default, drawing.input("grad", 12, 5), "sum", "0")
+    assert only(drawing).sent_bytes == {2: 240, 3: 320, 4: 360}[world]
+
+
+@pytest.mark.parametrize(("stage", "rows"), [(3, 2), (3, 7), (0, 7), (0, 1)])
+def test_markers_count_as_the_collectives_of_their_own_kernels(world: int, stage: int, rows: int) -> None:
+    drawing = Drawing()
+    handle = drawing.input("handle", 96, dtype=torch.uint8)
+    shard = drawing.input("shard", rows if stage == 0 else -(-rows // world), 3)
+    whole = drawing.call(
+        torch.ops.zgraph.unshard.default, shard, handle, [rows, 3], torch.float32, None, stage, "mean", "0"
+    )
+    drawing.call(torch.ops.zgraph.reduce_grad.default, whole, handle, torch.float32, torch.bfloat16, stage, "mean", "0")
+    found = [(sent.kind, sent.dtype, sent.payload_bytes, sent.sent_bytes) for sent in transfers(drawing.graph)]
+    others = world - 1
+    if stage == 3:
+        chunk = -(-rows // world) * 3  # elements, padding included
+        assert found == [
+            ("all_gather_into_tensor", torch.float32, chunk * 4, chunk * 4 * others),
+            ("all_to_all_single", torch.bfloat16, world * chunk * 2, chunk * 2 * others),
+        ]
+    else:
+        chunk = -(-rows * 3 // world)
+        assert found == [
+            ("all_to_all_single", torch.bfloat16, world * chunk * 2, chunk * 2 * others),
+            ("all_gather_into_tensor", torch.float32, chunk * 4, chunk * 4 * others),
+        ]
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    with fake_world(1):
+        for options in ({}, {"zero_stage": 0}):
+            found = traced(mlp, world=1, **options)
+            assert not [sent for gm in found.graphs.values() for sent in transfers(gm.graph)]
+
+
+def test_transfers_come_in_program_order(world: int) -> None:
+    drawing = Drawing()
+    for name in ("b", "a", "c"):
+        drawing.wait(drawing.start_gather(drawing.input(name, 2, 2), name))
+    assert [sent.parameters for sent in transfers(drawing.graph)] == [("b",), ("a",), ("c",)]
+    assert not [node for node in drawing.graph.nodes if node.op == "placeholder" and meta.parameters(node)]

@@ -52,7 +52,9 @@ class BucketCollectives(GraphPass):
                 merge(gm.graph, bucket)
                 buckets += 1
         if not buckets:
-            ctx.note(self, f"no two neighbouring collectives fit into {self.bucket_bytes} bytes")
+            found = any(nodes.is_start(node) for node in gm.graph.nodes)
+            fitting = f"no two neighbouring collectives fit into {self.bucket_bytes} bytes"
+            ctx.note(self, fitting if found else "no collectives here")
         return buckets > 0
 
 

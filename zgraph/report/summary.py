@@ -49,7 +49,7 @@ class Report:
     Attributes:
         graphs: every compiled graph, in order.
         passes: every pass that ran.
-        notes: what passes had to say.
+        notes: what passes had to say, such as why one did nothing; not printed, dumps show them in place.
     """
 
     graphs: list[GraphReport] = field(default_factory=list[GraphReport])
@@ -82,11 +82,13 @@ class Report:
         lines.append("passes")
         for name in dict.fromkeys(run.name for run in self.passes):
             runs = [run for run in self.passes if run.name == name]
-            changed = sum(run.changed for run in runs)
+            changed = list(dict.fromkeys(run.direction for run in runs if run.changed))
             spent = 1e3 * sum(run.seconds for run in runs)
-            lines.append(f"  {name}: changed {changed} of {len(runs)} graphs, {spent:.0f} ms")
-        lines.extend(f"  {note}" for note in dict.fromkeys(self.notes))
-        lines.append(f"one training step sends {_mib(self.step_bytes)} per rank")
+            lines.append(f"  {name}: {'changed ' + ', '.join(changed) if changed else 'nothing to do'}, {spent:.0f} ms")
+        if self.step_bytes:
+            lines.append(f"one training step sends {_mib(self.step_bytes)} per rank")
+        else:
+            lines.append("nothing is sent: no compiled training graph has a collective")
         return "\n".join(lines)
 
 

@@ -17,8 +17,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 TORCH_SOURCE := $(if $(shell command -v nvidia-smi),,--extra-index-url $(CPU_WHEELS) --retries 2 --timeout 20)
 # One thread a rank: the ranks share the cores, and are themselves the parallelism.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
-# Two workers, each with its own ranks; a file's tests stay together, for they share them.
-PYTEST := $(RUN) pytest -n 2 --dist loadfile
+# Two workers, each with its own ranks; the one that is done first takes over tests of the other.
+PYTEST := $(RUN) pytest -n 2 --dist worksteal
 
 .DELETE_ON_ERROR:
 .PHONY: help train test test-fast lint bench clean

@@ -12,7 +12,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import ReduceArgs
-from zgraph.ops import accumulate_dtype, chunk_rows, wire_dtype_of
+from zgraph.ops import accumulate_dtype, chunk_rows, local_rows, wire_dtype_of
 from zgraph.torch_compat import all_gather_op, all_to_all_op, reduce_scatter_op, wait_op
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ class _Lowering:
         if not meta.tensor_value(wire).is_contiguous():
             wire = self.node(aten.clone.default, wire, memory_format=torch.contiguous_format)
         if self.args.zero_stage > 0:
-            rows = max(0, min(self._chunk(grad.shape[0]), grad.shape[0] - self.rank * self._chunk(grad.shape[0])))
+            rows = local_rows(grad.shape[0], self.world, self.rank)
             total = self._sum(self._padded(wire))
             return total if rows == self._chunk(grad.shape[0]) else self.node(aten.slice.Tensor, total, 0, 0, rows)
         numel = math.prod(grad.shape)

@@ -69,6 +69,11 @@ def _moved() -> None:
     model(torch.ones(2, 4))
 
 
+def _cast() -> None:
+    model = zgraph.shard(nn.Linear(4, 4)).to(torch.bfloat16)
+    torch.compile(model, backend="zgraph")(torch.ones(2, 4))
+
+
 def _replaced() -> None:
     model = zgraph.shard(nn.Linear(4, 4))
     model.weight = nn.Parameter(torch.ones(4, 4))
@@ -128,6 +133,7 @@ SCENARIOS = {
     "kept_reference": _kept_reference,
     "resized": _resized,
     "moved": _moved,
+    "cast": _cast,
     "replaced": _replaced,
     "two_axes": _two_axes,
     "tensor_parallel": _tensor_parallel,
@@ -148,15 +154,16 @@ EXPECTED = {
     "optimizer": r"Error: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
     "optimizer_compiled": r"optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
     "kept_reference": r"works with 2 kept parameters",
-    "resized": r"weight was sharded as \[4, 4\] on cpu and is now \[6, 4\] on cpu.*before zgraph\.shard",
-    "moved": r"weight was sharded as \[4, 4\] on cpu and is now \[4, 4\] on meta",
+    "resized": r"weight was sharded as \[4, 4\] torch\.float32 on cpu and is now \[6, 4\] .*before zgraph\.shard",
+    "moved": r"weight was sharded as \[4, 4\] torch\.float32 on cpu and is now \[4, 4\] torch\.float32 on meta",
+    "cast": r"weight was sharded as .* torch\.float32 on cpu and is now .* torch\.bfloat16 on cpu",
     "replaced": r"weight is no longer the DTensor that zgraph\.shard made.*before zgraph\.shard",
     "two_axes": r"ValueError: .*mesh has 2 axes \('replicas', 'dp'\).*mesh\['replicas'\]",
     "tensor_parallel": r"ValueError: .*weight is a DTensor already.*tensor-parallel.*Shard the plain module",
     "another_mesh": r"ValueError: .*0\.weight was sharded on .* one model needs one mesh",
     "untied": r"ValueError: .*embed\.weight is tied to weight.*shard both in one call",
     "meta": r"ValueError: .*weight is on the meta device.*to_empty",
-    "twice": r"ZgraphError: .*weight|bias was differentiated a second time.*create_graph=True",
+    "twice": r"ZgraphError: .*(weight|bias) was differentiated a second time.*create_graph=True",
     "stage": r"ValueError: .*zero_stage=4 is not available; write zero_stage=0 or zero_stage=3",
     "reduction": r"ValueError: .*reduction='average' is unknown; write \"mean\" or \"sum\"",
     "dtype": r"ValueError: .*param_dtype=torch\.int8 is no floating-point dtype",

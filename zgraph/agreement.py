@@ -98,10 +98,14 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
             board.wait_with(signature)
             for rank in pending:
                 other = board.waiting_with(rank)
-                # The peer waits, this rank has never published what it waits for, and it has not published ours.
-                if other is not None and not board.has_published(board.rank, other):
-                    if board.has_published(rank, signature):
-                        continue
+                # The peer waits for this rank, which has never published the like and cannot while it waits itself; and
+                # the peer has not published ours, looked at again because it may have done so just before.
+                if (
+                    other is not None
+                    and board.rank in other.ranks
+                    and not board.has_published(board.rank, other)
+                    and not board.has_published(rank, signature)
+                ):
                     raise AgreementError(_difference(board.rank, signature, rank, other))
             if time.monotonic() > deadline:
                 raise AgreementError(_silence(board.rank, signature, pending, timeout_s))

@@ -124,10 +124,6 @@ def first_user(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
     return min(node.users, key=order.__getitem__, default=None)
 
 
-def last_input(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
-    return max(node.all_input_nodes, key=order.__getitem__, default=None)
-
-
 def output_of(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 

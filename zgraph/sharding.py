@@ -79,12 +79,13 @@ def shard(
     found = _find_parameters(module, mesh)
     unit_names = _unit_names(module, units)
 
+    _check_untied(found, module)
+
     scope = Scope()
     for part in module.modules():
         known = state_of(part)
         if known is not None:
             if known.scope is not scope:
-                _check_untied(found, known.scope)
                 scope.replaced.extend(known.scope.replaced)
                 known.scope.replaced = []
             known.scope = scope  # parts sharded before now share the root's scope
@@ -93,6 +94,7 @@ def shard(
     for entry in found:
         spec = ParamSpec(
             shape=tuple(entry.parameter.shape),
+            dtype=entry.parameter.dtype,
             device_type=mesh.device_type,
             compute_dtype=(
                 param_dtype if param_dtype and entry.parameter.is_floating_point() else entry.parameter.dtype
@@ -109,7 +111,7 @@ def shard(
     for name, part in module.named_modules():
         state = _state(part)
         state.tied = state.tied or name in unit_names
-        if part is module:
+        if part is module and param_dtype is not None:
             state.input_dtype = param_dtype
         own = tuple(dict.fromkeys([*getattr(type(part), "_zgraph_attributes", ()), *state.by_attribute]))
         if own or state.reads or part is module:
@@ -215,8 +217,14 @@ def _check_sharded_before(name: str, part: nn.Module, attribute: str, parameter:
         )
 
 
-def _check_untied(found: Sequence[_Found], earlier: Scope) -> None:
-    replaced = {id(old): name for name, reference in earlier.replaced if (old := reference()) is not None}
+def _check_untied(found: Sequence[_Found], module: nn.Module) -> None:
+    scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
+    replaced = {
+        id(old): name
+        for scope in scopes.values()
+        for name, reference in scope.replaced
+        if (old := reference()) is not None
+    }
     for entry in found:
         if id(entry.parameter) in replaced:
             raise ValueError(

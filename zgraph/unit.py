@@ -31,6 +31,7 @@ class ParamSpec:
 
     Attributes:
         shape: of the whole parameter.
+        dtype: at rest.
         device_type: where it was sharded.
         compute_dtype: in which it is gathered and read.
         wire_dtype: in which its gradient travels; None: as it arrives.
@@ -41,6 +42,7 @@ class ParamSpec:
     """
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     device_type: str
     compute_dtype: torch.dtype
     wire_dtype: torch.dtype | None
@@ -152,10 +154,11 @@ def gather(read: Read, scope: Scope) -> Tensor:
             f"zgraph: {read.name} is no longer the DTensor that zgraph.shard made; something has replaced it after "
             "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh."
         )
-    if tuple(parameter.shape) != spec.shape or parameter.device.type != spec.device_type:
+    if (parameter.shape, parameter.dtype, parameter.device.type) != (spec.shape, spec.dtype, spec.device_type):
         raise ZgraphError(
-            f"zgraph: {read.name} was sharded as {list(spec.shape)} on {spec.device_type} and is now "
-            f"{list(parameter.shape)} on {parameter.device.type}. Move or resize the model before zgraph.shard."
+            f"zgraph: {read.name} was sharded as {list(spec.shape)} {spec.dtype} on {spec.device_type} and is now "
+            f"{list(parameter.shape)} {parameter.dtype} on {parameter.device.type}. Move, cast or resize the model "
+            "before zgraph.shard."
         )
     if spec.ignored:
         return parameter.to_local()

@@ -184,6 +184,12 @@ def fake_mode_of(values: Sequence[object]) -> Any:
     return detect_fake_mode(list(values))
 
 
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that `run` takes one list and empties it (`_boxed_call`, 2.11 - 2.13)."""
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
 class BoxedCodeGen(CodeGen):
     """Generated code takes one list and empties it, so that each input dies at its last use.
 

@@ -8,8 +8,10 @@ import pytest
 
 from tests.ranks import Ranks
 
+WORLDS = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4))]
 
-@pytest.fixture(scope="session", params=[1, 2, 3, 4], ids=lambda world: f"ranks{world}")
+
+@pytest.fixture(scope="session", params=WORLDS, ids=lambda world: f"ranks{world}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """1, 2, 3 and 4 real gloo ranks; pytest runs all tests of one size before it starts the next."""
     running = Ranks(request.param)

@@ -191,7 +191,7 @@ def reduce_grad(
     """
     group = resolve_group(group_name)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    wire = grad.to(wire_dtype_of(grad.dtype, wire_dtype))
+    wire = grad.to(wire_dtype_of(grad.dtype, wire_dtype)) if world > 1 else grad  # alone, nothing travels
     mean = reduction == "mean"
     if zero_stage == 0:
         chunk = chunk_rows(wire.numel(), world)

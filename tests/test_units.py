@@ -146,29 +146,44 @@ def test_a_failing_forward_releases_what_it_gathered(two_ranks: Ranks, mode: str
         assert result == {"released": True, "grad": True}
 
 
-def gathers_per_forward(mode: str) -> list[int]:
-    """How many gathers one forward of each kind issues."""
+def gathers_per_forward() -> list[int]:
+    """How many gathers a forward issues without a compiler: in training, and under no_grad."""
     model = zgraph.shard(models.Reused())
     counts: list[int] = []
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            gathers = ("zgraph.unshard.default", "_c10d_functional.all_gather_into_tensor.default")
-            counts[-1] += str(func) in gathers
+            counts[-1] += func is torch.ops.zgraph.unshard.default
             return func(*args, **(kwargs or {}))
 
-    called = torch.compile(model, backend="zgraph") if mode == "fx" else model
-    x = torch.ones(2, 6)
-    called(x)
-    counts.append(0)
-    with Count():
-        called(x)
+    for grad in (True, False):
+        counts.append(0)
+        with Count(), torch.set_grad_enabled(grad):
+            model(torch.ones(2, 6))
     return counts
 
 
-def test_a_trainable_parameter_is_gathered_once_per_forward_without_a_compiler(two_ranks: Ranks) -> None:
-    """The block runs three times and scale.weight is read twice; there are three parameters."""
-    assert two_ranks.run(gathers_per_forward, "eager") == [[3], [3]]
+def test_without_a_compiler_gathers_are_shared_in_training_and_released_without_grad(two_ranks: Ranks) -> None:
+    """Three parameters. Without grad the block (2 parameters) gathers in each of its 3 calls, scale.weight twice."""
+    assert two_ranks.run(gathers_per_forward) == [[3, 8], [3, 8]]
+
+
+def gathers_in_the_graph() -> list[tuple[str, int]]:
+    report = zgraph.Report()
+    model = zgraph.shard(models.Reused())
+    compiled = torch.compile(model, backend="zgraph", options={"report": report})
+    compiled(torch.ones(2, 6)).sum().backward()
+    with torch.no_grad():
+        compiled(torch.ones(2, 6))
+    return [
+        (graph.direction, sum(len(entry.parameters) for entry in graph.transfers if "all_gather" in entry.kind))
+        for graph in report.graphs
+    ]
+
+
+def test_a_graph_gathers_each_parameter_once(two_ranks: Ranks) -> None:
+    """However often it is read; backward needs the two weights again, but no bias."""
+    assert two_ranks.run(gathers_in_the_graph) == [[("forward", 3), ("backward", 2), ("inference", 3)]] * 2
 
 
 def ignored_parameters() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import linecache
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import fx
 
 from zgraph import meta, nodes
@@ -43,6 +44,8 @@ def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         handles = {name: args[position] for name, position in handle_positions.items()}
         try:
             return forward(gm, args)
+        except torch.OutOfMemoryError:
+            raise  # here as anywhere: no peer is to blame
         except RuntimeError as error:
             failed = guarded.get(_failed_line(error, forward))
             if failed is None:

@@ -48,9 +48,12 @@ class BucketCollectives(GraphPass):
         # exchange that it depends on.
         buckets = 0
         for predicate in (nodes.is_all_gather, nodes.is_all_to_all, nodes.is_reduce_scatter, nodes.is_all_gather):
-            for bucket in plan_buckets(gm.graph, predicate, self.bucket_bytes):
+            plan = plan_buckets(gm.graph, predicate, self.bucket_bytes)
+            for bucket in plan:
                 merge(gm.graph, bucket)
-                buckets += 1
+            # What reshapes a member's result may stand before the bucket, whose place is that of its last member.
+            nodes.restore_order(gm.graph)
+            buckets += len(plan)
         if not buckets:
             found = any(nodes.is_start(node) for node in gm.graph.nodes)
             fitting = f"no two neighbouring collectives fit into {self.bucket_bytes} bytes"
@@ -93,7 +96,7 @@ def plan_buckets(graph: fx.Graph, predicate: Any, bucket_bytes: int) -> list[Buc
 def _key(start: fx.Node) -> tuple[object, ...] | None:
     """Equal for collectives that one can replace; None for those whose result is used in a way we do not know."""
     wait = nodes.wait_of(start)
-    if wait is None or len(start.users) != 1:
+    if wait is None or len(start.users) != 1 or not meta.parameters(start):
         return None
     sent = meta.tensor_value(start.all_input_nodes[0])
     if any(not isinstance(size, int) for size in sent.shape):
@@ -153,7 +156,7 @@ def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> 
 
 
 def merge(graph: fx.Graph, bucket: Bucket) -> None:
-    """Replace the members by one collective over their concatenation."""
+    """Replace the members by one collective over their concatenation; the order of nodes is restored later."""
     order = nodes.order_of(graph)
     for start in bucket.starts:
         _bring_before(start.all_input_nodes[0], bucket.anchor, order)
@@ -163,8 +166,6 @@ def merge(graph: fx.Graph, bucket: Bucket) -> None:
         else:
             old = _merge_reductions(graph, bucket.starts)
     nodes.erase_dead(graph, old)
-    # What reshapes a member's result may stand before the bucket, whose place is that of its last member.
-    nodes.restore_order(graph)
 
 
 def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:

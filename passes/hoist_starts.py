@@ -7,7 +7,7 @@ from typing import ClassVar, cast
 
 from torch import fx
 
-from zgraph import nodes
+from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.ops import MIB
 
@@ -62,7 +62,11 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
     """
     if prefetch == 0:
         return []
-    starts = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if nodes.copy_in(start) is not None]
+    starts = [
+        start
+        for start in nodes.call_functions(graph, nodes.is_all_gather)
+        if meta.parameters(start) and nodes.copy_in(start) is not None
+    ]
     if not starts:
         return []
     # Before the first compute, or before the first wait where that comes first: behind it they would overtake none.

@@ -71,6 +71,10 @@ def _gathered(
     for dtype in (args.dtype, narrow):
         if dtype is not None and meta.tensor_value(chunk).dtype != dtype:
             chunk = meta.create(graph, aten._to_copy.default, (chunk,), {"dtype": dtype}, like=marker)
+    if not meta.tensor_value(chunk).is_contiguous():
+        chunk = meta.create(
+            graph, aten.clone.default, (chunk,), {"memory_format": torch.contiguous_format}, like=marker
+        )
     world = ctx.group_size(args.group_name)
     if args.zero_stage == 0 or world == 1:
         if must_copy and chunk is shard:

@@ -81,7 +81,10 @@ class _Lowering:
 
     def build(self) -> fx.Node:
         if self.world == 1:
-            return self.cast(self.args.grad, self.args.dtype)
+            # Always a new contiguous tensor, as the marker returns: autograd keeps it as .grad, where an alias of
+            # another gradient would be clipped twice, and fused optimizers do not look at strides.
+            wide = self.cast(self.args.grad, self.args.dtype)
+            return self.node(aten.clone.default, wide, memory_format=torch.contiguous_format)
         grad = meta.tensor_value(self.args.grad)
         wire = self.cast(*self._on_the_wire())
         if not meta.tensor_value(wire).is_contiguous():

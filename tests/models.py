@@ -191,6 +191,58 @@ class Normalised(nn.Module):
         return self.layers(x)
 
 
+class Strided(nn.Module):
+    """Gradients that come out transposed, expanded, and shared by two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 5) / 3)
+        self.left = nn.Parameter(torch.randn(8, 5))
+        self.right = nn.Parameter(torch.randn(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (x.shape[0], 5)
+        return torch.softmax(self.weight.t().contiguous(), 0).t().mul(x[:1].t()).sum() + (
+            self.left + self.right
+        ) * x.sum().expand(shape)
+
+
+class Unbound(nn.Module):
+    """Returns views of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, _ = self.rows.unbind(0)
+        return x * first + second
+
+
+class Adapter(nn.Module):
+    """Touches its input only where the data says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x) if x.sum() > 0 else x
+
+
+class Adapted(nn.Module):
+    """A frozen trunk with an adapter that some ranks do not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6).requires_grad_(False)
+        self.adapter = Adapter()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.adapter(self.trunk(x)))
+
+
 class Checkpointed(nn.Module):
     """Activation checkpointing: the forward runs again inside backward."""
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 import zgraph
 from tests.ranks import Ranks, fresh_ranks
-from zgraph.agreement import Signature, agree
+from zgraph.agreement import Signature, _Board, agree
 
 
 def different_models() -> str:
@@ -124,12 +124,21 @@ def test_an_equal_signature_of_any_earlier_compile_is_enough(monkeypatch: pytest
 def test_the_first_differing_entry_of_each_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = HashStore()
     world = _Single(monkeypatch)
-    world.as_rank(1)
-    with pytest.raises(zgraph.AgreementError):
-        agree([_signature("gather x", "gather z", "gather y")], 0.05, store)
+    _Board(PrefixStore("zgraph/agreement", store), 1).wait_with(_signature("gather x", "gather z", "gather y"))
     world.as_rank(0)
     with pytest.raises(zgraph.AgreementError, match=r"collective 1 of the forward.*0 has gather y.*1 has gather z"):
         agree([_signature("gather x", "gather y")], 60, store)
+
+
+def test_a_rank_that_has_given_up_waiting_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = HashStore()
+    world = _Single(monkeypatch)
+    world.as_rank(1)
+    with pytest.raises(zgraph.AgreementError, match="compiled no such graph"):
+        agree([_signature("gather z")], 0.05, store)
+    world.as_rank(0)
+    with pytest.raises(zgraph.AgreementError, match="compiled no such graph"):
+        agree([_signature("gather y")], 0.05, store)
 
 
 def test_names_do_not_count_but_order_does() -> None:

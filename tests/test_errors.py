@@ -127,7 +127,21 @@ def _inductor() -> None:
     torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowering": "inductor"})(torch.ones(1, 2))
 
 
+def _complex() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    zgraph.shard(model)
+
+
+def _wrapped() -> None:
+    model = nn.Linear(2, 2)
+    model.forward = model.forward
+    zgraph.shard(model)
+
+
 SCENARIOS = {
+    "complex": _complex,
+    "wrapped": _wrapped,
     "optimizer": _optimizer_before_shard,
     "optimizer_compiled": _optimizer_before_shard_compiled,
     "kept_reference": _kept_reference,
@@ -151,6 +165,8 @@ SCENARIOS = {
 }
 
 EXPECTED = {
+    "complex": r"ValueError: .*weight is complex.*torch\.view_as_real",
+    "wrapped": r"ValueError: .*module of weight has a forward of its own.*before whatever wraps it",
     "optimizer": r"Error: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
     "optimizer_compiled": r"optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
     "kept_reference": r"works with 2 kept parameters",

@@ -18,6 +18,13 @@ def _stage_by_part(model: nn.Module, zero_stage: int) -> nn.Module:
     return zgraph.shard(model, zero_stage=zero_stage)
 
 
+def _every_part_alone(model: nn.Module, zero_stage: int) -> nn.Module:
+    """Parts whose parameters have equal names, as `for block in blocks: shard(block)` makes them."""
+    for part in model.children():
+        zgraph.shard(part, zero_stage=zero_stage)
+    return zgraph.shard(model, zero_stage=zero_stage)
+
+
 CASES = {
     "tied_scalar_attention": Case(build=lambda: models.Language(layers=1), batch=token_batch, evaluate=True),
     "uneven_shards": Case(build=models.Uneven, evaluate=True),
@@ -42,6 +49,13 @@ CASES = {
     "multihead_attention": Case(build=models.Attending),
     "batch_norm": Case(build=models.Normalised, evaluate=True),
     "checkpointed": Case(build=models.Checkpointed),
+    "every_part_alone": Case(
+        build=lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6)),
+        split=_every_part_alone,
+    ),
+    "strided_gradients": Case(build=models.Strided),
+    "unbound_views": Case(build=models.Unbound),
+    "sometimes_untouched": Case(build=models.Adapted, options={"units": (models.Adapter,)}, zeros=("adapter.",)),
     "stages_by_part": Case(build=models.Language, batch=token_batch, split=_stage_by_part),
 }
 

@@ -93,6 +93,7 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
     pending = [rank for rank in signature.ranks if rank != board.rank]
     deadline = time.monotonic() + timeout_s
     pause = 0.0
+    differs = False
     try:
         while pending := [rank for rank in pending if not board.has_published(rank, signature)]:
             board.wait_with(signature)
@@ -106,14 +107,15 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
                     and not board.has_published(board.rank, other)
                     and not board.has_published(rank, signature)
                 ):
+                    differs = True
                     raise AgreementError(_difference(board.rank, signature, rank, other))
             if time.monotonic() > deadline:
                 raise AgreementError(_silence(board.rank, signature, pending, timeout_s))
             time.sleep(pause)
             pause = min(0.25, pause + _POLL_S)
     finally:
-        # After an error the last word stays on the board, so that the peers learn of it too.
-        if not pending:
+        # After a difference the word stays on the board, so that the peer learns of it too.
+        if not differs:
             board.wait_with(None)
 
 

@@ -12,7 +12,14 @@ from torch import fx
 
 from zgraph import meta
 from zgraph.ops import payload_bytes
-from zgraph.torch_compat import all_gather_op, all_to_all_op, is_functional_collective, reduce_scatter_op, wait_op
+from zgraph.torch_compat import (
+    all_gather_op,
+    all_to_all_op,
+    is_functional_collective,
+    reduce_scatter_op,
+    returns_alias,
+    wait_op,
+)
 
 aten = torch.ops.aten
 
@@ -167,7 +174,9 @@ _RESHAPING = frozenset(
 
 def is_reshaping(node: fx.Node) -> bool:
     """Whether the node is a view, cast or copy of its only tensor input."""
-    return node.target in _RESHAPING or getattr(node.target, "__name__", "") == "getitem"
+    if node.target in _RESHAPING or getattr(node.target, "__name__", "") == "getitem":
+        return True
+    return len(node.all_input_nodes) == 1 and returns_alias(node.target)
 
 
 def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:

@@ -120,15 +120,17 @@ def unshard(
         CollectiveError: the gather failed; names the parameter.
     """
     if zero_stage == 0:
-        return shard.to(dtype, copy=True)
+        return shard.to(dtype, copy=True, memory_format=torch.contiguous_format)
     group = resolve_group(group_name)
     world = dist.get_world_size(group)
     if world == 1:
-        return shard.to(dtype, copy=True)
+        return shard.to(dtype, copy=True, memory_format=torch.contiguous_format)
     chunk = pad_rows(shard.to(dtype), chunk_rows(shape[0], world))
     whole = chunk.new_empty((world * chunk.shape[0], *chunk.shape[1:]))
     try:
         all_gather(whole, chunk, group)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise collective_error("all_gather", [name_of(handle)], group_name, error) from error
     return whole[: shape[0]]
@@ -211,6 +213,8 @@ def reduce_grad(
                 whole = total.new_empty(world * chunk)
                 all_gather(whole, total, group)
             return whole[: grad.numel()].view(grad.shape)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise collective_error("reduce_grad", [name_of(handle)], group_name, error) from error
     return total[: local_rows(grad.shape[0], world, rank)]

@@ -185,6 +185,16 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
                     f"zgraph.shard: {name} is on the meta device; give it real storage first "
                     f'(module.to_empty(device="{mesh.device_type}") and an initialisation).'
                 )
+            if parameter.is_complex():
+                raise ValueError(
+                    f"zgraph.shard: {name} is complex, and gradients are summed as real numbers; store its real and "
+                    "imaginary part (torch.view_as_real) and join them in forward."
+                )
+            if "forward" in part.__dict__:
+                raise ValueError(
+                    f"zgraph.shard: the module of {name} has a forward of its own as an instance attribute, which a "
+                    "sharded class cannot replace; call zgraph.shard before whatever wraps it."
+                )
             if parameter.device.type != mesh.device_type:
                 raise ValueError(
                     f"zgraph.shard: {name} is on {parameter.device.type}, the mesh on {mesh.device_type}; move the "
@@ -264,6 +274,8 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh) -> None:
         else:
             distributed = distribute_tensor(entry.parameter.detach(), mesh, placement)
     resting = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad)
+    for mark, value in vars(entry.parameter).items():  # such as what a user's optimizer groups go by
+        setattr(resting, mark, value)
     for _, part, attribute in entry.sites:
         replace_parameter(part, attribute, resting)
 

@@ -95,7 +95,9 @@ def is_functional_collective(target: object) -> bool:
     """Whether target starts a functional collective (wait_tensor and in-place variants are not starts)."""
     if not isinstance(target, OpOverload):
         return False
-    return target.namespace in ("_c10d_functional", "_c10d_functional_autograd") and target is not wait_op()
+    if target.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
+        return False
+    return target is not wait_op() and not target._schema.is_mutable
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -115,8 +117,12 @@ def returns_alias(target: object) -> bool:
     """Whether the call's result shares storage with its first argument, by its schema (`_schema`, 2.11 - 2.13)."""
     if not isinstance(target, OpOverload):
         return False
-    schema = target._schema
-    return any(returned.alias_info is not None for returned in schema.returns[:1])
+    return any(returned.alias_info is not None for returned in target._schema.returns)
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a node's target calls other graphs, as torch.cond does (HigherOrderOperator, 2.11 - 2.13)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 # --- AOTAutograd --------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Scope:
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
         # do in the replicated model. In a compiled graph the pass dedupe_gathers has that duty.
-        self.gathered: dict[str, Tensor] | None = None
+        self.gathered: dict[Read, Tensor] | None = None
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
     def begin(self) -> None:
@@ -165,9 +165,9 @@ def gather(read: Read, scope: Scope) -> Tensor:
     share = scope.gathered if not torch.compiler.is_compiling() else None
     if share is None or not (parameter.requires_grad and torch.is_grad_enabled()):
         return _unshard(parameter, read)
-    if read.name not in share:
-        share[read.name] = _unshard(parameter, read)
-    return share[read.name]
+    if read not in share:  # by identity: parts sharded one by one have parameters of equal names
+        share[read] = _unshard(parameter, read)
+    return share[read]
 
 
 def _unshard(parameter: DTensor, read: Read) -> Tensor:
@@ -210,7 +210,9 @@ class _Tie(torch.autograd.Function):
 def _tie(result: Any, whole: list[Tensor]) -> Any:
     trainable = [tensor for tensor in whole if tensor.requires_grad]
     leaves, spec = tree_flatten(result)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    # Where no output needs a gradient, this rank has read nothing trainable, and has to take part all the same.
+    places = [i for i in tensors if leaves[i].requires_grad] or tensors
     if not trainable or not places:
         return result
     tied = _Tie.apply(len(places), torch.compiler.is_compiling(), *[leaves[i] for i in places], *trainable)

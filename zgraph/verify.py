@@ -13,7 +13,7 @@ from zgraph import meta, nodes
 from zgraph.errors import VerifyError
 from zgraph.graph_pass import Direction, Fact
 from zgraph.report.text import neighbourhood
-from zgraph.torch_compat import returns_alias, written_arguments
+from zgraph.torch_compat import is_higher_order, returns_alias, written_arguments
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
 def check_values(changed: Iterable[fx.Node], where: Where) -> None:
     """Each node's recorded value is what its call yields on fake inputs."""
     for node in changed:
-        if node.op != "call_function":
+        if node.op != "call_function" or is_higher_order(node.target):  # whose inner graphs have no value to replay
             continue
         recorded = meta.value(node)
         try:
@@ -151,7 +151,9 @@ def check_collectives_waited(graph: fx.Graph, where: Where) -> None:
         if not node.users:
             raise where.error(f"{node.name} is started and never waited for; erase it or add its wait.", node)
         for user in node.users:
-            if not nodes.is_wait(user):
+            if not nodes.is_wait(user) and not (
+                user.users and all(map(nodes.is_wait, user.users))
+            ):  # of a coalesced one
                 raise where.error(f"{node.name} has no wait before {user.name} reads it; read its wait instead.", user)
 
 

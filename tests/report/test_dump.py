@@ -1,0 +1,187 @@
+"""Dumps: a file per graph and pass, deterministic, and never the reason that a compile fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import fx, nn
+
+from zgraph.graph_pass import GraphPass, PassContext, Phase
+from zgraph.passes import SinkWaits, presets
+from zgraph.pipeline import Pipeline
+from zgraph.report.dump import Dumper
+
+
+class Poison:
+    """Shows itself to nobody."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("poisoned repr")
+
+    __str__ = __repr__
+    __format__ = __repr__  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantPoison(GraphPass):
+    """Leaves in the graph, and in its own options, what cannot be shown."""
+
+    option: Any
+    when: ClassVar[Phase] = "graph"
+
+    name: ClassVar[str] = "plant_poison"
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        for node in gm.graph.nodes:
+            node.meta["poison"] = {"poison": self.option}  # a key torch does not print
+        ctx.note(self, self.option)
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantPoisonEarly(PlantPoison):
+    phase: ClassVar[Phase] = "joint"
+
+
+def compile_small(directory: Path, passes: list[GraphPass] | None = None) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    options: dict[str, Any] = {"dump": directory, "pipeline": Pipeline(passes or presets.default())}
+    torch.compile(model, backend="zgraph", options=options)(torch.ones(3, 4)).sum().backward()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*.*"))}
+
+
+def test_there_is_a_file_per_graph_and_pass_and_a_diff(tmp_path: Path) -> None:
+    compile_small(tmp_path)
+    names = [Path(name).name for name in contents(tmp_path)]
+    assert len(names) == len(set(names)) > 0
+    for entry in presets.default():
+        for direction in ("joint",) if entry.phase == "joint" else ("forward", "backward"):
+            for ending in ("py", "diff"):
+                assert sum(name.endswith(f"_{entry.name}.{direction}.{ending}") for name in names) == 1
+    for direction in ("joint", "forward", "backward"):
+        assert sum(name.endswith(f"_captured.{direction}.py") for name in names) == 1
+    assert (tmp_path / "rank0").is_dir()
+
+
+def test_the_first_line_names_the_pass_and_its_options(tmp_path: Path) -> None:
+    compile_small(tmp_path)
+    (path,) = tmp_path.rglob("*_sink_waits.forward.py")
+    first = path.read_text().splitlines()[0]
+    (used,) = [entry for entry in presets.default() if isinstance(entry, SinkWaits)]
+    assert first.startswith(f"# after {used!r}, forward graph, ")
+
+
+def test_a_diff_shows_what_the_pass_changed(tmp_path: Path) -> None:
+    class Rename(GraphPass):
+        name = "swap_tanh"
+
+        def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+            found = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+            for node in found:
+                node.target = torch.ops.aten.sin.default
+            return bool(found)
+
+    compile_small(tmp_path, [Rename()])
+    (path,) = tmp_path.rglob("*_swap_tanh.forward.diff")
+    lines = path.read_text().splitlines()
+    assert any(line.startswith("-") and "aten.tanh" in line for line in lines)
+    assert any(line.startswith("+") and "aten.sin" in line for line in lines)
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        compile_small(tmp_path / name)
+    assert contents(tmp_path / "first") == contents(tmp_path / "second") != {}
+
+
+@pytest.mark.slow
+def test_the_hash_seed_changes_nothing(tmp_path: Path) -> None:
+    """Two fresh processes, which also differ in every address."""
+    root = Path(__file__).resolve().parents[2]
+    script = "import sys; from pathlib import Path; from tests.report.test_dump import compile_small; "
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", f"{script}compile_small(Path({str(tmp_path / seed)!r}))"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") != {}
+
+
+@pytest.mark.parametrize("position", range(len(presets.default()) + 1))
+def test_poison_at_any_pass_boundary_does_not_stop_a_compile(tmp_path: Path, position: int) -> None:
+    passes = presets.default()
+    early = position < len([entry for entry in passes if entry.phase == "joint"])
+    passes.insert(position, (PlantPoisonEarly if early else PlantPoison)(option=Poison()))
+    compile_small(tmp_path, passes)
+    assert any("plant_poison" in name for name in contents(tmp_path))
+    last = max(name for name in contents(tmp_path) if name.endswith(".py"))
+    assert "addmm" in (tmp_path / last).read_text() or "mm" in (tmp_path / last).read_text()
+
+
+def _dump(tmp_path: Path, graph: fx.Graph) -> str:
+    Dumper(directory=tmp_path, rank=0, frame="0/0").captured("forward", graph)
+    (path,) = tmp_path.rglob("*.py")
+    return path.read_text()
+
+
+def test_what_cannot_be_shown_is_replaced(tmp_path: Path) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = Poison()
+    poisoned = graph.call_function(torch.add, (x, Poison()), {"alpha": [Poison()]})
+    poisoned.meta["val"] = [Poison(), torch.ones(2)]
+    graph.output((poisoned, Poison()))
+    text = _dump(tmp_path, graph)
+    assert "x: Poison = input" in text
+    assert "add: (Poison, f32[2]) = add(x, <Poison>, alpha=[<Poison>])" in text
+    assert "return (add, <Poison>)" in text
+
+
+def test_an_erased_node_that_is_still_read_is_shown_by_name(tmp_path: Path) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    gone = graph.call_function(torch.neg, (x,))
+    reader = graph.call_function(torch.abs, (x,))
+    graph.output(reader)
+    graph.erase_node(gone)
+    reader._args = (gone,)  # what a faulty pass leaves behind
+    assert "abs_1: ? = absolute(neg)" in _dump(tmp_path, graph).replace("= abs(", "= absolute(")
+
+
+def test_symbolic_sizes_are_shown_without_a_guard(tmp_path: Path) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = mode.from_tensor(torch.ones(5, 3), symbolic_context=context)
+    graph.output(x)
+    before = len(shapes.guards)
+    text = _dump(tmp_path, graph)
+    assert "x: f32[s" in text and ", 3]" in text
+    assert len(shapes.guards) == before
+
+
+def test_a_directory_that_cannot_be_written_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file")
+    with caplog.at_level(logging.WARNING, logger="zgraph.report.dump"):
+        compile_small(blocked)
+    lines = [record.getMessage() for record in caplog.records if "cannot write the dump" in record.getMessage()]
+    assert len(lines) == 1 and str(blocked) in lines[0]

@@ -1,0 +1,21 @@
+"""The examples that are not training runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.mark.slow
+def test_a_pass_of_ones_own_takes_part_without_registration(tmp_path: Path) -> None:
+    script = EXAMPLES / "write_a_pass.py"
+    assert len(script.read_text().splitlines()) < 40
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "4 of 8 matmuls run again in backward" in done.stdout
+    assert done.stdout.rstrip().endswith("same gradients, bit for bit: True")

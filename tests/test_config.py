@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,35 @@ from zgraph.pipeline import Pipeline
 from zgraph.report.summary import Report
 
 
+@dataclass
+class Form:
+    """A path of another library."""
+
+    text: str
+
+    def __fspath__(self) -> str:
+        return self.text
+
+
 def test_defaults() -> None:
     for nothing in (None, {}):
         found = CompileOptions.parse(nothing)
         assert (found.pipeline, found.lowering, found.dump, found.report) == (None, "fx", None, None)
+        assert found.agreement_timeout_s == 120
+
+
+@pytest.mark.parametrize("form", [str, Path, Form], ids=lambda form: form.__name__)
+def test_a_dump_directory_comes_in_any_form_of_path(form: Callable[[str], Any]) -> None:
+    found = CompileOptions.parse({"dump": form("some/where")}).dump
+    assert isinstance(found, Path) and found == Path("some/where")
+
+
+def test_no_dump_may_be_said_and_the_options_stay_as_given() -> None:
+    given = {"dump": None}
+    assert CompileOptions.parse(given).dump is None
+    given = {"dump": "here"}
+    CompileOptions.parse(given)
+    assert given == {"dump": "here"}
 
 
 def test_what_is_given_arrives(tmp_path: Path) -> None:
@@ -33,8 +60,13 @@ def test_what_is_given_arrives(tmp_path: Path) -> None:
         ({"pipeline": presets.default()}, r'options\["pipeline"\] is a list; write \{"pipeline": zgraph\.Pipeline'),
         ({"lowering": "inductor"}, r"lowering='inductor' is not available; write \{\"lowering\": \"fx\"\}"),
         ({"dump": True}, r'options\["dump"\] is True; write the path of a directory'),
+        ({"dump": b"here"}, r'options\["dump"\] is b\'here\'; write the path of a directory'),
         ({"report": "out"}, r'options\["report"\] is a str; pass a zgraph\.Report\(\)'),
         ({"agreement_timeout_s": 0}, r"agreement_timeout_s=0 leaves no time; write a positive number"),
+        ({"agreement_timeout_s": -1.5}, r"agreement_timeout_s=-1.5 leaves no time; write a positive number"),
+        ({"agreement_timeout_s": float("nan")}, r"agreement_timeout_s=nan leaves no time; write a positive number"),
+        ({"agreement_timeout_s": "9"}, r"agreement_timeout_s='9' is a str; write a positive number of seconds\."),
+        ({"agreement_timeout_s": None}, r"agreement_timeout_s=None is a NoneType; write a positive number of seconds"),
     ],
 )
 def test_a_bad_option_says_what_to_write(options: dict[str, Any], message: str) -> None:

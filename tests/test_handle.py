@@ -27,3 +27,36 @@ def test_what_is_no_handle_has_no_name() -> None:
         fake = mode.from_tensor(make_handle("weight"))
     for other in (fake, torch.ones(HANDLE_BYTES), torch.ones(3, dtype=torch.uint8), None, "weight"):
         assert name_of(other) == "?"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(8, 12, dtype=torch.uint8),
+        make_handle("weight").to("meta"),
+        make_handle("weight").to_sparse(),
+        torch.nn.Parameter(make_handle("weight"), requires_grad=False),
+    ],
+    ids=["two dims", "meta", "sparse", "parameter"],
+)
+def test_what_only_resembles_a_handle_has_no_name(other: torch.Tensor) -> None:
+    assert other.dtype == torch.uint8 and other.numel() == HANDLE_BYTES
+    assert name_of(other) == "?"
+
+
+def test_an_input_as_large_as_a_handle_is_an_input() -> None:
+    torch.compiler.reset()
+    image = torch.arange(HANDLE_BYTES, dtype=torch.uint8).reshape(8, 12)
+    model = torch.nn.Linear(12, 3)
+    compiled = torch.compile(lambda x: model(x.float()), backend="zgraph")
+    assert torch.equal(compiled(image), model(image.float()))
+
+
+def test_all_handles_are_of_one_size() -> None:
+    names = ["", "w", "x" * HANDLE_BYTES, "x" * (HANDLE_BYTES + 1), "größe." * 40]
+    assert {tuple(make_handle(name).shape) for name in names} == {(HANDLE_BYTES,)}
+
+
+def test_a_name_cut_within_a_letter_is_still_readable() -> None:
+    cut = make_handle("ö" * 60 + ".weights")  # 93 bytes remain: half a letter, 42 letters, ".weights"
+    assert name_of(cut) == "...\ufffd" + "ö" * 42 + ".weights"

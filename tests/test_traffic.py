@@ -60,6 +60,15 @@ def test_an_all_reduce_sends_twice_that(world: int) -> None:
     assert only(drawing).sent_bytes == {2: 240, 3: 320, 4: 360}[world]
 
 
+def test_a_coalesced_gather_of_the_models_own_counts_all_its_tensors(world: int) -> None:
+    drawing = Drawing()
+    shards = [drawing.input("a", 5, 7), drawing.input("b", 3, dtype=torch.float32)]
+    drawing.call(funcol.all_gather_into_tensor_coalesced.default, shards, world, "0")
+    found = only(drawing)
+    assert (found.payload_bytes, found.sent_bytes) == (152, 152 * (world - 1))
+    assert found.parameters == ()
+
+
 @pytest.mark.parametrize(("stage", "rows"), [(3, 2), (3, 7), (0, 7), (0, 1)])
 def test_markers_count_as_the_collectives_of_their_own_kernels(world: int, stage: int, rows: int) -> None:
     drawing = Drawing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
@@ -260,6 +261,25 @@ def test_write_by_keyword_to_a_buffer_in_flight_is_caught() -> None:
     drawing.call(aten.neg.out, shard, out=out, name="write")
     gm = drawing.done(drawing.wait(start))
     with pytest.raises(VerifyError, match="write writes to out while all_gather_w is in flight"):
+        check_all(gm.graph)
+
+
+def test_a_coalesced_collective_of_the_models_own_is_waited_for_and_then_over() -> None:
+    drawing = Drawing()
+    buffer, other = drawing.input("buffer", 4, 8), drawing.input("other", 4, 8)
+    start = drawing.call(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default, [buffer, other], 2, "0")
+    parts = [drawing.call(operator.getitem, start, place) for place in (0, 1)]
+    write = drawing.call(aten.copy_.default, buffer, other, name="write")
+    waits = [drawing.call(wait_op(), part) for part in parts]
+    gm = drawing.done(*waits)
+    with pytest.raises(
+        VerifyError, match="write writes to buffer while all_gather_into_tensor_coalesced_default is in"
+    ):
+        check_all(gm.graph)
+    waits[-1].append(write)
+    check_all(gm.graph)
+    waits[0].replace_all_uses_with(parts[0])
+    with pytest.raises(VerifyError, match="has no wait before getitem reads it; read its wait instead"):
         check_all(gm.graph)
 
 

@@ -44,6 +44,11 @@ class CompileOptions:
                 f'zgraph: options["report"] is a {type(self.report).__name__}; pass a zgraph.Report() '
                 "and print it later."
             )
+        if not isinstance(self.agreement_timeout_s, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"zgraph: agreement_timeout_s={self.agreement_timeout_s!r} is a "
+                f"{type(self.agreement_timeout_s).__name__}; write a positive number of seconds."
+            )
         if not self.agreement_timeout_s > 0:
             raise ValueError(
                 f"zgraph: agreement_timeout_s={self.agreement_timeout_s} leaves no time; write a positive number "

@@ -23,6 +23,8 @@ def make_handle(name: str) -> Tensor:
 
 def name_of(handle: object) -> str:
     """The name a handle holds; "?" for anything that cannot be read, such as a fake tensor."""
-    if type(handle) is not Tensor or handle.dtype != torch.uint8 or handle.numel() != HANDLE_BYTES:
+    if type(handle) is not Tensor or handle.dtype != torch.uint8 or handle.shape != (HANDLE_BYTES,):
+        return "?"
+    if handle.is_meta or handle.layout != torch.strided:
         return "?"
     return bytes(handle.tolist()).rstrip(b"\0").decode(errors="replace")

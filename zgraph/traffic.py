@@ -44,8 +44,10 @@ def transfers(graph: fx.Graph) -> Iterator[Transfer]:
         elif nodes.is_reduce_grad(node):
             yield from _reduce_transfers(node)
         else:
-            sent = meta.tensor_value(node.all_input_nodes[0])
-            yield _transfer(node, _kind(node), nodes.group_of(node), sent.dtype, payload_bytes(sent.shape, sent.dtype))
+            # A coalesced one of the model's own has several.
+            sent = [meta.tensor_value(source) for source in node.all_input_nodes]
+            payload = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
+            yield _transfer(node, _kind(node), nodes.group_of(node), sent[0].dtype, payload)
 
 
 def _kind(node: fx.Node) -> str:

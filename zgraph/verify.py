@@ -174,7 +174,8 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
         if nodes.is_start(node):
             in_flight[node] = [node, *map(_buffer_of, node.all_input_nodes)]
         elif nodes.is_wait(node):
-            in_flight.pop(cast(fx.Node, node.args[0]), None)
+            # Through the getitem of a coalesced one, whose members arrive together.
+            in_flight.pop(_buffer_of(cast(fx.Node, node.args[0])), None)
 
 
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:

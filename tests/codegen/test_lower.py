@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
 from tests.graphs import fake_world
@@ -48,9 +49,9 @@ def test_nodes_run_in_the_order_of_the_graph() -> None:
     ran: list[int] = []
     graph = fx.Graph()
     x = graph.placeholder("x")
-    for position in (3, 1, 2):
-        graph.call_function(lambda value, number: ran.append(number), (x, position))
+    made = [graph.call_function(lambda value, number: ran.append(number), (x, number)) for number in (1, 2, 3)]
     graph.output((x,))
+    made[0].prepend(made[2])  # what a scheduling pass does
     lower_fx(_module(graph))([torch.ones(1)])
     assert ran == [3, 1, 2]
 
@@ -74,6 +75,64 @@ def test_a_failing_collective_names_the_parameter_of_this_call() -> None:
         run([torch.ones(2), make_handle("h.7.weight")])
     assert "all_gather_into_tensor of h.7.weight failed on rank 0" in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+class Network(TorchDispatchMode):
+    """Collectives move nothing; one of their ops fails."""
+
+    def __init__(self, failing: Any, error: Exception) -> None:
+        super().__init__()
+        self.failing = failing
+        self.error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self.failing:
+            raise self.error
+        return args[0] if func in (all_gather_op(), wait_op()) else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("failing", [all_gather_op(), wait_op()], ids=["start", "wait"])
+def test_a_start_and_its_wait_fail_as_one_collective(failing: Any) -> None:
+    cause = RuntimeError("connection reset")
+    run = lower_fx(_module(_gather_graph()))
+    with Network(failing, cause), pytest.raises(zgraph.CollectiveError) as caught:
+        run([torch.ones(2), make_handle("h.7.weight")])
+    assert "all_gather_into_tensor of h.7.weight failed on rank 0 (group no such group): connection reset." in str(
+        caught.value
+    )
+    assert caught.value.__cause__ is cause
+
+
+def test_without_a_readable_handle_the_compiled_name_is_told() -> None:
+    run = lower_fx(_module(_gather_graph()))
+    with (
+        Network(wait_op(), RuntimeError("gone")),
+        pytest.raises(zgraph.CollectiveError, match=r"of h\.0\.weight failed"),
+    ):
+        run([torch.ones(2), torch.ones(3)])
+
+
+def test_running_out_of_memory_in_a_collective_stays_that() -> None:
+    error = torch.OutOfMemoryError("no memory")
+    run = lower_fx(_module(_gather_graph()))
+    with Network(all_gather_op(), error), pytest.raises(torch.OutOfMemoryError) as caught:
+        run([torch.ones(2), make_handle("h.7.weight")])
+    assert caught.value is error
+
+
+def test_a_graph_with_collectives_lets_its_inputs_go_too() -> None:
+    alive: list[bool] = []
+    graph = _gather_graph()
+    (wait,) = graph.find_nodes(op="call_function", target=wait_op())
+    with graph.inserting_before(graph.output_node()):
+        copied = graph.call_function(torch.clone, (wait,))
+        graph.call_function(lambda value: alive.append(watched() is not None), (copied,))
+    graph.output_node().args = ((copied,),)
+    args = [torch.ones(2), make_handle("w")]
+    watched = weakref.ref(args[0])
+    with Network(None, RuntimeError()):
+        lower_fx(_module(graph))(args)
+    assert args == [] and alive == [False]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("plain"), KeyError("other")])

@@ -11,7 +11,7 @@ from torch.testing import FileCheck
 
 from tests.graphs import Autocast, Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
 from tests.lockstep import assert_same_results
-from zgraph import PassContext, Pipeline, PreconditionError, nodes
+from zgraph import PassContext, Pipeline, PreconditionError, meta, nodes
 from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, SinkWaits
 from zgraph.report.text import graph_text
 
@@ -71,13 +71,37 @@ def test_each_gather_starts_before_the_matmul_ahead_of_its_own() -> None:
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 9])
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_no_more_gathers_are_under_way_than_asked(prefetch: int, room: int) -> None:
-    buckets = [BucketCollectives(bucket_bytes=room * 128)] if room else []
+    buckets = [BucketCollectives(bucket_bytes=room * 256)] if room else []
     for direction in ("forward", "backward"):
         found = traced(deep, [*SUNK[:2], *buckets, SUNK[2]])
         apply(HoistStarts(prefetch=prefetch), found, direction)
         graph = found.graphs[direction].graph
         gathers = len(list(nodes.call_functions(graph, nodes.is_all_gather)))
         assert most_under_way(graph) == min(prefetch + 1, gathers)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("layers", "under_way"), [(1, 2), (2, 2), (3, 3), (4, 4), (5, 5), (99, 6)])
+def test_no_more_bytes_are_under_way_than_asked(layers: int, under_way: int) -> None:
+    """One gather is prefetched in any case."""
+    found = traced(deep, SUNK)
+    assert apply(HoistStarts(prefetch=9, in_flight_bytes=layers * 256), found, "forward")
+    assert most_under_way(found.graphs["forward"].graph) == under_way
+
+
+@pytest.mark.usefixtures("world")
+def test_a_gather_of_the_models_own_is_left_alone() -> None:
+    drawing = Drawing()
+    x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
+    product = drawing.call(aten.mm.default, x, x)
+    start = drawing.start_gather(shard, "w")
+    wait = drawing.wait(start)
+    gm = drawing.done(drawing.call(aten.mm.default, product, wait))
+    twin = copy_of(gm)
+    assert apply(HoistStarts(), Traced(gm, {"forward": gm}, PassContext()), "forward")
+    for node in twin.graph.nodes:
+        meta.set_parameters(node, [], [])
+    assert not apply(HoistStarts(), Traced(twin, {"forward": twin}, PassContext()), "forward")
 
 
 @pytest.mark.usefixtures("world")
@@ -139,6 +163,8 @@ def test_order_of_the_collectives_stays() -> None:
 def test_bad_prefetch_is_refused_when_the_pass_is_built() -> None:
     with pytest.raises(ValueError, match="hoist_starts: prefetch=-1 is negative; write 0"):
         HoistStarts(prefetch=-1)
+    with pytest.raises(ValueError, match="hoist_starts: in_flight_bytes=0 holds nothing; write a positive number"):
+        HoistStarts(in_flight_bytes=0)
 
 
 def test_it_is_refused_before_waits_are_sunk() -> None:

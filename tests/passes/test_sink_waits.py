@@ -94,6 +94,25 @@ def test_no_more_reductions_are_under_way_than_asked(in_flight: int) -> None:
 
 
 @pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("layers", "under_way"), [(1, 1), (2, 2), (5, 5), (99, 6)])
+def test_no_more_bytes_are_under_way_than_asked(layers: int, under_way: int) -> None:
+    found = traced(deep, LOWERED)
+    apply(SinkWaits(reductions_in_flight=9, in_flight_bytes=layers * 256), found, "backward")
+    assert most_under_way(found.graphs["backward"].graph) == under_way
+
+
+@pytest.mark.usefixtures("world")
+def test_means_of_replicated_gradients_set_out_before_any_is_waited_for() -> None:
+    found = traced(deep, LOWERED, zero_stage=0)
+    apply(SinkWaits(), found, "backward")
+    graph = found.graphs["backward"].graph
+    order = nodes.order_of(graph)
+    means = list(nodes.call_functions(graph, nodes.is_all_gather))
+    assert len(means) == 6
+    assert max(map(order.__getitem__, means)) < min(order[nodes.wait_of(mean)] for mean in means)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_buckets_are_limited_too(room: int) -> None:
     found = traced(deep, [*LOWERED, BucketCollectives(bucket_bytes=room * 256)])
@@ -139,6 +158,10 @@ def test_nothing_but_waits_and_copies_moves() -> None:
 def test_bad_limit_is_refused_when_the_pass_is_built() -> None:
     with pytest.raises(ValueError, match="sink_waits: reductions_in_flight=0; at least one must be, write 1 or more"):
         SinkWaits(reductions_in_flight=0)
+    with pytest.raises(
+        ValueError, match="sink_waits: in_flight_bytes=0 holds nothing; write a positive number of byte"
+    ):
+        SinkWaits(in_flight_bytes=0)
 
 
 def test_it_is_refused_before_lowering() -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import fx, nn
 
+from tests.graphs import compile_model, fake_world, mlp
+from zgraph import meta, nodes
 from zgraph.graph_pass import GraphPass, PassContext, Phase
 from zgraph.passes import SinkWaits, presets
 from zgraph.pipeline import Pipeline
@@ -35,15 +37,18 @@ class PlantPoison(GraphPass):
     """Leaves in the graph, and in its own options, what cannot be shown."""
 
     option: Any
-    when: ClassVar[Phase] = "graph"
-
     name: ClassVar[str] = "plant_poison"
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         for node in gm.graph.nodes:
             node.meta["poison"] = {"poison": self.option}  # a key torch does not print
+        with gm.graph.inserting_before(nodes.output_of(gm.graph)):
+            planted = gm.graph.call_function(Poison)
+        meta.set_value(planted, self.option)
+        meta.set_parameters(planted, [self.option], [])
         ctx.note(self, self.option)
-        return False
+        ctx.note(self, "two\nlines")
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +106,37 @@ def test_a_diff_shows_what_the_pass_changed(tmp_path: Path) -> None:
     assert any(line.startswith("+") and "aten.sin" in line for line in lines)
 
 
+class Plain:
+    """Its repr holds its address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldsObject(GraphPass):
+    option: Any
+    name: ClassVar[str] = "holds_object"
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        return False
+
+
+def test_addresses_are_left_out(tmp_path: Path) -> None:
+    held = [Plain(), Plain()]
+    for number, option in enumerate(held):
+        graph = fx.Graph()
+        graph.output((option, graph.call_function(option.__init__, (option,))))
+        Dumper(directory=tmp_path / str(number), rank=0, frame="0/0").after(
+            HoldsObject(option=option), "forward", graph, ()
+        )
+    assert repr(held[0]) != repr(held[1])
+    assert contents(tmp_path / "0") == contents(tmp_path / "1") != {}
+
+
+def test_ranks_and_frames_have_directories_of_their_own(tmp_path: Path) -> None:
+    with fake_world(2, rank=1):
+        compile_model(mlp, {"dump": tmp_path})
+    assert {str(Path(name).parent) for name in contents(tmp_path)} == {"rank1/frame_0_0"}
+
+
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     for name in ("first", "second"):
         compile_small(tmp_path / name)
@@ -126,9 +162,15 @@ def test_poison_at_any_pass_boundary_does_not_stop_a_compile(tmp_path: Path, pos
     early = position < len([entry for entry in passes if entry.phase == "joint"])
     passes.insert(position, (PlantPoisonEarly if early else PlantPoison)(option=Poison()))
     compile_small(tmp_path, passes)
-    assert any("plant_poison" in name for name in contents(tmp_path))
-    last = max(name for name in contents(tmp_path) if name.endswith(".py"))
-    assert "addmm" in (tmp_path / last).read_text() or "mm" in (tmp_path / last).read_text()
+    for entry in passes:
+        for direction in ("joint",) if entry.phase == "joint" else ("forward", "backward"):
+            (path,) = tmp_path.rglob(f"*_{entry.name}.{direction}.py")
+            assert "aten.mm(" in path.read_text() or "aten.addmm(" in path.read_text()
+            if entry.name == "plant_poison":
+                title, *notes = path.read_text().splitlines()[:3]
+                assert title.startswith(f"# after plant_poison, {direction} graph, ")
+                assert notes == ["# ?", "# two lines"]
+                assert "<node that cannot be shown>" in path.read_text()
 
 
 def _dump(tmp_path: Path, graph: fx.Graph) -> str:

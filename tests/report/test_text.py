@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 
@@ -52,8 +53,34 @@ def test_an_error_shows_ten_nodes_on_either_side() -> None:
     assert made[20].name in lines[10]
 
 
+@pytest.mark.parametrize(("position", "shown"), [(0, 3), (1, 4), (6, 4), (7, 3)])
+def test_a_neighbourhood_ends_where_the_graph_ends(position: int, shown: int) -> None:
+    graph, _ = _chain(6)
+    node = list(graph.nodes)[position]
+    lines = neighbourhood(node, distance=2).splitlines()
+    assert len(lines) == shown
+    (marked,) = [line for line in lines if line.startswith("--> ")]
+    assert marked.startswith("--> return" if node.op == "output" else f"--> {node.name}: ")
+
+
 def test_an_erased_node_is_shown_alone() -> None:
     graph, _ = _chain(2)
     loose = graph.call_function(torch.ops.aten.abs.default, (next(iter(graph.nodes)),))
     graph.erase_node(loose)
-    assert neighbourhood(loose).endswith("(erased)")
+    assert neighbourhood(loose) == "    abs_default: ? = aten.abs(None)  (erased)"  # FX has taken its inputs
+
+
+def test_arguments_read_as_they_were_given() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function(
+        torch.ops.aten.sum.dim_IntList,
+        ((x, None), [1, 2.5]),
+        {"keepdim": True, "dtype": torch.bfloat16, "of": {"a": x}},
+    )
+    graph.output({"loss": call, "kind": "text"})
+    assert graph_text(graph).splitlines()[1:] == [
+        "sum_dim_int_list: ? = aten.sum.dim_IntList((x, None), [1, 2.5], keepdim=True, dtype=torch.bfloat16, "
+        "of={'a': x})",
+        "return {'loss': sum_dim_int_list, 'kind': 'text'}",
+    ]

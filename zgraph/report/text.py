@@ -13,7 +13,6 @@ from zgraph.torch_compat import OpOverload
 
 # Values whose repr() is the same in every run.
 _PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def graph_text(graph: fx.Graph) -> str:
@@ -72,7 +71,8 @@ def dtype_text(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> bf16"""
     name = str(dtype).removeprefix("torch.")
     kind = name.rstrip("0123456789_")
-    return _SHORT.get(kind, kind) + name[len(kind) :]
+    short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+    return short.get(kind, kind) + name[len(kind) :]
 
 
 def _contiguous_strides(sizes: list[str]) -> list[str] | None:

@@ -148,6 +148,27 @@ def test_other_dtypes_and_groups_are_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("group_name", "buckets"), [("0", 1), ("other", 2)])
+def test_exchanges_of_other_groups_are_left_alone(group_name: str, buckets: int) -> None:
+    drawing = Drawing()
+    pieces = [drawing.input("a", 8, 8), drawing.input("b", 8, 8)]
+    starts = [drawing.start_exchange(piece, name) for piece, name in zip(pieces, "ab", strict=True)]
+    waits = [drawing.wait(start) for start in starts]
+    means = [drawing.call(torch.ops.zgraph.sum_ranks.default, wait, 2, True, torch.float32) for wait in waits]
+    starts[1].args = (*starts[1].args[:-1], group_name)
+    gm = drawing.done(*means)
+    assert BucketCollectives(bucket_bytes=2**20).run(gm, PassContext(direction="backward")) == (buckets == 1)
+    assert len(sizes(gm.graph, nodes.is_all_to_all)) == buckets
+
+
+@pytest.mark.usefixtures("world")
+def test_a_graph_without_collectives_is_left_alone_with_a_note() -> None:
+    found = traced(deep, LOWERED, zero_stage=0)
+    assert not apply(BucketCollectives(bucket_bytes=2**20), found, "forward")
+    assert found.ctx.notes == [("bucket_collectives", "forward", "no collectives here")]
+
+
+@pytest.mark.usefixtures("world")
 def test_a_gather_that_depends_on_another_is_left_alone() -> None:
     drawing = Drawing()
     first = drawing.wait(drawing.start_gather(drawing.input("a", 4, 8), "a"))

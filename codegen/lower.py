@@ -12,7 +12,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.handle import name_of
 from zgraph.ops import collective_error
-from zgraph.torch_compat import BoxedCodeGen, boxed
+from zgraph.torch_compat import BoxedCodeGen, boxed, start_all_gather
 
 
 def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -27,11 +27,13 @@ def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """
     # A module of its own: AOTAutograd's is generated anew, through three calls, each time it runs.
     gm = fx.GraphModule(gm, gm.graph)
+    guarded = _guarded_lines(gm)
+    for gather in list(nodes.call_functions(gm.graph, nodes.is_all_gather)):
+        gather.target = start_all_gather  # the same result, and safe with several in flight
     gm.graph.set_codegen(BoxedCodeGen())
     gm.recompile()
     # The class forward, not the module's __call__: that one would print its own account of a failing line.
     forward = cast("Callable[..., Any]", type(gm).forward)
-    guarded = _guarded_lines(gm)
     if not guarded:
         return boxed(lambda args: forward(gm, args))
     handle_positions = {

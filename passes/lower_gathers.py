@@ -51,8 +51,7 @@ def _lower(graph: fx.Graph, marker: fx.Node, ctx: PassContext) -> None:
     narrow = plan_narrow_cast(marker)
     replaced = list(marker.users) if narrow is not None else [marker]
     readers = [user for node in replaced for user in node.users]
-    order = nodes.order_of(graph)
-    anchor = min(readers, key=order.__getitem__, default=marker.next)
+    anchor = min(readers, default=marker.next)  # nodes compare by their place in the graph
     returned = nodes.returned_by(graph)
     escapes = any(part in returned for node in replaced for part in nodes.reshaped_values(node))
     with graph.inserting_before(anchor):

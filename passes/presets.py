@@ -26,6 +26,6 @@ def default(*, bucket_bytes: int = 2 * MIB) -> list[GraphPass]:
         LowerGathers(),
         LowerReductions(),
         BucketCollectives(bucket_bytes=bucket_bytes),
-        SinkWaits(),
-        HoistStarts(),
+        SinkWaits(reductions_in_flight=3),
+        HoistStarts(prefetch=3),
     ]

@@ -38,6 +38,11 @@ def test_a_dump_directory_comes_in_any_form_of_path(form: Callable[[str], Any]) 
     assert isinstance(found, Path) and found == Path("some/where")
 
 
+def test_an_empty_dump_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="write the path of a directory"):
+        CompileOptions.parse({"dump": ""})
+
+
 def test_no_dump_may_be_said_and_the_options_stay_as_given() -> None:
     given = {"dump": None}
     assert CompileOptions.parse(given).dump is None

@@ -95,7 +95,7 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
     pause = 0.0
     differs = False
     try:
-        while pending := [rank for rank in pending if not board.has_published(rank, signature)]:
+        while pending := board.missing(pending, signature):
             board.wait_with(signature)
             for rank in pending:
                 other = board.waiting_with(rank)
@@ -131,6 +131,12 @@ class _Board:
 
     def has_published(self, rank: int, signature: Signature) -> bool:
         return self.store.check([f"published/{rank}/{signature.digest}"])
+
+    def missing(self, ranks: list[int], signature: Signature) -> list[int]:
+        """Those that have not published it; one request where all have, so that N ranks cost the store N, not N^2."""
+        if self.store.check([f"published/{rank}/{signature.digest}" for rank in ranks]):
+            return []
+        return [rank for rank in ranks if not self.has_published(rank, signature)]
 
     def wait_with(self, signature: Signature | None) -> None:
         self.store.set(f"waiting/{self.rank}", signature.to_json() if signature is not None else "")

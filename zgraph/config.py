@@ -70,7 +70,7 @@ class CompileOptions:
                 hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(known)}."
                 raise ValueError(f"zgraph: unknown option {name!r}; {hint}")
         if given.get("dump") is not None:
-            if not isinstance(given["dump"], str | os.PathLike):
+            if not isinstance(given["dump"], str | os.PathLike) or not os.fspath(given["dump"]):
                 raise ValueError(f'zgraph: options["dump"] is {given["dump"]!r}; write the path of a directory.')
             given["dump"] = Path(given["dump"])
         return cls(**given)

@@ -76,6 +76,18 @@ def all_gather_op() -> Any:
     return torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
+def start_all_gather(input: Tensor, world: int, group_name: str) -> Tensor:
+    """What `all_gather_op` computes, through its variant that fills a given tensor.
+
+    2.11 - 2.13: all_gather_into_tensor runs as gloo's ALLGATHER_COALESCED. Each gloo worker thread stores the name of
+    the operation it has finished into one string of the group, without a lock (ProcessGroupGloo::runLoop). A name of
+    more than 15 characters lies on the heap, so two such gathers that finish at once free it twice. The out variant
+    runs as ALLGATHER.
+    """
+    output = input.new_empty((world * input.shape[0], *input.shape[1:]))
+    return torch.ops._c10d_functional.all_gather_into_tensor_out.default(input, world, group_name, out=output)
+
+
 def all_to_all_op() -> Any:
     """all_to_all_single(input, output_split_sizes, input_split_sizes, group_name)"""
     return torch.ops._c10d_functional.all_to_all_single.default

@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
 from tests.graphs import fake_world
+from tests.ranks import Ranks
 from zgraph import meta
 from zgraph.codegen.lower import lower_fx
 from zgraph.handle import make_handle
 from zgraph.torch_compat import all_gather_op, wait_op
 
 aten = torch.ops.aten
+FILL = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
 
 def _module(graph: fx.Graph) -> fx.GraphModule:
@@ -88,10 +90,10 @@ class Network(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self.failing:
             raise self.error
-        return args[0] if func in (all_gather_op(), wait_op()) else func(*args, **(kwargs or {}))
+        return args[0] if func in (FILL, wait_op()) else func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("failing", [all_gather_op(), wait_op()], ids=["start", "wait"])
+@pytest.mark.parametrize("failing", [FILL, wait_op()], ids=["start", "wait"])
 def test_a_start_and_its_wait_fail_as_one_collective(failing: Any) -> None:
     cause = RuntimeError("connection reset")
     run = lower_fx(_module(_gather_graph()))
@@ -115,7 +117,7 @@ def test_without_a_readable_handle_the_compiled_name_is_told() -> None:
 def test_running_out_of_memory_in_a_collective_stays_that() -> None:
     error = torch.OutOfMemoryError("no memory")
     run = lower_fx(_module(_gather_graph()))
-    with Network(all_gather_op(), error), pytest.raises(torch.OutOfMemoryError) as caught:
+    with Network(FILL, error), pytest.raises(torch.OutOfMemoryError) as caught:
         run([torch.ones(2), make_handle("h.7.weight")])
     assert caught.value is error
 
@@ -133,6 +135,24 @@ def test_a_graph_with_collectives_lets_its_inputs_go_too() -> None:
     with Network(None, RuntimeError()):
         lower_fx(_module(graph))(args)
     assert args == [] and alive == [False]
+
+
+def c10d_operations(zero_stage: int) -> set[str]:
+    """What the process group was asked to run in one compiled training step."""
+    model = zgraph.shard(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)), zero_stage=zero_stage)
+    compiled = torch.compile(model, backend="zgraph")
+    compiled(torch.ones(2, 6)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compiled(torch.ones(2, 6)).sum().backward()
+    return {event.key for event in profile.key_averages() if event.key.startswith("c10d::")}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_no_coalesced_gather_runs(two_ranks: Ranks, zero_stage: int) -> None:
+    """Two of gloo's ALLGATHER_COALESCED that finish at once free one string twice (torch_compat.start_all_gather)."""
+    for operations in two_ranks.run(c10d_operations, zero_stage):
+        assert {"c10d::_allgather_base_", "c10d::alltoall_base_"} <= operations
+        assert not [name for name in operations if "coalesced" in name]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("plain"), KeyError("other")])

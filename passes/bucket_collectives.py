@@ -23,7 +23,8 @@ class BucketCollectives(GraphPass):
 
     A gather bucket stands where its first member stood, a reduction bucket where its last did. The order of summation
     over ranks does not change: a bucket is summed element by element, like its members.
-    Leaves alone: collectives larger than a bucket, and those that depend on one another.
+    Leaves alone: collectives larger than a bucket, those that depend on one another, and gathers that a window keeps:
+    they run once for several forwards, straight into what is kept.
 
     Attributes:
         bucket_bytes: the most that one collective carries, counted on whole parameters and gradients.
@@ -102,7 +103,8 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
     if any(not isinstance(size, int) for size in sent.shape):
         return None
     from_inputs = nodes.copy_in(start) is not None
-    key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs)
+    saved = meta.is_tagged_saved(start)
+    key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs, saved)
     if nodes.is_all_to_all(start):
         total = _sum_of(wait)
         return None if total is None else (*key, *total.args[1:])
@@ -176,7 +178,8 @@ def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
     sizes = [math.prod(meta.tensor_value(node).shape) for node in sent]
     flat = [_flat(graph, node, [size], start) for node, size, start in zip(sent, sizes, starts, strict=True)]
     packed = meta.create(graph, aten.cat.default, (flat,))
-    start = meta.create(graph, starts[0].target, (packed, *starts[0].args[1:]), name=_name("all_gather_bucket", starts))
+    name = _name("all_gather_bucket", starts)
+    start = meta.create(graph, starts[0].target, (packed, *starts[0].args[1:]), like=starts[0], name=name)
     wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
     rows = meta.create(graph, aten.view.default, (wait, [world, sum(sizes)]))
     _work_for(starts, packed, start, wait, rows)

@@ -64,7 +64,7 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
         return []
     starts = [
         start
-        for start in nodes.call_functions(graph, nodes.is_all_gather)
+        for start in nodes.call_functions(graph, nodes.is_gather)
         if meta.parameters(start) and nodes.copy_in(start) is not None
     ]
     if not starts:

@@ -11,7 +11,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import UnshardArgs
-from zgraph.ops import chunk_rows
+from zgraph.ops import chunk_rows, keeps_gathered
 from zgraph.torch_compat import all_gather_op, wait_op
 
 aten = torch.ops.aten
@@ -85,9 +85,11 @@ def _gathered(
     if missing:
         padding = [0, 0] * (len(args.shape) - 1) + [0, missing]
         chunk = meta.create(graph, aten.constant_pad_nd.default, (chunk, padding), like=marker)
-    start = meta.create(
-        graph, all_gather_op(), (chunk, world, args.group_name), like=marker, name=f"all_gather_{label}"
-    )
+    target, arguments = all_gather_op(), (chunk, world, args.group_name)
+    if keeps_gathered(args.zero_stage, args.window):
+        target = torch.ops.zgraph.all_gather_kept.default
+        arguments = (chunk, args.handle, world, args.window, args.group_name)
+    start = meta.create(graph, target, arguments, like=marker, name=f"all_gather_{label}")
     whole = meta.create(graph, wait_op(), (start,), like=marker, name=f"wait_{label}")
     if world * chunk_rows(rows, world) != rows:
         whole = meta.create(graph, aten.slice.Tensor, (whole, 0, 0, rows), like=marker)

@@ -12,7 +12,8 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import ReduceArgs
-from zgraph.ops import accumulate_dtype, chunk_rows, local_rows, wire_dtype_of
+from zgraph.ops import accumulate_dtype, chunk_rows, gradients_wait, local_rows, wire_dtype_of
+from zgraph.runtime.window import OPEN
 from zgraph.torch_compat import all_gather_op, all_to_all_op, reduce_scatter_op, wait_op
 
 aten = torch.ops.aten
@@ -66,8 +67,11 @@ class _Lowering:
         self.graph = graph
         self.marker = marker
         self.args = ReduceArgs.of(marker)
+        self.ctx = ctx
         self.label = meta.label(marker)
         self.world = ctx.group_size(self.args.group_name)
+        self.copies = ctx.group_size(self.args.replicas)
+        self.divisor = self.world * self.copies if self.args.reduction == "mean" else 1
         self.rank = ctx.group_rank(self.args.group_name)
         self.algorithm = algorithm
         if algorithm == "auto":
@@ -80,33 +84,38 @@ class _Lowering:
         return node if meta.tensor_value(node).dtype == dtype else self.node(aten._to_copy.default, node, dtype=dtype)
 
     def build(self) -> fx.Node:
-        if self.world == 1:
+        args = self.args
+        if self.world * self.copies == 1:
             # Always a new contiguous tensor, as the marker returns: autograd keeps it as .grad, where an alias of
             # another gradient would be clipped twice, and fused optimizers do not look at strides.
-            wide = self.cast(self.args.grad, self.args.dtype)
+            wide = self.cast(args.grad, args.dtype)
             return self.node(aten.clone.default, wide, memory_format=torch.contiguous_format)
-        grad = meta.tensor_value(self.args.grad)
-        wire = self.cast(*self._on_the_wire())
+        shape = meta.tensor_value(args.grad).shape
+        rows = local_rows(shape[0], self.world, self.rank) if args.zero_stage > 0 else 0
+        grad = args.grad
+        if gradients_wait(args.zero_stage, args.window):
+            if args.window == OPEN:
+                accumulate = torch.ops.zgraph.accumulate_grad.default
+                return self.node(accumulate, grad, args.handle, args.dtype, args.zero_stage, rows)
+            grad = self.node(torch.ops.zgraph.add_accumulated.default, grad, args.handle, args.dtype, args.zero_stage)
+        wire = self.cast(*self._on_the_wire(grad)) if self.world > 1 else grad
         if not meta.tensor_value(wire).is_contiguous():
             wire = self.node(aten.clone.default, wire, memory_format=torch.contiguous_format)
-        if self.args.zero_stage > 0:
-            rows = local_rows(grad.shape[0], self.world, self.rank)
-            total = self._sum(self._padded(wire))
-            return total if rows == self._chunk(grad.shape[0]) else self.node(aten.slice.Tensor, total, 0, 0, rows)
-        numel = math.prod(grad.shape)
-        mean = self._sum(self._padded(self.node(aten.view.default, wire, [numel])))
-        start = self.node(all_gather_op(), mean, self.world, self.args.group_name, name=f"all_gather_grad_{self.label}")
-        whole = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
-        if self.world * self._chunk(numel) != numel:
-            whole = self.node(aten.slice.Tensor, whole, 0, 0, numel)
-        return self.node(aten.view.default, whole, list(grad.shape))
+        if args.zero_stage == 0:
+            wire = self.node(aten.view.default, wire, [math.prod(shape)])
+        pieces = self._padded(wire, self.world)
+        if self.copies == 1:
+            total = self._sum(pieces, args.group_name, self.divisor, args.dtype)
+        else:
+            partial = self._sum(pieces, args.group_name, 1, accumulate_dtype(meta.tensor_value(pieces).dtype))
+            total = self._all_reduce(partial, args.replicas)
+        if args.zero_stage == 0:
+            return self.node(aten.view.default, self._gathered(total, args.group_name, math.prod(shape)), list(shape))
+        held = meta.tensor_value(total).shape[0]
+        return total if rows == held else self.node(aten.slice.Tensor, total, 0, 0, rows)
 
-    def _chunk(self, rows: int) -> int:
-        return chunk_rows(rows, self.world)
-
-    def _on_the_wire(self) -> tuple[fx.Node, torch.dtype]:
+    def _on_the_wire(self, grad: fx.Node) -> tuple[fx.Node, torch.dtype]:
         """The gradient to send and the dtype to send it in, before any widening that changes no bit of the sum."""
-        grad = self.args.grad
         dtype = meta.tensor_value(grad).dtype
         if nodes.is_cast(grad) == torch.float32:
             source = grad.all_input_nodes[0]
@@ -115,28 +124,47 @@ class _Lowering:
                 return source, narrow
         return grad, wire_dtype_of(dtype, self.args.wire_dtype)
 
-    def _padded(self, pieces: fx.Node) -> fx.Node:
+    def _padded(self, pieces: fx.Node, world: int) -> fx.Node:
         shape = meta.tensor_value(pieces).shape
-        missing = self.world * self._chunk(shape[0]) - shape[0]
+        missing = world * chunk_rows(shape[0], world) - shape[0]
         if not missing:
             return pieces
         return self.node(aten.constant_pad_nd.default, pieces, [0, 0] * (len(shape) - 1) + [0, missing])
 
-    def _sum(self, pieces: fx.Node) -> fx.Node:
-        """[N * chunk, ...] -> this rank's [chunk, ...], averaged or summed."""
-        args = self.args
-        mean = args.reduction == "mean"
+    def _sum(self, pieces: fx.Node, group_name: str, divisor: int, dtype: torch.dtype) -> fx.Node:
+        """[N * chunk, ...] of every rank -> the sum of this rank's [chunk, ...], divided."""
+        world = self.ctx.group_size(group_name)
+        if world == 1:
+            return self.node(torch.ops.zgraph.sum_ranks.default, pieces, 1, divisor, dtype)
         if self.algorithm == "all_to_all":
-            chunk = meta.tensor_value(pieces).shape[0] // self.world
-            splits = [chunk] * self.world
-            start = self.node(all_to_all_op(), pieces, splits, splits, args.group_name, name=f"all_to_all_{self.label}")
+            splits = [meta.tensor_value(pieces).shape[0] // world] * world
+            start = self.node(all_to_all_op(), pieces, splits, splits, group_name, name=f"all_to_all_{self.label}")
             received = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
-            return self.node(torch.ops.zgraph.sum_ranks.default, received, self.world, mean, args.dtype)
+            return self.node(torch.ops.zgraph.sum_ranks.default, received, world, divisor, dtype)
         wide = self.cast(pieces, accumulate_dtype(meta.tensor_value(pieces).dtype))
-        start = self.node(
-            reduce_scatter_op(), wide, "sum", self.world, args.group_name, name=f"reduce_scatter_{self.label}"
-        )
+        start = self.node(reduce_scatter_op(), wide, "sum", world, group_name, name=f"reduce_scatter_{self.label}")
         total = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
-        if mean:
-            total = self.node(aten.div.Tensor, total, self.world)
-        return self.cast(total, args.dtype)
+        if divisor > 1:
+            total = self.node(aten.div.Tensor, total, divisor)
+        return self.cast(total, dtype)
+
+    def _all_reduce(self, partial: fx.Node, group_name: str) -> fx.Node:
+        """The sum of this shard's partial sums over its replicas."""
+        found = meta.tensor_value(partial)
+        numel = math.prod(found.shape)
+        flat = self.cast(
+            self.node(aten.view.default, partial, [numel]), wire_dtype_of(found.dtype, self.args.wire_dtype)
+        )
+        pieces = self._padded(flat, self.copies)
+        mean = self._sum(pieces, group_name, self.divisor, self.args.dtype)
+        return self.node(aten.view.default, self._gathered(mean, group_name, numel), list(found.shape))
+
+    def _gathered(self, piece: fx.Node, group_name: str, numel: int) -> fx.Node:
+        """[n] of every rank -> [numel], the first of them all."""
+        world = self.ctx.group_size(group_name)
+        if world > 1:
+            start = self.node(all_gather_op(), piece, world, group_name, name=f"all_gather_grad_{self.label}")
+            piece = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
+        if meta.tensor_value(piece).shape[0] != numel:
+            piece = self.node(aten.slice.Tensor, piece, 0, 0, numel)
+        return piece

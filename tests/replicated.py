@@ -5,6 +5,7 @@ Every rank computes all ranks' gradients itself, on a plain copy of the model, w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zgraph
@@ -61,6 +63,8 @@ class Case:
         zeros: parameters by prefix that receive zeros where no rank read them.
         evaluate: compare the output in eval mode under no_grad as well, which is one more graph.
         split: shards the model itself instead of one call of zgraph.shard.
+        micro_batches: forwards and backwards per step, all but the last under no_sync.
+        replicas: of each shard (hybrid sharding); divides the world.
     """
 
     build: Callable[[], nn.Module]
@@ -72,6 +76,8 @@ class Case:
     evaluate: bool = False
     split: Callable[[nn.Module, int], nn.Module] | None = None
     steps: int = STEPS
+    micro_batches: int = 1
+    replicas: int = 1
 
     def call(self, model: Callable[..., Tensor], inputs: Tensor) -> Tensor:
         if self.autocast is None:
@@ -90,8 +96,9 @@ def batches(case: Case, step: int) -> list[tuple[Tensor, Tensor]]:
 class Replicated:
     """The plain model and what data parallelism defines its gradients to be."""
 
-    def __init__(self, case: Case, model: nn.Module) -> None:
+    def __init__(self, case: Case, model: nn.Module, zero_stage: int) -> None:
         self.case = case
+        self.zero_stage = zero_stage
         self.model = model
         self.dtype: torch.dtype | None = case.options.get("param_dtype")
         self.wire: torch.dtype | None = case.options.get("reduce_dtype")
@@ -120,39 +127,77 @@ class Replicated:
             }
         return output.detach(), grads
 
-    def step(self, step: int) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """This rank's output, and the averaged gradients."""
-        mine: Tensor | None = None
+    def step(self, step: int) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+        """This rank's output of each micro-batch, and the reduced gradients."""
+        outputs: list[Tensor] = []
+        waiting: list[dict[str, Tensor | None]] = [{} for _ in range(dist.get_world_size())]
         total: dict[str, Tensor | None] = {}
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        after: dict[str, Tensor] = {}
-        for rank, (inputs, target) in enumerate(batches(self.case, step)):
-            torch.manual_seed(77 + step)
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(before[name])  # every rank's forward starts from the same buffers
-            output, grads = self.forward_backward(inputs, target)
-            if rank == dist.get_rank():
-                mine = output
-                after = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            for name, grad in grads.items():
-                if grad is None:
-                    total.setdefault(name, None)
-                    continue
-                travels = dist.get_world_size() > 1
-                if travels and self.wire is not None and self.wire.itemsize <= grad.dtype.itemsize:
-                    grad = grad.to(self.wire)
-                earlier = total.get(name)
-                total[name] = grad.float() if earlier is None else earlier + grad.float()
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(after[name])
-        world = dist.get_world_size()
+        for micro in range(self.case.micro_batches):
+            output, grads = self.micro_step(step * self.case.micro_batches + micro)
+            outputs.append(output)
+            last = micro == self.case.micro_batches - 1
+            for name in grads[0]:
+                mine = [own[name] for own in grads]
+                if self.waits(name) and self.case.micro_batches > 1:
+                    for sums, grad in zip(waiting, mine, strict=True):
+                        sums[name] = added(sums.get(name), None if grad is None else grad.float())
+                    mine = [sums[name] for sums in waiting]
+                    if not last:
+                        continue
+                total[name] = added(total.get(name), self.reduce(mine))
         for name, grad in total.items():
             if grad is None and name.startswith(self.case.zeros or ("\0",)):
                 total[name] = torch.zeros_like(self.model.get_parameter(name))
-            elif grad is not None and self.mean and world > 1:
-                total[name] = grad / world
+        return outputs, total
+
+    def waits(self, name: str) -> bool:
+        """Whether a gradient is summed over the micro-batches before the ranks; 0-d parameters are replicated."""
+        return self.zero_stage in (0, 1) or self.model.get_parameter(name).ndim == 0
+
+    def micro_step(self, index: int) -> tuple[Tensor, list[dict[str, Tensor | None]]]:
+        """This rank's output, and every rank's own gradients."""
+        mine: Tensor | None = None
+        found: list[dict[str, Tensor | None]] = []
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        after: dict[str, Tensor] = {}
+        for rank, (inputs, target) in enumerate(batches(self.case, index)):
+            torch.manual_seed(77 + index)
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(before[name])  # every rank's forward starts from the same buffers
+            output, grads = self.forward_backward(inputs, target)
+            found.append(grads)
+            if rank == dist.get_rank():
+                mine = output
+                after = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(after[name])
         assert mine is not None
-        return mine, total
+        return mine, found
+
+    def reduce(self, grads: list[Tensor | None]) -> Tensor | None:
+        """Sum in rank order within each replica, then over the replicas, and divide once."""
+        world = len(grads)
+        inner = world // self.case.replicas
+        total: Tensor | None = None
+        for first in range(0, world, inner):
+            partial: Tensor | None = None
+            for grad in grads[first : first + inner]:
+                travels = None if grad is None else self.on_the_wire(grad) if inner > 1 else grad
+                partial = added(partial, None if travels is None else travels.float())
+            if partial is not None and self.case.replicas > 1:
+                partial = self.on_the_wire(partial).float()
+            total = added(total, partial)
+        return total / world if total is not None and self.mean and world > 1 else total
+
+    def on_the_wire(self, grad: Tensor) -> Tensor:
+        narrows = self.wire is not None and self.wire.itemsize <= grad.dtype.itemsize
+        return grad.to(self.wire) if narrows else grad
+
+
+def added(earlier: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    if earlier is None or grad is None:
+        return grad if earlier is None else earlier
+    return earlier + grad
 
 
 def compare(case: Case, zero_stage: int, mode: str) -> int:
@@ -166,11 +211,11 @@ def compare(case: Case, zero_stage: int, mode: str) -> int:
     """
     torch.manual_seed(5)
     model = case.build()
-    reference = Replicated(case, copy.deepcopy(model))
+    reference = Replicated(case, copy.deepcopy(model), zero_stage)
     if case.split is not None:
         model = case.split(model, zero_stage)
     else:
-        model = zgraph.shard(model, zero_stage=zero_stage, **case.options)
+        model = zgraph.shard(model, hybrid_mesh(case.replicas), zero_stage=zero_stage, **case.options)
     called: Callable[..., Tensor] = model
     if mode == "fx":
         called = torch.compile(model, backend="zgraph", options={"pipeline": verified()})
@@ -183,14 +228,18 @@ def compare(case: Case, zero_stage: int, mode: str) -> int:
     expected_optimizer = torch.optim.AdamW(reference.model.parameters(), lr=1e-2, foreach=False)
     compared = 0
     for step in range(case.steps):
-        inputs, target = batches(case, step)[dist.get_rank()]
-        expected_output, expected = reference.step(step)
-        torch.manual_seed(77 + step)
-        output = case.call(called, inputs)
-        assert_equal(f"output of step {step}", output.detach(), expected_output)
-        loss = loss_of(output, target)
-        for remaining in reversed(range(case.backwards)):
-            loss.backward(retain_graph=remaining > 0)
+        expected_outputs, expected = reference.step(step)
+        for micro, expected_output in enumerate(expected_outputs):
+            index = step * case.micro_batches + micro
+            inputs, target = batches(case, index)[dist.get_rank()]
+            torch.manual_seed(77 + index)
+            waits = micro < case.micro_batches - 1
+            with zgraph.no_sync(model) if waits else contextlib.nullcontext():
+                output = case.call(called, inputs)
+            assert_equal(f"output {micro} of step {step}", output.detach(), expected_output)
+            loss = loss_of(output, target)
+            for remaining in reversed(range(case.backwards)):
+                loss.backward(retain_graph=remaining > 0)
         for name, parameter in model.named_parameters():
             found = None if parameter.grad is None else whole(parameter.grad)
             assert_equal(f"gradient of {name} in step {step}", found, expected.get(name))
@@ -207,6 +256,14 @@ def compare(case: Case, zero_stage: int, mode: str) -> int:
     if case.evaluate:
         assert_evaluation_equal(case, called, model, reference)
     return compared
+
+
+def hybrid_mesh(replicas: int) -> DeviceMesh | None:
+    """[replicas, world / replicas] ranks; None, the default mesh, for a single replica."""
+    if replicas == 1:
+        return None
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def assert_evaluation_equal(case: Case, called: Callable[..., Tensor], model: nn.Module, reference: Replicated) -> None:

@@ -78,6 +78,82 @@ def test_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, m
     assert min(compared) > 0
 
 
+# Gradients of 8, gathers of 3 micro-batches; models whose reads, sizes or dtypes differ.
+WINDOWS = {
+    "uneven_shards": Case(build=models.Uneven, micro_batches=3),
+    "tied_scalar": Case(build=lambda: models.Language(layers=1), batch=token_batch, micro_batches=2, evaluate=True),
+    "reused": Case(build=models.Reused, micro_batches=2),
+    "frozen_autocast": Case(build=models.Frozen, autocast=torch.bfloat16, micro_batches=2),
+    "bf16": Case(
+        build=lambda: models.Language(layers=1),
+        batch=token_batch,
+        micro_batches=2,
+        options={"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+    ),
+    "graph_breaks": Case(build=models.Broken, micro_batches=2),
+    "dynamic_sizes": Case(build=models.Uneven, batch=growing_features, micro_batches=2),
+    "sum": Case(build=models.Uneven, options={"reduction": "sum"}, micro_batches=2),
+    "routed_experts": Case(build=models.Routed, options={"units": (models.Experts,)}, zeros=("moe.",), micro_batches=2),
+    "checkpointed": Case(build=models.Checkpointed, micro_batches=2),
+}
+
+
+def run_window(name: str, zero_stage: int, mode: str) -> int:
+    return compare(WINDOWS[name], zero_stage, mode)
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["uneven_shards", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_accumulated_gradients_equal_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
+    assert min(ranks.run(run_window, name, zero_stage, mode)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", [name for name in WINDOWS if name not in ("uneven_shards", "bf16")])
+def test_accumulation_in_many_models(two_ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
+    assert min(two_ranks.run(run_window, name, zero_stage, mode)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize(("name", "zero_stage"), [(name, 1 + index % 2) for index, name in enumerate(CASES)])
+def test_a_window_of_one_equals_the_replicated_model(two_ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
+    """Without no_sync stages 1 and 2 are the same thing, so each model takes one of them."""
+    assert min(two_ranks.run(run_case, name, zero_stage, mode)) > 0
+
+
+HYBRID = {
+    "uneven_shards": Case(build=models.Uneven, replicas=2, evaluate=True),
+    "tied_scalar": Case(build=lambda: models.Language(layers=1), batch=token_batch, replicas=2),
+    "accumulated_sum": Case(build=models.Uneven, options={"reduction": "sum"}, micro_batches=2, replicas=2),
+    "bf16": Case(
+        build=models.Uneven,
+        options={"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+        micro_batches=2,
+        replicas=2,
+    ),
+    "bf16_fp32_sums": Case(build=models.Uneven, options={"param_dtype": torch.bfloat16}, replicas=2),
+    "batch_norm": Case(build=models.Normalised, evaluate=True, replicas=2),
+}
+
+
+def run_hybrid(name: str, zero_stage: int, mode: str) -> int:
+    return compare(HYBRID[name], zero_stage, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True, scope="session", ids="ranks{}".format)
+def test_hybrid_sharding_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
+    """4 ranks as 2 x 2; 2 ranks as 2 x 1, where nothing is sharded and all is replicated."""
+    assert min(ranks.run(run_hybrid, name, zero_stage, mode)) > 0
+
+
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_equals_when_only_submodules_are_compiled(ranks: Ranks, zero_stage: int) -> None:
     assert min(ranks.run(run_case, "uneven_shards", zero_stage, "part")) > 0

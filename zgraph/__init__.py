@@ -20,6 +20,7 @@ from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
 from zgraph.sharding import shard  # noqa: E402
+from zgraph.window import no_sync  # noqa: E402
 
 __all__ = [
     "AgreementError",
@@ -33,6 +34,7 @@ __all__ = [
     "VerifyError",
     "ZgraphError",
     "ZgraphWarning",
+    "no_sync",
     "ops",
     "passes",
     "shard",

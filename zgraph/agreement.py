@@ -49,8 +49,10 @@ class Signature:
         for transfer in transfers:
             members = dist.get_process_group_ranks(resolve_group(transfer.group_name))
             ranks |= dict.fromkeys(members)
+            # By their distances, which the groups along one axis of a mesh have in common.
+            axis = [member - members[0] for member in members]
             entries.append(
-                f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes over ranks {members}"
+                f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes over ranks r + {axis}"
             )
         names = tuple(", ".join(transfer.parameters) for transfer in transfers)
         return cls(direction, tuple(entries), names, tuple(sorted(ranks)))

@@ -52,7 +52,8 @@ class PassContext:
         self.notes.append((graph_pass.name, self.direction, text))
 
     def group_size(self, group_name: str) -> int:
-        return dist.get_world_size(resolve_group(group_name))
+        """Ranks of a group; the group "" is this rank alone."""
+        return dist.get_world_size(resolve_group(group_name)) if group_name else 1
 
     def group_rank(self, group_name: str) -> int:
         return dist.get_rank(resolve_group(group_name))

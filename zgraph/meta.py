@@ -18,6 +18,7 @@ _PARAMETERS = "zgraph_parameters"
 _HANDLES = "zgraph_handles"
 _RECOMPUTE = "recompute"
 _REGION = "ac_graph_id"
+_SAVED = "zgraph_saved"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
 # between two of them (it saves what lies on such a border).
 _GATHER_REGION = 1 << 30
@@ -70,6 +71,15 @@ def is_tagged_recompute(node: fx.Node) -> bool:
     return node.meta.get(_RECOMPUTE) is CheckpointPolicy.MUST_RECOMPUTE and node.meta.get(_REGION) == _GATHER_REGION
 
 
+def tag_saved(node: fx.Node) -> None:
+    """Say that forward may save this gathered parameter for backward; what replaces the node inherits it."""
+    node.meta[_SAVED] = True
+
+
+def is_tagged_saved(node: fx.Node) -> bool:
+    return _SAVED in node.meta
+
+
 def evaluate(node: fx.Node) -> object:
     """What the node yields on fake values, from its arguments' fake values.
 
@@ -104,7 +114,7 @@ def create(
     """A call_function node at the graph's insertion point, with its value, and the parameters of `like`."""
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
     if like is not None:
-        for key in (_PARAMETERS, _HANDLES, "nn_module_stack", "stack_trace"):
+        for key in (_PARAMETERS, _HANDLES, _SAVED, "nn_module_stack", "stack_trace"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     set_value(node, evaluate(node))

@@ -35,6 +35,8 @@ class UnshardArgs:
     wire_dtype: torch.dtype | None
     zero_stage: int
     reduction: str
+    window: str
+    replicas: str
     group_name: str
 
     @classmethod
@@ -45,7 +47,7 @@ class UnshardArgs:
     @property
     def policy(self) -> tuple[object, ...]:
         """Everything but the tensors: equal for two reads that one gather can serve."""
-        return (self.shape, self.dtype, self.wire_dtype, self.zero_stage, self.reduction, self.group_name)
+        return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class ReduceArgs:
     wire_dtype: torch.dtype | None
     zero_stage: int
     reduction: str
+    window: str
+    replicas: str
     group_name: str
 
     @classmethod
@@ -83,7 +87,7 @@ def is_sum_ranks(node: fx.Node) -> bool:
 
 def is_start(node: fx.Node) -> bool:
     """Whether the node starts a collective whose result needs a wait."""
-    return node.op == "call_function" and is_functional_collective(node.target)
+    return node.op == "call_function" and (is_functional_collective(node.target) or is_kept_gather(node))
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -92,6 +96,15 @@ def is_wait(node: fx.Node) -> bool:
 
 def is_all_gather(node: fx.Node) -> bool:
     return node.target is all_gather_op()
+
+
+def is_kept_gather(node: fx.Node) -> bool:
+    """Whether the node gathers only what the window has not gathered yet."""
+    return node.target is torch.ops.zgraph.all_gather_kept.default
+
+
+def is_gather(node: fx.Node) -> bool:
+    return is_all_gather(node) or is_kept_gather(node)
 
 
 def is_all_to_all(node: fx.Node) -> bool:
@@ -104,17 +117,20 @@ def is_reduce_scatter(node: fx.Node) -> bool:
 
 def is_communication(node: fx.Node) -> bool:
     """Starts, waits, and the copies in and out of their buffers: what carries a parameter but computes nothing."""
+    # What forward has saved is an input of backward, and still says for whom it was gathered.
+    if node.op != "call_function":
+        return False
     return is_start(node) or is_wait(node) or (bool(meta.parameters(node)) and not is_marker(node))
 
 
 def group_of(start: fx.Node) -> str:
-    """Group name of a collective's start: the last argument of every functional collective."""
+    """Group name of a collective's start, which every one of them takes last."""
     return str(start.args[-1])
 
 
 def whole_bytes(start: fx.Node) -> int:
     """Bytes of the whole tensor a collective works on: what a gather yields, what a reduction takes."""
-    whole = meta.tensor_value(start if is_all_gather(start) else start.all_input_nodes[0])
+    whole = meta.tensor_value(start if is_gather(start) else start.all_input_nodes[0])
     return payload_bytes(whole.shape, whole.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The dialect: two marker operators, their eager kernels (the reference), and the sum that fixes the order of ranks.
+"""The dialect: two marker operators with their eager kernels (the reference), and the operators they are made of.
 
 `zgraph::unshard` turns a local shard into the whole parameter, `zgraph::reduce_grad` turns a whole gradient into the
 averaged gradient of the local shard. They are pure, carry no policy and no identity constants: what differs between two
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zgraph.errors import CollectiveError, ZgraphError
 from zgraph.handle import name_of
-from zgraph.torch_compat import all_gather, resolve_group
+from zgraph.runtime.window import ALONE, OPEN, state_behind
+from zgraph.torch_compat import all_gather, resolve_group, start_all_gather, wait
 
 MIB = 2**20
 
@@ -32,6 +34,11 @@ def local_rows(rows: int, world: int, rank: int) -> int:
     """Rows that `rank` really holds: the chunk, less at the end, zero behind it."""
     chunk = chunk_rows(rows, world)
     return max(0, min(chunk, rows - rank * chunk))
+
+
+def group_size(group_name: str) -> int:
+    """Ranks of a group; the group "" is this rank alone."""
+    return dist.get_world_size(resolve_group(group_name)) if group_name else 1
 
 
 def accumulate_dtype(wire: torch.dtype) -> torch.dtype:
@@ -61,30 +68,106 @@ def pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 @torch.library.custom_op("zgraph::sum_ranks", mutates_args=())
-def sum_ranks(received: Tensor, world: int, mean: bool, dtype: torch.dtype) -> Tensor:
+def sum_ranks(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
     """Sum equal pieces in rank order and divide once: the order of summation that every lowering must reproduce.
 
     Args:
         received: [world * n, ...] pieces of rank 0, 1, ... one after the other.
         world: number of ranks N.
-        mean: divide the sum by N.
+        divisor: of the sum: how many ranks a mean is over; 1 where it is none, or where a further sum follows.
         dtype: of the result.
 
     Returns:
-        [n, ...] in `dtype`; summed in fp32 (fp64 for fp64 input), divided by N once.
+        [n, ...] in `dtype`; summed in fp32 (fp64 for fp64 input), divided once.
     """
     pieces = received.unflatten(0, (world, -1))
     total = pieces[0].to(accumulate_dtype(received.dtype), copy=True)
     for rank in range(1, world):
         total += pieces[rank]
-    if mean and world > 1:
-        total /= world
+    if divisor > 1:
+        total /= divisor
     return total.to(dtype)
 
 
 @sum_ranks.register_fake
-def _(received: Tensor, world: int, mean: bool, dtype: torch.dtype) -> Tensor:
+def _(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
     return received.new_empty((received.shape[0] // world, *received.shape[1:]), dtype=dtype)
+
+
+# --- windows --------------------------------------------------------------------------------------------------------
+
+
+def keeps_gathered(zero_stage: int, window: str) -> bool:
+    """Whether gathered parameters outlive the call, for the other forwards of the window."""
+    return zero_stage in (1, 2) and window != ALONE
+
+
+def gradients_wait(zero_stage: int, window: str) -> bool:
+    """Whether gradients are summed on each rank until the closing backward."""
+    return zero_stage in (0, 1) and window != ALONE
+
+
+@torch.library.custom_op("zgraph::all_gather_kept", mutates_args=())
+def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -> Tensor:
+    """Start gathering a parameter, unless the window has gathered it already; needs a wait like any start.
+
+    Args:
+        chunk: [n, ...] this rank's padded rows.
+        handle: of the parameter, whose state keeps the result.
+        world: number of ranks N.
+        window: "open" leaves the result with the state, "closing" takes it away.
+        group_name: of the group.
+
+    Returns:
+        [N * n, ...], shared by all forwards of the window.
+    """
+    kept = state_behind(handle).kept
+    whole = kept.get(chunk.dtype)
+    if whole is None:
+        whole = start_all_gather(chunk, world, group_name)
+    if window == OPEN:
+        kept[chunk.dtype] = whole
+    else:
+        kept.clear()
+    return whole.view(whole.shape)  # a tensor of its own: autograd writes on what an operator returns
+
+
+@all_gather_kept.register_fake
+def _(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -> Tensor:
+    return chunk.new_empty((world * chunk.shape[0], *chunk.shape[1:]))
+
+
+@torch.library.custom_op("zgraph::accumulate_grad", mutates_args=())
+def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: int) -> Tensor:
+    """Let a whole gradient wait for the closing backward.
+
+    Args:
+        grad: [*shape] of this rank alone.
+        handle: of the parameter, whose state keeps the sum.
+        dtype: of the sum, the parameter's own.
+        zero_stage: 0 or 1.
+        rows: of this rank's shard.
+
+    Returns:
+        What goes into `.grad` meanwhile: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
+    """
+    return state_behind(handle).add(grad, dtype, zero_stage)
+
+
+@accumulate_grad.register_fake
+def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: int) -> Tensor:
+    return grad.new_empty(grad.shape if zero_stage == 0 else (rows, *grad.shape[1:]), dtype=dtype)
+
+
+@torch.library.custom_op("zgraph::add_accumulated", mutates_args=())
+def add_accumulated(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
+    """The last gradient of a window and all that have waited, summed: [*shape] in `dtype`."""
+    return state_behind(handle).take(grad, dtype, zero_stage)
+
+
+@add_accumulated.register_fake
+def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=dtype)
 
 
 # --- unshard --------------------------------------------------------------------------------------------------------
@@ -99,6 +182,8 @@ def unshard(
     wire_dtype: torch.dtype | None,
     zero_stage: int,
     reduction: str,
+    window: str,
+    replicas: str,
     group_name: str,
 ) -> Tensor:
     """The whole parameter from its local shard.
@@ -109,9 +194,11 @@ def unshard(
         shape: of the whole parameter.
         dtype: of the result; the cast comes before the gather, so narrow types travel.
         wire_dtype: in which the gradient travels, see `wire_dtype_of`.
-        zero_stage: 0 replicated, 3 sharded on dim 0.
+        zero_stage: 0 replicated, else sharded on dim 0.
         reduction: "mean" or "sum" over the ranks, for the gradient.
-        group_name: of the process group.
+        window: where this forward stands in its window, see runtime/window.py.
+        replicas: name of the group across which the shards are replicated (hybrid sharding); "" for none.
+        group_name: of the group over which the parameter is sharded.
 
     Returns:
         [*shape] in `dtype`, never an alias of `shard`.
@@ -126,9 +213,12 @@ def unshard(
     if world == 1:
         return shard.to(dtype, copy=True, memory_format=torch.contiguous_format)
     chunk = pad_rows(shard.to(dtype), chunk_rows(shape[0], world))
-    whole = chunk.new_empty((world * chunk.shape[0], *chunk.shape[1:]))
     try:
-        all_gather(whole, chunk, group)
+        if keeps_gathered(zero_stage, window):
+            whole = wait(all_gather_kept(chunk, handle, world, window, group_name))
+        else:
+            whole = chunk.new_empty((world * chunk.shape[0], *chunk.shape[1:]))
+            all_gather(whole, chunk, group)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -145,21 +235,22 @@ def _(
     wire_dtype: torch.dtype | None,
     zero_stage: int,
     reduction: str,
+    window: str,
+    replicas: str,
     group_name: str,
 ) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, handle, _, _, ctx.wire_dtype, ctx.zero_stage, ctx.reduction, ctx.group_name = inputs
+    shard, handle, _, _, *ctx.policy = inputs
     ctx.shard_dtype = shard.dtype
     ctx.save_for_backward(handle)
 
 
 def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (handle,) = ctx.saved_tensors
-    reduced = reduce_grad(grad, handle, ctx.shard_dtype, ctx.wire_dtype, ctx.zero_stage, ctx.reduction, ctx.group_name)
-    return reduced, None, None, None, None, None, None, None
+    return reduce_grad(grad, handle, ctx.shard_dtype, *ctx.policy), *([None] * 9)
 
 
 unshard.register_autograd(_reduce, setup_context=_remember)
@@ -176,25 +267,35 @@ def reduce_grad(
     wire_dtype: torch.dtype | None,
     zero_stage: int,
     reduction: str,
+    window: str,
+    replicas: str,
     group_name: str,
 ) -> Tensor:
     """This rank's shard of the gradient, averaged (or summed) over the ranks in rank order.
 
     Args:
         grad: [*shape] gradient of the whole parameter.
-        handle, wire_dtype, zero_stage, reduction, group_name: as in `unshard`.
+        handle, wire_dtype, zero_stage, reduction, window, replicas, group_name: as in `unshard`.
         dtype: of the result, the parameter's own.
 
     Returns:
-        [rows, ...] at stage 3, [*shape] at stage 0: fp32 sum in rank order, one exact 1/N, then `dtype`.
+        [rows, ...] where the parameter is sharded, [*shape] at stage 0: fp32 sum in rank order over the group, then
+        over its replicas, one exact 1/N, then `dtype`. Where gradients wait for the end of the window, what stands in
+        for them in `.grad`.
 
     Raises:
         CollectiveError: the exchange failed; names the parameter.
     """
     group = resolve_group(group_name)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    copies = group_size(replicas)
+    if world * copies > 1 and gradients_wait(zero_stage, window):
+        if window == OPEN:
+            rows = 0 if zero_stage == 0 else local_rows(grad.shape[0], world, rank)
+            return accumulate_grad(grad, handle, dtype, zero_stage, rows)
+        grad = add_accumulated(grad, handle, dtype, zero_stage)
+    divisor = world * copies if reduction == "mean" else 1
     wire = grad.to(wire_dtype_of(grad.dtype, wire_dtype)) if world > 1 else grad  # alone, nothing travels
-    mean = reduction == "mean"
     if zero_stage == 0:
         chunk = chunk_rows(wire.numel(), world)
         pieces = pad_rows(wire.reshape(-1), world * chunk)
@@ -202,22 +303,49 @@ def reduce_grad(
         chunk = chunk_rows(wire.shape[0], world)
         pieces = pad_rows(wire, world * chunk)
     try:
-        if world > 1:
-            received = torch.empty_like(pieces)
-            dist.all_to_all_single(received, pieces, group=group)
-            pieces = received
-        total = sum_ranks(pieces, world, mean, dtype)
+        if copies == 1:
+            total = _exchange_and_sum(pieces, group, divisor, dtype)
+        else:
+            partial = _exchange_and_sum(pieces, group, 1, accumulate_dtype(pieces.dtype))
+            total = _all_reduce(partial, resolve_group(replicas), divisor, wire_dtype, dtype)
         if zero_stage == 0:
-            whole = total
-            if world > 1:
-                whole = total.new_empty(world * chunk)
-                all_gather(whole, total, group)
-            return whole[: grad.numel()].view(grad.shape)
+            return _gather_pieces(total, group, grad.numel()).view(grad.shape)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise collective_error("reduce_grad", [name_of(handle)], group_name, error) from error
     return total[: local_rows(grad.shape[0], world, rank)]
+
+
+def _exchange_and_sum(pieces: Tensor, group: ProcessGroup, divisor: int, dtype: torch.dtype) -> Tensor:
+    """[N * n, ...] of every rank -> the sum of this rank's [n, ...] pieces."""
+    world = dist.get_world_size(group)
+    if world > 1:
+        received = torch.empty_like(pieces)
+        dist.all_to_all_single(received, pieces, group=group)
+        pieces = received
+    return sum_ranks(pieces, world, divisor, dtype)
+
+
+def _gather_pieces(piece: Tensor, group: ProcessGroup, numel: int) -> Tensor:
+    """[n] of every rank -> [numel], the first of them all."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return piece[:numel]
+    whole = piece.new_empty(world * piece.numel())
+    all_gather(whole, piece, group)
+    return whole[:numel]
+
+
+def _all_reduce(
+    partial: Tensor, group: ProcessGroup, divisor: int, wire_dtype: torch.dtype | None, dtype: torch.dtype
+) -> Tensor:
+    """The sum of a partial sum over the replicas of this shard, in rank order."""
+    world = dist.get_world_size(group)
+    flat = partial.reshape(-1).to(wire_dtype_of(partial.dtype, wire_dtype))
+    pieces = pad_rows(flat, world * chunk_rows(flat.numel(), world))
+    mean = _exchange_and_sum(pieces, group, divisor, dtype)
+    return _gather_pieces(mean, group, partial.numel()).view(partial.shape)
 
 
 @reduce_grad.register_fake
@@ -228,6 +356,8 @@ def _(
     wire_dtype: torch.dtype | None,
     zero_stage: int,
     reduction: str,
+    window: str,
+    replicas: str,
     group_name: str,
 ) -> Tensor:
     if zero_stage == 0:

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from zgraph.handle import make_handle
+from zgraph.runtime.window import attach_state
 from zgraph.torch_compat import local_parameters, replace_parameter
 from zgraph.unit import STATE, ModuleState, ParamSpec, Read, Scope, state_of, unit_class
 
 Unit = nn.Module | type[nn.Module]
 Ignored = nn.Parameter | nn.Module
-ZERO_STAGES = (0, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def shard(
     """Shard a module's parameters over a mesh, in place, so that `forward` gathers what it reads.
 
     Rank 0's values of parameters and buffers become everyone's. At rest each parameter is a DTensor: `Shard(0)` at
-    stage 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the whole tensor in
+    stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the whole tensor in
     `param_dtype`; its gradient is averaged over the ranks in rank order and arrives, sharded, in `.grad`. This holds
     with and without `torch.compile`. Create the optimizer afterwards.
 
@@ -53,9 +54,12 @@ def shard(
 
     Args:
         module: any module whose parameters are real (not meta) tensors.
-        mesh: one axis; None: all ranks of the default process group.
-        zero_stage: 0 keeps every parameter whole on every rank, 3 keeps 1/N of it (ZeRO, Rajbhandari et al. 2020,
-            arXiv 1910.02054).
+        mesh: one axis to shard over; or two for hybrid sharding, of which the first replicates and the second shards
+            (gathers stay inside; gradients are reduced inside, then across). None: all ranks of the default group.
+        zero_stage: 0 keeps every parameter whole on every rank, the others keep 1/N of parameter, gradient and
+            optimizer state (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054). They differ in what a window keeps, see
+            `no_sync`: 3 gathers for every forward and again for every backward, and reduces in every backward; 2
+            gathers once per window; 1 gathers once and reduces once per window, as 0 does.
         param_dtype: in which parameters are gathered and computed with; floating-point inputs of `module` are cast to
             it. None: the parameter's own.
         reduce_dtype: in which gradients travel. A gradient narrower than this travels as it is: the sum is fp32 on
@@ -102,7 +106,8 @@ def shard(
             wire_dtype=reduce_dtype,
             zero_stage=zero_stage if entry.parameter.ndim > 0 else 0,
             reduction=reduction,
-            group_name=mesh.get_group().group_name,
+            replicas=mesh.get_group(0).group_name if mesh.ndim > 1 else "",
+            group_name=mesh.get_group(mesh.ndim - 1).group_name,
             ignored=id(entry.parameter) in ignored_ids,
         )
         _place(entry, spec, mesh)
@@ -132,11 +137,16 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
         first = next(module.parameters(), None)
         device_type = first.device.type if first is not None else "cpu"
         return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(
-            f"zgraph.shard: the mesh has {mesh.ndim} axes {axes}; zgraph shards over one. Pass one of them, such as "
-            f"mesh[{axes[0]!r}]."
+            f"zgraph.shard: the mesh has {mesh.ndim} axes {axes}; zgraph shards over one, and replicates over one "
+            f"more at most. Pass one or two of them, such as mesh[{axes[-2:]!r}]."
+        )
+    if dist.get_world_size() % mesh.size():
+        raise ValueError(
+            f"zgraph.shard: a mesh of {mesh.size()} ranks {mesh.mesh.tolist()} does not divide the world of "
+            f"{dist.get_world_size()}; start torchrun with a multiple of {mesh.size()} ranks, or make another mesh."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -150,9 +160,7 @@ def _check_options(
     zero_stage: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, reduction: str
 ) -> None:
     if zero_stage not in ZERO_STAGES:
-        raise ValueError(
-            f"zgraph.shard: zero_stage={zero_stage!r} is not available; write zero_stage=0 or zero_stage=3."
-        )
+        raise ValueError(f"zgraph.shard: zero_stage={zero_stage!r} is not available; write zero_stage=0, 1, 2 or 3.")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'zgraph.shard: reduction={reduction!r} is unknown; write "mean" or "sum".')
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
@@ -267,7 +275,8 @@ def _inside(name: str, unit: str) -> bool:
 
 def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh) -> None:
     """Replace the parameter, wherever it is read, by its DTensor."""
-    placement: Sequence[Placement] = (Shard(0),) if spec.zero_stage > 0 and not spec.ignored else (Replicate(),)
+    inner = Shard(0) if spec.zero_stage > 0 and not spec.ignored else Replicate()
+    placement: Sequence[Placement] = (*[Replicate()] * (mesh.ndim - 1), inner)
     with torch.no_grad():
         if spec.ignored:
             distributed = DTensor.from_local(entry.parameter.detach(), mesh, placement, run_check=False)
@@ -282,9 +291,10 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh) -> None:
 
 def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...]) -> None:
     """Decide who gathers it: the named unit around all its readers, else their closest common parent."""
-    read = Read(
-        entry.name, spec, make_handle(entry.name), tuple((part, attribute) for _, part, attribute in entry.sites)
-    )
+    sites = tuple((part, attribute) for _, part, attribute in entry.sites)
+    handle = make_handle(entry.name)
+    attach_state(handle, *sites[0])
+    read = Read(entry.name, spec, handle, sites)
     prefixes = [prefix for prefix, _, _ in entry.sites]
     unit = next((name for name in unit_names if all(_inside(prefix, name) for prefix in prefixes)), None)
     if unit is None:
@@ -310,7 +320,7 @@ def _state(module: nn.Module) -> ModuleState:
 
 def _broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
     """Rank 0's buffers become everyone's, as its parameters did."""
-    group = mesh.get_group()
-    for buffer in module.buffers():
-        if buffer.device.type == mesh.device_type and not isinstance(buffer, DTensor):
-            dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
+    for group in mesh.get_all_groups():  # along the first axis, then from there along the second
+        for buffer in module.buffers():
+            if buffer.device.type == mesh.device_type and not isinstance(buffer, DTensor):
+                dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)

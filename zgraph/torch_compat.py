@@ -103,6 +103,11 @@ def wait_op() -> Any:
     return torch.ops._c10d_functional.wait_tensor.default
 
 
+def wait(started: Tensor) -> Tensor:
+    """The result of a functional collective, usable."""
+    return wait_op()(started)
+
+
 def is_functional_collective(target: object) -> bool:
     """Whether target starts a functional collective (wait_tensor and in-place variants are not starts)."""
     if not isinstance(target, OpOverload):
@@ -135,6 +140,14 @@ def returns_alias(target: object) -> bool:
 def is_higher_order(target: object) -> bool:
     """Whether a node's target calls other graphs, as torch.cond does (HigherOrderOperator, 2.11 - 2.13)."""
     return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is running a backward (`_current_graph_task_id`, 2.11 - 2.13)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # --- AOTAutograd --------------------------------------------------------------------------------------------------

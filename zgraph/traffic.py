@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from zgraph import meta, nodes
-from zgraph.ops import chunk_rows, payload_bytes, wire_dtype_of
-from zgraph.torch_compat import resolve_group
+from zgraph.ops import (
+    accumulate_dtype,
+    chunk_rows,
+    gradients_wait,
+    group_size,
+    keeps_gathered,
+    payload_bytes,
+    wire_dtype_of,
+)
+from zgraph.runtime.window import OPEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,7 @@ class Transfer:
         dtype: on the wire.
         payload_bytes: what this rank hands in.
         sent_bytes: what it sends, (N-1)/N of the whole: exact for all_to_all, the bandwidth optimum for the others.
+            Of an "all_gather_kept" only the first of a window sends it.
         parameters: whom it works for.
     """
 
@@ -45,7 +54,8 @@ def transfers(graph: fx.Graph) -> Iterator[Transfer]:
             yield from _reduce_transfers(node)
         else:
             # A coalesced one of the model's own has several.
-            sent = [meta.tensor_value(source) for source in node.all_input_nodes]
+            sources = node.all_input_nodes[:1] if nodes.is_kept_gather(node) else node.all_input_nodes
+            sent = [meta.tensor_value(source) for source in sources]
             payload = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
             yield _transfer(node, _kind(node), nodes.group_of(node), sent[0].dtype, payload)
 
@@ -56,31 +66,38 @@ def _kind(node: fx.Node) -> str:
 
 def _unshard_transfers(node: fx.Node) -> Iterator[Transfer]:
     args = nodes.UnshardArgs.of(node)
-    world = dist.get_world_size(resolve_group(args.group_name))
+    world = group_size(args.group_name)
     if args.zero_stage > 0 and world > 1:
         shape = (chunk_rows(args.shape[0], world), *args.shape[1:])
-        payload = payload_bytes(shape, args.dtype)
-        yield _transfer(node, "all_gather_into_tensor", args.group_name, args.dtype, payload)
+        kind = "all_gather_kept" if keeps_gathered(args.zero_stage, args.window) else "all_gather_into_tensor"
+        yield _transfer(node, kind, args.group_name, args.dtype, payload_bytes(shape, args.dtype))
 
 
 def _reduce_transfers(node: fx.Node) -> Iterator[Transfer]:
     args = nodes.ReduceArgs.of(node)
-    world = dist.get_world_size(resolve_group(args.group_name))
-    if world == 1:
+    world, copies = group_size(args.group_name), group_size(args.replicas)
+    waits = gradients_wait(args.zero_stage, args.window)
+    if world * copies == 1 or (waits and args.window == OPEN):
         return
     grad = meta.tensor_value(args.grad)
-    wire = wire_dtype_of(grad.dtype, args.wire_dtype)
+    wire = wire_dtype_of(args.dtype if waits else grad.dtype, args.wire_dtype)
     if args.zero_stage == 0:
         chunk = chunk_rows(grad.numel(), world)
-        yield _transfer(node, "all_to_all_single", args.group_name, wire, world * chunk * wire.itemsize)
-        yield _transfer(node, "all_gather_into_tensor", args.group_name, args.dtype, chunk * args.dtype.itemsize)
     else:
-        shape = (world * chunk_rows(grad.shape[0], world), *grad.shape[1:])
-        yield _transfer(node, "all_to_all_single", args.group_name, wire, payload_bytes(shape, wire))
+        chunk = chunk_rows(grad.shape[0], world) * math.prod(grad.shape[1:])
+    if world > 1:
+        yield _transfer(node, "all_to_all_single", args.group_name, wire, world * chunk * wire.itemsize)
+    if copies > 1:
+        partial = wire_dtype_of(accumulate_dtype(wire), args.wire_dtype)
+        piece = chunk_rows(chunk, copies)
+        yield _transfer(node, "all_to_all_single", args.replicas, partial, copies * piece * partial.itemsize)
+        yield _transfer(node, "all_gather_into_tensor", args.replicas, args.dtype, piece * args.dtype.itemsize)
+    if args.zero_stage == 0 and world > 1:
+        yield _transfer(node, "all_gather_into_tensor", args.group_name, args.dtype, chunk * args.dtype.itemsize)
 
 
 def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, payload: int) -> Transfer:
-    world = dist.get_world_size(resolve_group(group_name))
+    world = group_size(group_name)
     if kind.startswith("all_gather"):
         sent = payload * (world - 1)
     elif kind.startswith("all_reduce"):

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.ops import unshard
-from zgraph.torch_compat import local_parameters, tree_flatten, tree_unflatten
+from zgraph.runtime.window import ALONE, CLOSING, OPEN
+from zgraph.torch_compat import is_in_backward, local_parameters, tree_flatten, tree_unflatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
 
@@ -35,9 +36,10 @@ class ParamSpec:
         device_type: where it was sharded.
         compute_dtype: in which it is gathered and read.
         wire_dtype: in which its gradient travels; None: as it arrives.
-        zero_stage: 0 replicated, 3 sharded on dim 0.
+        zero_stage: 0 replicated, 1 to 3 sharded on dim 0.
         reduction: "mean" or "sum".
-        group_name: process group of its mesh axis.
+        replicas: process group of the mesh axis across which the shards are replicated; "" for none.
+        group_name: process group of the mesh axis over which it is sharded.
         ignored: read as it is, gradient left alone.
     """
 
@@ -48,15 +50,28 @@ class ParamSpec:
     wire_dtype: torch.dtype | None
     zero_stage: int
     reduction: str
+    replicas: str
     group_name: str
     ignored: bool = False
 
 
 class Scope:
-    """Shared by all modules under one `shard` root: is a forward running, and what has it gathered already?"""
+    """Shared by all modules under one `shard` root: is a forward running, and what has it gathered already?
+
+    Attributes:
+        active: a forward is running.
+        accumulating: it is under `no_sync`.
+        opened: a forward has run under `no_sync` since the last one without.
+        window: where the running forward stands in its window.
+        guards_steps: optimizers are watched for steps in an open window.
+    """
 
     def __init__(self) -> None:
         self.active = False
+        self.accumulating = False
+        self.opened = False
+        self.window: str = ALONE
+        self.guards_steps = False
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
         # do in the replicated model. In a compiled graph the pass dedupe_gathers has that duty.
@@ -65,6 +80,7 @@ class Scope:
 
     def begin(self) -> None:
         self.active = True
+        self.window = self._next_window()
         if not torch.compiler.is_compiling():
             self.gathered = {}
 
@@ -72,6 +88,20 @@ class Scope:
         self.active = False
         if not torch.compiler.is_compiling():
             self.gathered = None
+
+    def _next_window(self) -> str:
+        if not torch.is_grad_enabled():
+            return ALONE
+        if not torch.compiler.is_compiling() and is_in_backward():
+            # Activation checkpointing repeats a forward that has had its place in the window.
+            return OPEN if self.opened else ALONE
+        if self.accumulating:
+            self.opened = True
+            return OPEN
+        if self.opened:
+            self.opened = False
+            return CLOSING
+        return ALONE
 
     @torch.compiler.assume_constant_result
     def check_optimizers(self) -> None:
@@ -162,15 +192,16 @@ def gather(read: Read, scope: Scope) -> Tensor:
         )
     if spec.ignored:
         return parameter.to_local()
+    window = scope.window if spec.zero_stage < 3 else ALONE
     share = scope.gathered if not torch.compiler.is_compiling() else None
     if share is None or not (parameter.requires_grad and torch.is_grad_enabled()):
-        return _unshard(parameter, read)
+        return _unshard(parameter, read, window)
     if read not in share:  # by identity: parts sharded one by one have parameters of equal names
-        share[read] = _unshard(parameter, read)
+        share[read] = _unshard(parameter, read, window)
     return share[read]
 
 
-def _unshard(parameter: DTensor, read: Read) -> Tensor:
+def _unshard(parameter: DTensor, read: Read, window: str) -> Tensor:
     spec = read.spec
     return unshard(
         parameter.to_local(),
@@ -180,6 +211,8 @@ def _unshard(parameter: DTensor, read: Read) -> Tensor:
         spec.wire_dtype,
         spec.zero_stage,
         spec.reduction,
+        window,
+        spec.replicas,
         spec.group_name,
     )
 

@@ -179,7 +179,10 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
 
 
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:
-    """No gathered parameter is saved for backward, unless the user's own outputs keep it alive anyway."""
+    """No gathered parameter is saved for backward against its lifetime.
+
+    What the user's own outputs keep alive anyway may be saved too.
+    """
     outputs = nodes.returned_by(graph)
     kept = [_gather_behind(out) for out in outputs[:user_outputs] if isinstance(out, fx.Node)]
     for out in outputs[user_outputs:]:
@@ -207,7 +210,7 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
     for wait in nodes.call_functions(graph, nodes.is_wait):
         start = cast(fx.Node, wait.args[0])
         user = nodes.first_user(wait, order)
-        if user is None or not nodes.is_all_gather(start):
+        if user is None or not nodes.is_gather(start):
             continue
         between = wait.next
         while between is not user:
@@ -220,10 +223,11 @@ def _gather_behind(node: fx.Node) -> fx.Node | None:
     """The gather that a value is a view, cast or copy of."""
     while True:
         if nodes.is_unshard(node):
-            return node if nodes.UnshardArgs.of(node).zero_stage > 0 else None
+            return node if nodes.UnshardArgs.of(node).zero_stage > 0 and not meta.is_tagged_saved(node) else None
         if nodes.is_wait(node):
             start = cast(fx.Node, node.args[0])
-            return start if nodes.is_all_gather(start) and meta.parameters(start) else None
+            releases = nodes.is_gather(start) and meta.parameters(start) and not meta.is_tagged_saved(start)
+            return start if releases else None
         if not nodes.is_reshaping(node) or not node.all_input_nodes:
             return None
         node = node.all_input_nodes[0]

@@ -69,9 +69,9 @@ def _exchange(node: fx.Node, args: list[list[Any]]) -> list[Tensor]:
         return list(_sum(sent).chunk(world))
     _, _, *policy = args[0]
     if nodes.is_unshard(node):
-        _, dtype, _, stage, _, _ = policy
+        _, dtype, _, stage, *_ = policy
         return [tensor.to(dtype, copy=True) for tensor in sent] if stage == 0 else [torch.cat(sent).to(dtype)] * world
-    dtype, wire, stage, reduction, _ = policy
+    dtype, wire, stage, reduction, *_ = policy
     if wire is not None and wire.itemsize <= sent[0].dtype.itemsize:
         sent = [tensor.to(wire) for tensor in sent]
     total = _sum([tensor.float() for tensor in sent])

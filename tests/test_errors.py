@@ -80,8 +80,8 @@ def _replaced() -> None:
     model(torch.ones(2, 4))
 
 
-def _two_axes() -> None:
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicas", "dp"))
+def _three_axes() -> None:
+    mesh = init_device_mesh("cpu", (1, 1, dist.get_world_size()), mesh_dim_names=("pp", "replicas", "dp"))
     zgraph.shard(nn.Linear(4, 4), mesh)
 
 
@@ -149,7 +149,7 @@ SCENARIOS = {
     "moved": _moved,
     "cast": _cast,
     "replaced": _replaced,
-    "two_axes": _two_axes,
+    "three_axes": _three_axes,
     "tensor_parallel": _tensor_parallel,
     "another_mesh": _another_mesh,
     "untied": _untied,
@@ -174,13 +174,13 @@ EXPECTED = {
     "moved": r"weight was sharded as \[4, 4\] torch\.float32 on cpu and is now \[4, 4\] torch\.float32 on meta",
     "cast": r"weight was sharded as .* torch\.float32 on cpu and is now .* torch\.bfloat16 on cpu",
     "replaced": r"weight is no longer the DTensor that zgraph\.shard made.*before zgraph\.shard",
-    "two_axes": r"ValueError: .*mesh has 2 axes \('replicas', 'dp'\).*mesh\['replicas'\]",
+    "three_axes": r"ValueError: .*mesh has 3 axes \('pp', 'replicas', 'dp'\).*mesh\[\('replicas', 'dp'\)\]",
     "tensor_parallel": r"ValueError: .*weight is a DTensor already.*tensor-parallel.*Shard the plain module",
     "another_mesh": r"ValueError: .*0\.weight was sharded on .* one model needs one mesh",
     "untied": r"ValueError: .*embed\.weight is tied to weight.*shard both in one call",
     "meta": r"ValueError: .*weight is on the meta device.*to_empty",
     "twice": r"ZgraphError: .*(weight|bias) was differentiated a second time.*create_graph=True",
-    "stage": r"ValueError: .*zero_stage=4 is not available; write zero_stage=0 or zero_stage=3",
+    "stage": r"ValueError: .*zero_stage=4 is not available; write zero_stage=0, 1, 2 or 3",
     "reduction": r"ValueError: .*reduction='average' is unknown; write \"mean\" or \"sum\"",
     "dtype": r"ValueError: .*param_dtype=torch\.int8 is no floating-point dtype",
     "unit": r"ValueError: .*units names LayerNorm, which the model does not contain",

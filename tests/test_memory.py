@@ -69,7 +69,7 @@ def local(tensor: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_bytes_per_parameter_before_the_optimizer_step(ranks: Ranks, zero_stage: int, mode: str) -> None:
     expected = 16 if zero_stage == 0 else 16 / ranks.world
     for found in ranks.run(bytes_before_the_step, zero_stage, mode):

@@ -75,9 +75,10 @@ def test_markers_count_as_the_collectives_of_their_own_kernels(world: int, stage
     handle = drawing.input("handle", 96, dtype=torch.uint8)
     shard = drawing.input("shard", rows if stage == 0 else -(-rows // world), 3)
     whole = drawing.call(
-        torch.ops.zgraph.unshard.default, shard, handle, [rows, 3], torch.float32, None, stage, "mean", "0"
+        torch.ops.zgraph.unshard.default, shard, handle, [rows, 3], torch.float32, None, stage, "mean", "alone", "", "0"
     )
-    drawing.call(torch.ops.zgraph.reduce_grad.default, whole, handle, torch.float32, torch.bfloat16, stage, "mean", "0")
+    policy = (torch.float32, torch.bfloat16, stage, "mean", "alone", "", "0")
+    drawing.call(torch.ops.zgraph.reduce_grad.default, whole, handle, *policy)
     found = [(sent.kind, sent.dtype, sent.payload_bytes, sent.sent_bytes) for sent in transfers(drawing.graph)]
     others = world - 1
     if stage == 3:

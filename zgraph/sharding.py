@@ -92,6 +92,7 @@ def shard(
             if known.scope is not scope:
                 scope.replaced.extend(known.scope.replaced)
                 known.scope.replaced = []
+            scope.has_windows = scope.has_windows or known.scope.has_windows
             known.scope = scope  # parts sharded before now share the root's scope
             continue
         object.__setattr__(part, STATE, ModuleState(scope=scope))
@@ -110,6 +111,7 @@ def shard(
             group_name=mesh.get_group(mesh.ndim - 1).group_name,
             ignored=id(entry.parameter) in ignored_ids,
         )
+        scope.has_windows = scope.has_windows or (spec.zero_stage < 3 and not spec.ignored)
         _place(entry, spec, mesh)
         scope.replaced.append((entry.name, weakref.ref(entry.parameter)))
         _assign_to_unit(entry, spec, module, unit_names)

@@ -60,6 +60,7 @@ class Scope:
 
     Attributes:
         active: a forward is running.
+        has_windows: some parameter is of a stage that keeps or lets wait; else `no_sync` changes nothing.
         accumulating: it is under `no_sync`.
         opened: a forward has run under `no_sync` since the last one without.
         window: where the running forward stands in its window.
@@ -68,6 +69,7 @@ class Scope:
 
     def __init__(self) -> None:
         self.active = False
+        self.has_windows = False
         self.accumulating = False
         self.opened = False
         self.window: str = ALONE
@@ -90,7 +92,7 @@ class Scope:
             self.gathered = None
 
     def _next_window(self) -> str:
-        if not torch.is_grad_enabled():
+        if not self.has_windows or not torch.is_grad_enabled():
             return ALONE
         if not torch.compiler.is_compiling() and is_in_backward():
             # Activation checkpointing repeats a forward that has had its place in the window.

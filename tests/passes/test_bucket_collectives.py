@@ -154,7 +154,7 @@ def test_exchanges_of_other_groups_are_left_alone(group_name: str, buckets: int)
     pieces = [drawing.input("a", 8, 8), drawing.input("b", 8, 8)]
     starts = [drawing.start_exchange(piece, name) for piece, name in zip(pieces, "ab", strict=True)]
     waits = [drawing.wait(start) for start in starts]
-    means = [drawing.call(torch.ops.zgraph.sum_ranks.default, wait, 2, True, torch.float32) for wait in waits]
+    means = [drawing.call(torch.ops.zgraph.sum_ranks.default, wait, 2, 2, torch.float32) for wait in waits]
     starts[1].args = (*starts[1].args[:-1], group_name)
     gm = drawing.done(*means)
     assert BucketCollectives(bucket_bytes=2**20).run(gm, PassContext(direction="backward")) == (buckets == 1)
@@ -184,10 +184,10 @@ def test_a_result_that_is_read_before_the_last_member_splits_the_bucket() -> Non
     drawing = Drawing()
     sum_ranks = torch.ops.zgraph.sum_ranks.default
     one = drawing.wait(drawing.start_exchange(drawing.input("a", 8, 8), "a"))
-    mean = drawing.call(sum_ranks, one, 2, True, torch.float32, works_for="a")
+    mean = drawing.call(sum_ranks, one, 2, 2, torch.float32, works_for="a")
     later = drawing.call(aten.mm.default, mean, drawing.input("x", 8, 8))
     two = drawing.wait(drawing.start_exchange(drawing.call(aten.cat.default, [later, later]), "b"))
-    gm = drawing.done(drawing.call(sum_ranks, two, 2, True, torch.float32, works_for="b"))
+    gm = drawing.done(drawing.call(sum_ranks, two, 2, 2, torch.float32, works_for="b"))
     assert not apply(BucketCollectives(bucket_bytes=2**20), Traced(gm, {"forward": gm}, PassContext()), "forward")
 
 
@@ -241,7 +241,7 @@ def draw_layers(rows: list[int], reads: list[int], rank: int, world: int) -> fx.
         total = drawing.call(aten.mm.default, total, drawing.call(aten.t.default, layer))
         total = drawing.call(aten.mm.default, total, layer)
         received = drawing.wait(drawing.start_exchange(layer, f"g{read}"))
-        grads.append(drawing.call(torch.ops.zgraph.sum_ranks.default, received, world, True, torch.float32))
+        grads.append(drawing.call(torch.ops.zgraph.sum_ranks.default, received, world, world, torch.float32))
     return drawing.done(total, *whole, *grads)
 
 

@@ -94,7 +94,7 @@ def test_cast_that_every_reader_applies_comes_before_the_gather() -> None:
 def test_readers_that_disagree_about_the_cast_gather_wide(second: torch.dtype) -> None:
     drawing = Drawing()
     shard, handle = drawing.input("shard", 4, 8), drawing.input("handle", 96, dtype=torch.uint8)
-    policy = ([8, 8], torch.float32, None, 3, "mean", "0")
+    policy = ([8, 8], torch.float32, None, 3, "mean", "alone", "", "0")
     whole = drawing.call(torch.ops.zgraph.unshard.default, shard, handle, *policy, works_for="w")
     narrow = drawing.call(aten._to_copy.default, whole, dtype=torch.bfloat16)
     other = (
@@ -113,7 +113,7 @@ def test_readers_that_disagree_about_the_cast_gather_wide(second: torch.dtype) -
 def test_only_a_narrowing_cast_comes_before_the_gather(dtype: torch.dtype, on_the_wire: torch.dtype) -> None:
     drawing = Drawing()
     shard, handle = drawing.input("shard", 4, 8), drawing.input("handle", 96, dtype=torch.uint8)
-    policy = ([8, 8], torch.float32, None, 3, "mean", "0")
+    policy = ([8, 8], torch.float32, None, 3, "mean", "alone", "", "0")
     whole = drawing.call(torch.ops.zgraph.unshard.default, shard, handle, *policy, works_for="w")
     gm = drawing.done(drawing.call(aten.relu.default, drawing.call(aten._to_copy.default, whole, dtype=dtype)))
     graph = lowered(Traced(gm, {"forward": gm}, traced(mlp).ctx))

@@ -43,7 +43,7 @@ def test_each_gradient_is_padded_exchanged_and_summed_in_rank_order() -> None:
         .check("all_to_all_4_weight: f32[6, 5]")
         .check("[3, 3], [3, 3], '0')")
         .check("wait_grad_4_weight")
-        .check("f32[3, 5] = zgraph.sum_ranks(wait_grad_4_weight, 2, True, torch.float32)")
+        .check("f32[3, 5] = zgraph.sum_ranks(wait_grad_4_weight, 2, 2, torch.float32)")
         .check("all_to_all_0_weight")
         .run(text)
     )
@@ -72,7 +72,7 @@ def test_mean_of_a_replicated_parameter_is_gathered() -> None:
 @pytest.mark.usefixtures("world")
 def test_sum_does_not_divide() -> None:
     graph = lowered(traced(mlp, reduction="sum"))
-    assert {node.args[2] for node in nodes.call_functions(graph, nodes.is_sum_ranks)} == {False}
+    assert {node.args[2] for node in nodes.call_functions(graph, nodes.is_sum_ranks)} == {1}
 
 
 @pytest.mark.usefixtures("world")
@@ -110,7 +110,7 @@ def test_other_casts_stay(near_miss: str) -> None:
     else:
         grad = drawing.input("grad", 8, 8, dtype=torch.float64)
         wide = drawing.call(aten._to_copy.default, grad, dtype=torch.float32)
-    policy = (torch.float32, None, 3, "mean", "0")
+    policy = (torch.float32, None, 3, "mean", "alone", "", "0")
     reduced = drawing.call(torch.ops.zgraph.reduce_grad.default, wide, handle, *policy, works_for="w")
     gm = drawing.done(reduced)
     graph = lowered(Traced(gm, {"backward": gm}, traced(mlp).ctx))

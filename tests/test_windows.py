@@ -1,0 +1,320 @@
+"""Windows: what travels, what is held, how often is compiled, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+import zgraph
+from tests.ranks import Ranks, fresh_ranks
+from tests.replicated import whole
+from tests.test_memory import live_tensors, local, storage_bytes
+
+ROWS, LAYERS = 48, 3  # 48 rows divide by 1, 2, 3 and 4, so that the formulas are exact
+PARAMETER_BYTES = LAYERS * ROWS * ROWS * 4
+
+
+def build() -> nn.Module:
+    """No biases: where the input needs a gradient, backward reads every weight."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(ROWS, ROWS, bias=False), nn.Tanh()) for _ in range(LAYERS)])
+
+
+def called(model: nn.Module, mode: str) -> Any:
+    return torch.compile(model, backend="zgraph") if mode == "fx" else model
+
+
+def train_window(model: nn.Module, call: Any, micro_batches: int, between: Any = None) -> None:
+    for micro in range(micro_batches):
+        waits = micro < micro_batches - 1
+        with zgraph.no_sync(model) if waits else contextlib.nullcontext():
+            output = call(torch.full((2, ROWS), 0.1 * (1 + micro), requires_grad=True))
+        output.sum().backward()
+        del output
+        if waits and between is not None:
+            between(micro)
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+SENDS = {"c10d::_allgather_base_": 1, "c10d::alltoall_base_": 1}  # position of the tensor that a rank hands in
+
+
+def sent_bytes(events: Any, worlds: dict[str, int]) -> int:
+    """What the collectives that really ran sent: an all_gather its piece to each other rank, an all_to_all (N-1)/N."""
+    total = 0
+    for event in events:
+        if event.name not in SENDS:
+            continue
+        numel = torch.Size(event.input_shapes[SENDS[event.name]]).numel()
+        world = worlds[event.name]
+        total += numel * 4 * (world - 1) // (1 if "gather" in event.name else world)
+    return total
+
+
+def window_bytes(zero_stage: int, micro_batches: int, mode: str) -> int:
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    call = called(model, mode)
+    for _ in range(2):
+        train_window(model, call, micro_batches)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        train_window(model, call, micro_batches)
+    events = profiled.events()
+    assert events is not None
+    known = [event.name for event in events if event.name.startswith("c10d::")]
+    assert all(name in SENDS for name in known), known
+    return sent_bytes(events, dict.fromkeys(SENDS, dist.get_world_size()))
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_step_sends_what_the_formula_says(ranks: Ranks, zero_stage: int, micro_batches: int, mode: str) -> None:
+    """(N-1)/N times 2P, 2P, (k+1)P and 3kP; without a compiler autograd keeps the weights, so stage 3 gathers once."""
+    parts = {0: 2, 1: 2, 2: micro_batches + 1, 3: (3 if mode == "fx" else 2) * micro_batches}[zero_stage]
+    expected = parts * PARAMETER_BYTES * (ranks.world - 1) // ranks.world
+    assert ranks.run(window_bytes, zero_stage, micro_batches, mode) == [expected] * ranks.world
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def held_in_window(zero_stage: int, mode: str) -> dict[str, list[float]]:
+    """Bytes held per parameter byte: between the micro-batches of a window, and after it; no optimizer state."""
+    shard_numel = ROWS * ROWS // dist.get_world_size()
+    before = {id(tensor) for tensor in live_tensors(shard_numel)}
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    call = called(model, mode)
+    found: dict[str, list[float]] = {"inside": [], "after": []}
+
+    def measure(kind: str) -> None:
+        samples: list[float] = []
+        for _ in range(4):
+            alive = [tensor for tensor in live_tensors(shard_numel) if id(tensor) not in before]
+            resting = [local(value) for p in model.parameters() for value in (p, p.grad) if value is not None]
+            samples.append(storage_bytes([*alive, *resting]) / PARAMETER_BYTES)
+            time.sleep(0.05)  # a gloo thread lets go of its last buffers a moment after the collective is over
+        found[kind].append(min(samples))
+
+    train_window(model, call, 2)
+    model.zero_grad()
+    train_window(model, call, 3, lambda micro: measure("inside"))
+    measure("after")
+    return found
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_window_holds_what_the_formula_says(ranks: Ranks, zero_stage: int, mode: str) -> None:
+    """Parameter and gradient at rest; and in a window the kept copies (1, 2) and the waiting sums (1), P each."""
+    share = 1 if zero_stage == 0 else 1 / ranks.world
+    extra = 0 if ranks.world == 1 else {0: 0, 1: 2, 2: 1, 3: 0}[zero_stage]
+    for found in ranks.run(held_in_window, zero_stage, mode):
+        assert found["inside"] == pytest.approx([2 * share + extra] * 2)
+        assert found["after"] == pytest.approx([2 * share])
+
+
+# --- numerics beyond the replicated judge ---------------------------------------------------------------------------
+
+
+def large_batch_error(zero_stage: int) -> float:
+    """Largest relative difference between 4 micro-batches and one batch of all their rows."""
+    rows = torch.randn(8, ROWS, generator=torch.Generator().manual_seed(dist.get_rank()))
+    torch.manual_seed(0)
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    call = called(model, "fx")
+    for micro, part in enumerate(rows.chunk(4)):
+        with zgraph.no_sync(model) if micro < 3 else contextlib.nullcontext():
+            (call(part).square().mean() / 4).backward()
+    accumulated = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    call(rows).square().mean().backward()
+    at_once = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    assert len(accumulated) == len(at_once) == LAYERS
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(accumulated, at_once, strict=True))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_micro_batches_equal_one_large_batch(two_ranks: Ranks, zero_stage: int) -> None:
+    """Up to fp32 rounding of sums of 8 rows, in another order: a few times 2^-24, far below 1e-6."""
+    assert max(two_ranks.run(large_batch_error, zero_stage)) < 1e-6
+
+
+def step_without_clearing(zero_stage: int, mode: str) -> list[bool]:
+    """Two windows in a row add up in `.grad`, as two backwards do."""
+    torch.manual_seed(0)
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    call = called(model, mode)
+    train_window(model, call, 2)
+    once = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+    train_window(model, call, 2)
+    twice = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return [torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_windows_add_to_what_is_in_grad(two_ranks: Ranks, zero_stage: int, mode: str) -> None:
+    assert two_ranks.run(step_without_clearing, zero_stage, mode) == [[True] * LAYERS] * 2
+
+
+def abandoned_window(zero_stage: int) -> list[bool]:
+    """zero_grad discards what has waited: the next window's gradients are those of a fresh model."""
+    torch.manual_seed(0)
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    with zgraph.no_sync(model):
+        model(torch.randn(2, ROWS)).sum().backward()
+    model.zero_grad()
+    train_window(model, model, 2)
+    found = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    train_window(model, model, 2)
+    expected = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_zero_grad_abandons_a_window(two_ranks: Ranks, zero_stage: int) -> None:
+    assert two_ranks.run(abandoned_window, zero_stage) == [[True] * LAYERS] * 2
+
+
+def pipelined_window(zero_stage: int, mode: str) -> dict[str, Any]:
+    """All forwards before all backwards, as a pipeline schedule runs them: gradients, and gathers that ran."""
+    torch.manual_seed(0)
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    call = called(model, mode)
+    train_window(model, call, 3)
+    expected = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        outputs: list[Tensor] = []
+        for micro in range(3):
+            with zgraph.no_sync(model) if micro < 2 else contextlib.nullcontext():
+                outputs.append(call(torch.full((2, ROWS), 0.1 * (1 + micro), requires_grad=True)))
+        for output in outputs:
+            output.sum().backward()
+    events = profiled.events()
+    assert events is not None
+    ran = Counter(event.name for event in events)
+    found = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    equal = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+    return {"equal": equal, "gathers": ran["c10d::_allgather_base_"]}
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_several_forwards_in_flight_share_one_kept_copy(two_ranks: Ranks, zero_stage: int, mode: str) -> None:
+    expected = {"equal": [True] * LAYERS, "gathers": LAYERS}
+    assert two_ranks.run(pipelined_window, zero_stage, mode) == [expected] * 2
+
+
+# --- compiled variants ----------------------------------------------------------------------------------------------
+
+
+def variants(zero_stage: int) -> list[int]:
+    """Graphs compiled so far, after each of four windows of three micro-batches."""
+    report = zgraph.Report()
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    call = torch.compile(model, backend="zgraph", options={"report": report})
+    counts: list[int] = []
+    for _ in range(4):
+        train_window(model, call, 3)
+        counts.append(sum(graph.direction == "forward" for graph in report.graphs))
+    return counts
+
+
+@pytest.mark.parametrize(("zero_stage", "expected"), [(0, 2), (1, 2), (2, 2), (3, 1)])
+def test_two_variants_are_compiled_and_kept(two_ranks: Ranks, zero_stage: int, expected: int) -> None:
+    """One under no_sync and one that closes; stage 3 is the same graph in both."""
+    assert two_ranks.run(variants, zero_stage) == [[expected] * 4] * 2
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def _unsharded() -> None:
+    with zgraph.no_sync(nn.Linear(2, 2)):
+        pass
+
+
+def _mixed() -> None:
+    model = build()
+    zgraph.shard(model[0], zero_stage=1)  # type: ignore[index]
+    with zgraph.no_sync(zgraph.shard(model, zero_stage=3)):
+        pass
+
+
+def _step_in_an_open_window() -> None:
+    model = zgraph.shard(build(), zero_stage=1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with zgraph.no_sync(model):
+        model(torch.ones(2, ROWS)).sum().backward()
+    optimizer.step()
+
+
+REFUSED = {
+    _unsharded: r"zgraph\.no_sync: nothing in this Linear is sharded.*call zgraph\.shard first",
+    _mixed: r"zgraph\.no_sync: the module mixes ZeRO stages \(0\.weight at stage 1, 1\.0\.weight at stage 3\)",
+    _step_in_an_open_window: r"optimizer\.step\(\) on 0\.0\.weight while its window is open.*outside of no_sync",
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_refusals_say_what_to_do(two_ranks: Ranks, wrong: Any) -> None:
+    for good, text in two_ranks.outcomes(wrong):
+        assert not good
+        with pytest.raises((ValueError, zgraph.ZgraphError), match=REFUSED[wrong]):
+            raise ValueError(text)
+
+
+def uneven_mesh() -> None:
+    members = dist.get_world_size() - 1
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", list(range(members)), mesh_dim_names=("dp",))
+    zgraph.shard(nn.Linear(2, 2), mesh)
+
+
+def test_a_mesh_that_does_not_divide_the_world_is_refused_everywhere() -> None:
+    with fresh_ranks(3) as three:
+        for good, text in three.outcomes(uneven_mesh):
+            assert not good
+            assert "a mesh of 2 ranks [0, 1] does not divide the world of 3" in text
+
+
+# --- hybrid sharding ------------------------------------------------------------------------------------------------
+
+
+def bytes_by_axis(zero_stage: int, micro_batches: int) -> dict[str, int]:
+    """Bytes that this rank sends per step along each axis of a 2 x 2 mesh, told apart by the size of what is sent."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    report = zgraph.Report()
+    model = zgraph.shard(build(), mesh, zero_stage=zero_stage)
+    call = torch.compile(model, backend="zgraph", options={"report": report})
+    train_window(model, call, 1)
+    axes = {mesh.get_group(axis).group_name: axis for axis in ("replicate", "shard")}
+    found = {"replicate": 0, "shard": 0}
+    for graph in report.graphs:
+        for transfer in graph.transfers:
+            found[axes[transfer.group_name]] += transfer.sent_bytes
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        train_window(model, call, 1)
+    events = profiled.events()
+    assert events is not None
+    assert sent_bytes(events, dict.fromkeys(SENDS, 2)) == sum(found.values())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4], indirect=True, scope="session", ids="ranks{}".format)
+@pytest.mark.parametrize(("zero_stage", "inside", "across"), [(0, 2, 1), (1, 2, 1), (2, 2, 1), (3, 3, 1)])
+def test_hybrid_sharding_gathers_inside_only(ranks: Ranks, zero_stage: int, inside: int, across: int) -> None:
+    """Inside 1/2 of 2P or 3P; across only the all-reduce of a shard: 1/2 of 2 P/2."""
+    expected = {"replicate": across * PARAMETER_BYTES // 2, "shard": inside * PARAMETER_BYTES // 2}
+    assert ranks.run(bytes_by_axis, zero_stage, 1) == [expected] * 4

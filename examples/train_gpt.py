@@ -40,7 +40,7 @@ def parse_options() -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--zero-stage", type=int, choices=(0, 1, 2, 3), default=3, help="0 replicates the parameters, 1 to 3 shard them")
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), default=3, help="0 replicates, 1 to 3 shard")
     add("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="of the gathered parameters")
     add("--steps", type=int, default=550, help="optimizer steps")
     add("--batch", type=int, default=8, help="sequences per rank and step")

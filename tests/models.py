@@ -246,11 +246,12 @@ class Adapted(nn.Module):
 class Checkpointed(nn.Module):
     """Activation checkpointing: the forward runs again inside backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.first = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
         self.second = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.first, x, use_reentrant=False)
-        return checkpoint(self.second, x, use_reentrant=False)
+        return checkpoint(self.second, x, use_reentrant=self.reentrant)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import zgraph
+from tests import models
 from tests.ranks import Ranks, fresh_ranks
 from tests.replicated import whole
 from tests.test_memory import live_tensors, local, storage_bytes
@@ -32,10 +33,10 @@ def called(model: nn.Module, mode: str) -> Any:
     return torch.compile(model, backend="zgraph") if mode == "fx" else model
 
 
-def train_window(model: nn.Module, call: Any, micro_batches: int, between: Any = None) -> None:
+def train_window(call: Any, micro_batches: int, between: Any = None) -> None:
     for micro in range(micro_batches):
         waits = micro < micro_batches - 1
-        with zgraph.no_sync(model) if waits else contextlib.nullcontext():
+        with zgraph.no_sync(call) if waits else contextlib.nullcontext():
             output = call(torch.full((2, ROWS), 0.1 * (1 + micro), requires_grad=True))
         output.sum().backward()
         del output
@@ -64,9 +65,9 @@ def window_bytes(zero_stage: int, micro_batches: int, mode: str) -> int:
     model = zgraph.shard(build(), zero_stage=zero_stage)
     call = called(model, mode)
     for _ in range(2):
-        train_window(model, call, micro_batches)
+        train_window(call, micro_batches)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        train_window(model, call, micro_batches)
+        train_window(call, micro_batches)
     events = profiled.events()
     assert events is not None
     known = [event.name for event in events if event.name.startswith("c10d::")]
@@ -104,9 +105,9 @@ def held_in_window(zero_stage: int, mode: str) -> dict[str, list[float]]:
             time.sleep(0.05)  # a gloo thread lets go of its last buffers a moment after the collective is over
         found[kind].append(min(samples))
 
-    train_window(model, call, 2)
+    train_window(call, 2)
     model.zero_grad()
-    train_window(model, call, 3, lambda micro: measure("inside"))
+    train_window(call, 3, lambda micro: measure("inside"))
     measure("after")
     return found
 
@@ -153,9 +154,9 @@ def step_without_clearing(zero_stage: int, mode: str) -> list[bool]:
     torch.manual_seed(0)
     model = zgraph.shard(build(), zero_stage=zero_stage)
     call = called(model, mode)
-    train_window(model, call, 2)
+    train_window(call, 2)
     once = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
-    train_window(model, call, 2)
+    train_window(call, 2)
     twice = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     return [torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True)]
 
@@ -173,10 +174,10 @@ def abandoned_window(zero_stage: int) -> list[bool]:
     with zgraph.no_sync(model):
         model(torch.randn(2, ROWS)).sum().backward()
     model.zero_grad()
-    train_window(model, model, 2)
+    train_window(model, 2)
     found = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
-    train_window(model, model, 2)
+    train_window(model, 2)
     expected = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
 
@@ -186,12 +187,33 @@ def test_zero_grad_abandons_a_window(two_ranks: Ranks, zero_stage: int) -> None:
     assert two_ranks.run(abandoned_window, zero_stage) == [[True] * LAYERS] * 2
 
 
+def checkpointed_gradients(reentrant: bool, zero_stage: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = zgraph.shard(models.Checkpointed(reentrant), zero_stage=zero_stage)
+    for micro in range(3):
+        with zgraph.no_sync(model) if micro < 2 else contextlib.nullcontext():
+            output = model(torch.full((2, 6), 0.1 * (1 + micro)))
+        output.sum().backward()
+    return [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+
+
+def reentrant_equals_not(zero_stage: int) -> list[bool]:
+    one, other = checkpointed_gradients(True, zero_stage), checkpointed_gradients(False, zero_stage)
+    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_reentrant_checkpoint_keeps_its_place_in_the_window(two_ranks: Ranks, zero_stage: int) -> None:
+    """It records its graph in backward, when no_sync has long been left."""
+    assert two_ranks.run(reentrant_equals_not, zero_stage) == [[True] * 8] * 2
+
+
 def pipelined_window(zero_stage: int, mode: str) -> dict[str, Any]:
     """All forwards before all backwards, as a pipeline schedule runs them: gradients, and gathers that ran."""
     torch.manual_seed(0)
     model = zgraph.shard(build(), zero_stage=zero_stage)
     call = called(model, mode)
-    train_window(model, call, 3)
+    train_window(call, 3)
     expected = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -226,7 +248,7 @@ def variants(zero_stage: int) -> list[int]:
     call = torch.compile(model, backend="zgraph", options={"report": report})
     counts: list[int] = []
     for _ in range(4):
-        train_window(model, call, 3)
+        train_window(call, 3)
         counts.append(sum(graph.direction == "forward" for graph in report.graphs))
     return counts
 
@@ -255,7 +277,7 @@ def _mixed() -> None:
 def _step_in_an_open_window() -> None:
     model = zgraph.shard(build(), zero_stage=1)
     optimizer = torch.optim.SGD(model.parameters())
-    with zgraph.no_sync(model):
+    with zgraph.no_sync(torch.compile(model, backend="zgraph")):
         model(torch.ones(2, ROWS)).sum().backward()
     optimizer.step()
 
@@ -297,14 +319,14 @@ def bytes_by_axis(zero_stage: int, micro_batches: int) -> dict[str, int]:
     report = zgraph.Report()
     model = zgraph.shard(build(), mesh, zero_stage=zero_stage)
     call = torch.compile(model, backend="zgraph", options={"report": report})
-    train_window(model, call, 1)
+    train_window(call, 1)
     axes = {mesh.get_group(axis).group_name: axis for axis in ("replicate", "shard")}
     found = {"replicate": 0, "shard": 0}
     for graph in report.graphs:
         for transfer in graph.transfers:
             found[axes[transfer.group_name]] += transfer.sent_bytes
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        train_window(model, call, 1)
+        train_window(call, 1)
     events = profiled.events()
     assert events is not None
     assert sent_bytes(events, dict.fromkeys(SENDS, 2)) == sum(found.values())

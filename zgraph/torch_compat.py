@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload as OpOverload
 from torch.fx.graph import CodeGen
 
@@ -180,6 +180,11 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
     from functorch.compile import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """The module inside what torch.compile returned, else the module itself (`_orig_mod`, 2.11 - 2.13)."""
+    return cast(nn.Module, getattr(module, "_orig_mod", module))
 
 
 def aot_input_index(node: fx.Node) -> int | None:

@@ -64,6 +64,7 @@ class Scope:
         accumulating: it is under `no_sync`.
         opened: a forward has run under `no_sync` since the last one without.
         window: where the running forward stands in its window.
+        last: where the last forward that recorded gradients stood.
         guards_steps: optimizers are watched for steps in an open window.
     """
 
@@ -73,6 +74,7 @@ class Scope:
         self.accumulating = False
         self.opened = False
         self.window: str = ALONE
+        self.last: str = ALONE
         self.guards_steps = False
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
@@ -95,15 +97,16 @@ class Scope:
         if not self.has_windows or not torch.is_grad_enabled():
             return ALONE
         if not torch.compiler.is_compiling() and is_in_backward():
-            # Activation checkpointing repeats a forward that has had its place in the window.
-            return OPEN if self.opened else ALONE
+            return self.last  # activation checkpointing repeats a forward that has had its place
         if self.accumulating:
             self.opened = True
-            return OPEN
-        if self.opened:
+            self.last = OPEN
+        elif self.opened:
             self.opened = False
-            return CLOSING
-        return ALONE
+            self.last = CLOSING
+        else:
+            self.last = ALONE
+        return self.last
 
     @torch.compiler.assume_constant_result
     def check_optimizers(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
+from zgraph.torch_compat import without_compile
 from zgraph.unit import Scope, state_of
 
 
@@ -38,6 +39,7 @@ def no_sync(module: nn.Module) -> Generator[None]:
         ValueError: nothing in the module is sharded, or its parameters are of several stages.
         ZgraphError: from `optimizer.step()`, when the window has not been closed.
     """
+    module = without_compile(module)
     scopes = _scopes(module)
     _check_one_stage(module)
     before = [scope.accumulating for scope in scopes]

@@ -8,8 +8,10 @@ require_supported_torch(torch.__version__)
 
 from zgraph import ops  # noqa: E402  (registers the dialect)
 from zgraph import passes as passes  # noqa: E402
+from zgraph.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from zgraph.errors import (  # noqa: E402
     AgreementError,
+    CheckpointError,
     CollectiveError,
     PreconditionError,
     VerifyError,
@@ -19,11 +21,18 @@ from zgraph.errors import (  # noqa: E402
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
+from zgraph.runtime.state import runtime_state  # noqa: E402
+from zgraph.safe_reader import SafePlanner, SafeReader  # noqa: E402
 from zgraph.sharding import shard  # noqa: E402
+from zgraph.state_dict import follow_compiled_modules, full_state_dict  # noqa: E402
 from zgraph.window import no_sync  # noqa: E402
+
+follow_compiled_modules()
 
 __all__ = [
     "AgreementError",
+    "Checkpoint",
+    "CheckpointError",
     "CollectiveError",
     "Fact",
     "GraphPass",
@@ -31,11 +40,18 @@ __all__ = [
     "Pipeline",
     "PreconditionError",
     "Report",
+    "SafePlanner",
+    "SafeReader",
     "VerifyError",
     "ZgraphError",
     "ZgraphWarning",
+    "full_state_dict",
+    "latest_checkpoint",
+    "load_checkpoint",
     "no_sync",
     "ops",
     "passes",
+    "runtime_state",
+    "save_checkpoint",
     "shard",
 ]

@@ -23,5 +23,9 @@ class CollectiveError(ZgraphError):
     """A collective failed or timed out; says which one, and for which parameters."""
 
 
+class CheckpointError(ZgraphError):
+    """A checkpoint cannot be written, or what was found is not one that this model can load."""
+
+
 class ZgraphWarning(UserWarning):
     """Something works, but probably not as intended."""

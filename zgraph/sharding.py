@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from zgraph.handle import make_handle
 from zgraph.runtime.window import attach_state
+from zgraph.state_dict import follow_state_dicts
 from zgraph.torch_compat import local_parameters, replace_parameter
 from zgraph.unit import STATE, ModuleState, ParamSpec, Read, Scope, state_of, unit_class
 
@@ -96,6 +97,7 @@ def shard(
             known.scope = scope  # parts sharded before now share the root's scope
             continue
         object.__setattr__(part, STATE, ModuleState(scope=scope))
+        follow_state_dicts(part)
     for entry in found:
         spec = ParamSpec(
             shape=tuple(entry.parameter.shape),

@@ -270,5 +270,15 @@ def local_parameters(owner: torch.nn.Module) -> dict[str, torch.nn.Parameter | N
     return owner._parameters
 
 
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def storage_info(name: str, offset: int, length: int) -> Any:
+    """Where a DCP checkpoint keeps an entry (`_StorageInfo`, 2.11 - 2.13); torch's reader looks for this class."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, offset, length)
+
+
 def is_distributed_ready() -> bool:
     return dist.is_available() and dist.is_initialized()

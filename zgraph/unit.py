@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.ops import unshard
+from zgraph.rehearsal import load_whole_or_nothing
 from zgraph.runtime.window import ALONE, CLOSING, OPEN
 from zgraph.torch_compat import is_in_backward, local_parameters, tree_flatten, tree_unflatten
 
@@ -326,9 +327,15 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run_unit(base.forward, self, args, kwargs)
 
+    def load_state_dict(
+        self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        return load_whole_or_nothing(self, base.load_state_dict, state_dict, strict, assign)
+
     body: dict[str, Any] = {attribute: _read_property(attribute) for attribute in attributes}
     body |= {
         "forward": forward,
+        "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
         "_zgraph_attributes": attributes,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

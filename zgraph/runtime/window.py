@@ -36,6 +36,7 @@ class ParameterState:
         waiting: a backward of the open window has left gradients.
         accumulated: stage 1: the sum of this rank's own whole gradients, [*shape].
         earlier: stage 0: what `.grad` held before the window, reduced already; the waiting sum is in `.grad` itself.
+        tensors: this rank's own, kept from step to step by name; checkpoints store and restore them.
     """
 
     owner: nn.Module
@@ -44,6 +45,7 @@ class ParameterState:
     waiting: bool = False
     accumulated: Tensor | None = None
     earlier: Tensor | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Let a gradient wait for the closing backward.

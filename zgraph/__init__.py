@@ -16,6 +16,7 @@ from zgraph.errors import (  # noqa: E402
     ZgraphError,
     ZgraphWarning,
 )
+from zgraph.gradients import GradScaler, clip_grad_norm_  # noqa: E402
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
@@ -25,6 +26,7 @@ __all__ = [
     "AgreementError",
     "CollectiveError",
     "Fact",
+    "GradScaler",
     "GraphPass",
     "PassContext",
     "Pipeline",
@@ -33,6 +35,7 @@ __all__ = [
     "VerifyError",
     "ZgraphError",
     "ZgraphWarning",
+    "clip_grad_norm_",
     "ops",
     "passes",
     "shard",

@@ -65,6 +65,7 @@ class Case:
         split: shards the model itself instead of one call of zgraph.shard.
         micro_batches: forwards and backwards per step, all but the last under no_sync.
         replicas: of each shard (hybrid sharding); divides the world.
+        loss: (output, target) -> the scalar that backward starts from.
     """
 
     build: Callable[[], nn.Module]
@@ -78,11 +79,12 @@ class Case:
     steps: int = STEPS
     micro_batches: int = 1
     replicas: int = 1
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_of
 
-    def call(self, model: Callable[..., Tensor], inputs: Tensor) -> Tensor:
+    def call(self, model: Callable[..., Tensor], inputs: Tensor, *, cache: bool = True) -> Tensor:
         if self.autocast is None:
             return model(inputs)
-        with torch.autocast("cpu", dtype=self.autocast):
+        with torch.autocast("cpu", dtype=self.autocast, cache_enabled=cache):
             return model(inputs)
 
 
@@ -116,8 +118,10 @@ class Replicated:
             def call(tensor: Tensor) -> Tensor:
                 return torch.func.functional_call(self.model, cast, (tensor,))
 
-        output = self.case.call(call, inputs)
-        loss = loss_of(output, target)
+        # autocast's cache makes eager torch cast a leaf once and sum the gradients of its uses in half precision, which
+        # neither a graph nor a gathered parameter does: they cast at each use and sum in fp32.
+        output = self.case.call(call, inputs, cache=False)
+        loss = self.case.loss(output, target)
         grads: dict[str, Tensor | None] = {}
         for _ in range(self.case.backwards):
             found = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
@@ -237,7 +241,7 @@ def compare(case: Case, zero_stage: int, mode: str) -> int:
             with zgraph.no_sync(model) if waits else contextlib.nullcontext():
                 output = case.call(called, inputs)
             assert_equal(f"output {micro} of step {step}", output.detach(), expected_output)
-            loss = loss_of(output, target)
+            loss = case.loss(output, target)
             for remaining in reversed(range(case.backwards)):
                 loss.backward(retain_graph=remaining > 0)
         for name, parameter in model.named_parameters():

@@ -18,6 +18,7 @@ from zgraph.errors import (  # noqa: E402
     ZgraphError,
     ZgraphWarning,
 )
+from zgraph.gradients import GradScaler, clip_grad_norm_  # noqa: E402
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "Fact",
+    "GradScaler",
     "GraphPass",
     "PassContext",
     "Pipeline",
@@ -45,6 +47,7 @@ __all__ = [
     "VerifyError",
     "ZgraphError",
     "ZgraphWarning",
+    "clip_grad_norm_",
     "full_state_dict",
     "latest_checkpoint",
     "load_checkpoint",

@@ -241,6 +241,29 @@ class BoxedCodeGen(CodeGen):
         return "\n".join(lines)
 
 
+# --- loss scaling ---------------------------------------------------------------------------------------------------
+
+
+class AgreeingGradScaler(torch.amp.GradScaler):
+    """A GradScaler that shows its overflow flags to `agree` before it acts on them.
+
+    `_unscale_grads_` (2.11 - 2.13) makes all of them: for `unscale_`, for a step without it, and for the fused
+    optimizers, which unscale on their own.
+    """
+
+    def agree(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
+        """Change the flags (0-d, 1.0: an inf or a NaN was found) in place."""
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        flags = flags or {found_inf.device: found_inf}  # a rank without gradients takes part all the same
+        self.agree(optimizer, flags)
+        return flags
+
+
 # --- pytrees, checks ------------------------------------------------------------------------------------------------
 
 

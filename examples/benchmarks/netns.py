@@ -7,10 +7,12 @@ namespace and one Ethernet link with a known rate, so that what a training step 
         rank = network.popen(host=1, command=["python", "rank.py"], environment={})
 
 The bridge stands in a namespace of its own, so the machine's own network never sees any of this. On exit, whatever the
-reason short of SIGKILL, the processes started here are ended and the namespaces removed; links, bridge and shapers go
-with them. After a SIGKILL, `ip netns list` still has zgraph<pid>-* for `ip netns delete`. Needs Linux, root, iproute2.
+reason short of SIGKILL, the processes started here are ended, with all that they started, and the namespaces removed;
+links, bridge and shapers go with them. After a SIGKILL, `ip netns list` still has zgraph<pid>-* for `ip netns delete`.
+Needs Linux, root, iproute2.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -137,7 +139,9 @@ class ShapedNetwork:
                     process.stdin.close()
             self._processes.clear()
             while self._created:
-                subprocess.run(["ip", "netns", "delete", self._created.pop()], check=False, capture_output=True)
+                namespace = self._created.pop()
+                _kill_inside(namespace)
+                subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -177,6 +181,14 @@ class ShapedNetwork:
             *("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf"),
             *("rate", f"{self._bits_per_second}bit", "burst", str(burst_bytes), "latency", "50ms"),
         )
+
+
+def _kill_inside(namespace: str) -> None:
+    """End what is left in a namespace, such as the ranks of a launcher that was killed before it could end them."""
+    listed = subprocess.run(["ip", "netns", "pids", namespace], check=False, capture_output=True, text=True)
+    for process in listed.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
 
 
 def _run(*command: str) -> None:

@@ -1,0 +1,70 @@
+"""A training script that goes on from its checkpoint when torchrun starts it again; see test_multi_node.py.
+
+    torchrun --max-restarts 1 tests/elastic.py CHECKPOINTS DIE_IN_STEP
+
+In step DIE_IN_STEP of the first attempt rank 1 ends itself by SIGKILL; -1: never.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import zgraph
+from tests.models import Uneven
+
+STEPS = 8
+SAVE_EVERY = 3
+
+
+def train(folder: Path, die_in_step: int) -> None:
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(attempt)  # what a restart initialises must not matter: the checkpoint decides
+    if attempt == 0:
+        torch.manual_seed(5)
+    model = zgraph.shard(Uneven())
+    called = torch.compile(model, backend="zgraph")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    # A folder with its final name is whole: it is renamed after every rank has written.
+    saved = sorted(folder.glob("step_*"))
+    first = 0
+    if saved:
+        first = int(saved[-1].name.removeprefix("step_"))
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        checkpoint.load(state, checkpoint_id=saved[-1])
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dist.barrier()  # no rank may rename a folder before all have looked
+    if rank == 0:
+        print(f"attempt {attempt} starts at step {first}", flush=True)
+    for step in range(first, STEPS):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        loss = called(torch.randn(8, 6, generator=generator)).square().mean()
+        loss.backward()
+        if attempt == 0 and step == die_in_step and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % SAVE_EVERY == 0:
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            unfinished = folder / "unfinished"
+            checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished)
+            if rank == 0:
+                unfinished.rename(folder / f"step_{step + 1}")
+            dist.barrier()
+        if rank == 0 and step == STEPS - 1:
+            print(f"final loss {loss.item().hex()}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), int(sys.argv[2]))

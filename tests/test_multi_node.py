@@ -1,0 +1,92 @@
+"""torchrun over two hosts, and torchrun that starts a broken run again: both end as the plain run does, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.launch import LIMIT_S, ROOT, TORCHRUN, environment, running, to_file
+
+EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
+# Every part of the example once: training, evaluation, a sample, each compiled.
+SMALL = shlex.split("--steps 12 --layers 2 --width 36 --heads 2 --batch 2 --sequence 32 --eval-every 6")
+
+
+def netns() -> ModuleType:
+    """The benchmarks' network of namespaces, or a skip that says what it lacks here."""
+    path = ROOT / "examples" / "benchmarks" / "netns.py"
+    spec = importlib.util.spec_from_file_location("zgraph_benchmark_netns", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        module.require_network_tools()
+    except module.NetworkError as error:
+        pytest.skip(str(error))
+    return module
+
+
+def result(text: str) -> tuple[Any, ...]:
+    """The losses of every evaluation, first and last with all digits, and the sample's text."""
+    last = re.search(r"^loss (\S+) -> held-out (\S+) nats per byte", text, re.MULTILINE)
+    sample = re.search(r"^--- sample\n(.*)\n--- zgraph$", text, re.MULTILINE | re.DOTALL)
+    assert last is not None and sample is not None, text
+    return last[1], last[2], sample[1], re.findall(r"held-out loss (\S+)", text)
+
+
+def run_alone(tmp_path: Path, ranks: int) -> tuple[Any, ...]:
+    output = tmp_path / "alone.txt"
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), EXAMPLE, *SMALL]
+    with running(command, output) as process:
+        assert process.wait(LIMIT_S) == 0, output.read_text(errors="replace")
+    return result(output.read_text(errors="replace"))
+
+
+@pytest.mark.slow
+def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
+    module = netns()
+    outputs = [tmp_path / f"host{host}.txt" for host in range(2)]
+    with module.ShapedNetwork(hosts=2, rate="none") as network:
+        processes = []
+        for host, output in enumerate(outputs):
+            # Both namespaces have the machine's host name, so neither can find out that the endpoint is itself.
+            roles = ["--local-addr", network.address(host), "--rdzv-conf", f"is_host={str(host == 0).lower()}"]
+            command = [
+                *TORCHRUN,
+                *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two-hosts"),
+                *("--rdzv-endpoint", f"{network.address(0)}:29500", *roles, EXAMPLE, *SMALL),
+            ]
+            processes.append(network.popen(host, to_file(output, command), environment(module.INTERFACE)))
+        codes = [process.wait(LIMIT_S) for process in processes]
+    texts = [output.read_text(errors="replace") for output in outputs]
+    assert codes == [0, 0], "\n".join(texts)
+    [written] = [text for text in texts if "4 ranks on gloo" in text]  # only rank 0 writes
+    assert result(written) == run_alone(tmp_path, ranks=4)
+
+
+def run_elastic(tmp_path: Path, name: str, die_in_step: int) -> str:
+    output = tmp_path / f"{name}.txt"
+    checkpoints = tmp_path / name
+    checkpoints.mkdir()
+    script = str(ROOT / "tests" / "elastic.py")
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with running([*command, script, str(checkpoints), str(die_in_step)], output) as process:
+        assert process.wait(LIMIT_S) == 0, output.read_text(errors="replace")
+    return output.read_text(errors="replace")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_and_training_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    unbroken = run_elastic(tmp_path, "unbroken", -1)
+    broken = run_elastic(tmp_path, "broken", 4)
+    assert re.findall(r"attempt (\d) starts at step (\d)", unbroken) == [("0", "0")]
+    assert re.findall(r"attempt (\d) starts at step (\d)", broken) == [("0", "0"), ("1", "3")], broken
+    assert "Signal 9 (SIGKILL)" in broken
+    [expected] = re.findall(r"final loss (\S+)", unbroken)
+    assert re.findall(r"final loss (\S+)", broken) == [expected]

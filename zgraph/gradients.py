@@ -1,0 +1,104 @@
+"""Where torch's own tools look at one rank's shards only: agreement on overflow, and the largest gradient entry.
+
+`torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` work on sharded gradients but for two cases, which these two
+drop-in replacements mend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from zgraph.ops import collective_error
+from zgraph.torch_compat import AgreeingGradScaler, all_gather
+
+
+class GradScaler(AgreeingGradScaler):
+    """A `torch.amp.GradScaler` whose ranks all skip a step when any of them has found an inf or a NaN.
+
+    torch's own asks the other ranks only if the first gradient of the optimizer is sharded. Where that is a replicated
+    one (a scalar parameter, a part at stage 0), a rank whose shards overflow skips alone and halves its scale alone.
+    Arguments and methods are those of `torch.amp.GradScaler`. Every rank must call them alike.
+    """
+
+    def agree(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for group in _groups_of(parameters):
+            for flag in flags.values():
+                try:
+                    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+                except RuntimeError as error:
+                    raise collective_error("all_reduce", ["GradScaler's found_inf"], group.group_name, error) from error
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, also with `norm_type=inf` where a rank holds no rows of a parameter.
+
+    torch's own raises there on that rank ("cannot compute the inf norm on an empty tensor"), and the others wait for
+    it. Other norms are torch's own.
+
+    Args:
+        parameters: of a sharded model; every rank passes the same ones.
+        max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
+
+    Returns:
+        The norm before clipping, replicated; NaN on every rank if a gradient of any rank has one.
+
+    Raises:
+        RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite` is set.
+        CollectiveError: the exchange failed.
+    """
+    everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if float(norm_type) != math.inf or not everything:
+        return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type, error_if_nonfinite, foreach)
+    grads = [_local(parameter.grad) for parameter in everything if parameter.grad is not None]
+    first = everything[0]
+    dtype = first.dtype  # of the result: one that every rank knows, with or without rows
+    for parameter in everything[1:]:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    filled = [grad for grad in grads if grad.numel()]
+    total = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(first.device, dtype)
+    for group in _groups_of(everything):
+        # Gathered, not reduced by MAX, which gloo may answer with a number where a rank has sent a NaN.
+        norms = total.new_empty(dist.get_world_size(group))
+        try:
+            all_gather(norms, total.view(1), group)
+        except RuntimeError as error:
+            raise collective_error("all_gather", ["the gradients' norm"], group.group_name, error) from error
+        total = norms.amax()
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"zgraph.clip_grad_norm_: the norm of order {norm_type} is {total.item()} on every rank, so nothing can be "
+            "clipped; skip the step, or pass error_if_nonfinite=False to scale by it all the same."
+        )
+    if isinstance(first, DTensor):
+        mesh = first.device_mesh
+        total = DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total, foreach)
+    return total
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
+    """The process groups of all mesh axes the tensors lie on, in the order in which they are first met."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            for group in tensor.device_mesh.get_all_groups():
+                groups.setdefault(group.group_name, group)
+    return list(groups.values())

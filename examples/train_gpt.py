@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py                  # CPU with gloo, or CUDA with NCCL
     python examples/train_gpt.py                                       # one device, no process group
     torchrun --nproc-per-node 2 examples/train_gpt.py --quick --min-loss-drop 2.5 # a short check
+    torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint DIR --resume    # again and again, until it is through
 
 The model is plain PyTorch and knows nothing of sharding. The text is on every machine that runs Python: nothing is
 downloaded, tokens are bytes, and every 20th file is held out for evaluation. The defaults take about three minutes on
@@ -55,14 +56,19 @@ def parse_options() -> argparse.Namespace:
     add("--lowering", default="fx", help="how zgraph turns the final graph into a callable")
     add("--no-compile", dest="compile", action="store_false", help="run eagerly, without any pass")
     add("--dump", metavar="DIR", help="write the graph after each pass to this folder")
+    add("--checkpoint", metavar="DIR", help="save the run to this folder, and keep the newest two checkpoints")
+    add("--checkpoint-every", type=int, default=100, metavar="N", help="steps between checkpoints; one more at the end")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint DIR, if there is one")
     add("--min-loss-drop", type=float, metavar="X", help="exit with 1 unless first loss - held-out loss is at least X")
     add("--quick", action="store_true", help="a run of half a minute: smaller defaults for every size")
     if parser.parse_args().quick:
         parser.set_defaults(steps=120, layers=2, width=128, heads=4, eval_every=0)
     options = parser.parse_args()
-    for name in ("steps", "batch", "sequence", "layers", "width", "heads"):
+    for name in ("steps", "batch", "sequence", "layers", "width", "heads", "checkpoint_every"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+    if options.resume and options.checkpoint is None:
+        parser.error("--resume needs --checkpoint DIR, the folder to resume from")
     if options.width % (2 * options.heads):
         parser.error(
             f"--width {options.width} does not split into --heads {options.heads} heads of an even size (rotary "
@@ -314,8 +320,19 @@ def main() -> int:
     eval_starts = torch.linspace(0, len(held_out_text) - options.sequence - 1, 8 * options.batch * world).long()
     eval_starts = eval_starts[rank::world].view(8, options.batch)
     first_loss = held_out_loss = math.nan
+    done = 0
+    latest = zgraph.latest_checkpoint(options.checkpoint) if options.resume else None
+    if latest is not None:
+        checkpoint = zgraph.load_checkpoint(latest, model, optimizer)
+        done, first_loss = checkpoint.step, checkpoint.extra["first_loss"]
+        scheduler.load_state_dict(checkpoint.extra["scheduler"])
+        if checkpoint.ranks == world:
+            batches.set_state(checkpoint.extra["batches"])
+        else:  # other ranks draw from other generators: new ones, or two would draw the same
+            batches.manual_seed((options.seed + rank) * 1_000_003 + done)
+        progress.write(f"resumed from {latest}, saved by {checkpoint.ranks} ranks")
     clock, steps_timed = time.perf_counter(), 0
-    for step in range(1, options.steps + 1):
+    for step in range(done + 1, options.steps + 1):
         starts = torch.randint(len(train_text) - options.sequence, (options.batch,), generator=batches)
         loss = model(*cut(train_text, starts, options.sequence))
         loss.backward()
@@ -327,11 +344,12 @@ def main() -> int:
         steps_timed += 1
 
         last = step == options.steps
-        if step == 1 or last or step % LOG_EVERY == 0:
+        if step == done + 1 or last or step % LOG_EVERY == 0:
             train_loss = mean_over_ranks(loss)  # waits for the device too: only then is the time true
             step_s = (time.perf_counter() - clock) / steps_timed
-            if step == 1:
+            if math.isnan(first_loss):
                 first_loss = train_loss
+            if step == done + 1:
                 speed = f"first step{' and compiling' if options.compile else ''} {step_s:.1f} s"
             else:
                 speed = f"{world * options.batch * options.sequence / step_s:,.0f} tokens/s  {step_s * 1e3:.0f} ms"
@@ -342,7 +360,13 @@ def main() -> int:
             held_out_loss = evaluate(model, held_out_text, eval_starts, options.sequence)
             progress.write(f"step {step}: held-out loss {held_out_loss:.3f} nats per byte")
             clock, steps_timed = time.perf_counter(), 0
+        if options.checkpoint is not None and (last or step % options.checkpoint_every == 0):
+            extra = {"first_loss": first_loss, "scheduler": scheduler.state_dict(), "batches": batches.get_state()}
+            zgraph.save_checkpoint(options.checkpoint, model, optimizer, step=step, extra=extra)
+            clock, steps_timed = time.perf_counter(), 0
     progress.close()
+    if done >= options.steps:  # nothing was left to do
+        held_out_loss = evaluate(model, held_out_text, eval_starts, options.sequence)
 
     text = generate(model, b"import ", SAMPLE_BYTES, options.sequence, options.seed, device)
     progress.write(f"\n--- sample\n{text}")

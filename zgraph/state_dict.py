@@ -72,10 +72,11 @@ def _accept_compiled(
             state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
     module = without_compile(wrapper)
     given = {key.removeprefix(inner): value for key, value in state_dict.items() if key.startswith(inner)}
-    rehearsal = rehearsal_of(module, given, bool(local_metadata.get(ASSIGN)))
+    assign = bool(local_metadata.get(ASSIGN))
+    rehearsal = rehearsal_of(module, given, assign)
     try:
         # Whether the caller is strict is not told to hooks: only what fails either way is found here.
-        nn.Module.load_state_dict(module, rehearsal, strict=False)
+        nn.Module.load_state_dict(module, rehearsal, strict=False, assign=assign)
     except RuntimeError:
         state_dict.update({inner + key: value for key, value in rehearsal.items()})  # torch will say what is wrong
 

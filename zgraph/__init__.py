@@ -17,6 +17,7 @@ from zgraph.errors import (  # noqa: E402
     ZgraphWarning,
 )
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
+from zgraph.materialize import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
 from zgraph.sharding import shard  # noqa: E402
@@ -33,6 +34,7 @@ __all__ = [
     "VerifyError",
     "ZgraphError",
     "ZgraphWarning",
+    "materialize",
     "ops",
     "passes",
     "shard",

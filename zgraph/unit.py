@@ -86,8 +86,9 @@ class Scope:
             if old is not None and _is_held_by_optimizer(old):
                 self.replaced = replaced
                 raise ZgraphError(
-                    f"zgraph: an optimizer created before zgraph.shard still holds {name}, which shard has replaced; "
-                    "its steps would change nothing. Create the optimizer after zgraph.shard(model)."
+                    f"zgraph: an optimizer created before zgraph.shard still holds {name}, which shard (or "
+                    "materialize) has replaced; its steps would change nothing. Create the optimizer after "
+                    "zgraph.shard(model) and zgraph.materialize(model)."
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
@@ -153,6 +154,11 @@ def gather(read: Read, scope: Scope) -> Tensor:
         raise ZgraphError(
             f"zgraph: {read.name} is no longer the DTensor that zgraph.shard made; something has replaced it after "
             "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh."
+        )
+    if parameter.is_meta:
+        raise ZgraphError(
+            f"zgraph: {read.name} is on the meta device and has no values yet; call zgraph.materialize(model) after "
+            "zgraph.shard and before the first forward, or load a checkpoint into it."
         )
     if (parameter.shape, parameter.dtype, parameter.device.type) != (spec.shape, spec.dtype, spec.device_type):
         raise ZgraphError(

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py                  # CPU with gloo, or CUDA with NCCL
     python examples/train_gpt.py                                       # one device, no process group
     torchrun --nproc-per-node 2 examples/train_gpt.py --quick --min-loss-drop 2.5 # a short check
-    torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint DIR --resume    # again and again, until it is through
+    torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint DIR --resume   # after every interruption again
 
 The model is plain PyTorch and knows nothing of sharding. The text is on every machine that runs Python: nothing is
 downloaded, tokens are bytes, and every 20th file is held out for evaluation. The defaults take about three minutes on

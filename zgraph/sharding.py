@@ -54,7 +54,8 @@ def shard(
     Call it on parts first to give them other options; a later call on the whole leaves them as they are.
 
     Args:
-        module: any module whose parameters are real (not meta) tensors.
+        module: any module. Parameters on the meta device are sharded without storage; `zgraph.materialize` then
+            gives them values.
         mesh: one axis to shard over; or two for hybrid sharding, of which the first replicates and the second shards
             (gathers stay inside; gradients are reduced inside, then across). None: all ranks of the default group.
         zero_stage: 0 keeps every parameter whole on every rank, the others keep 1/N of parameter, gradient and
@@ -138,8 +139,9 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
                 "torch.distributed.init_process_group first. On one device leave zgraph.shard out: "
                 'torch.compile(model, backend="zgraph") works without it.'
             )
-        first = next(module.parameters(), None)
-        device_type = first.device.type if first is not None else "cpu"
+        first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
+        # Nothing but meta: where the process group works.
+        device_type = first.device.type if first is not None else "cuda" if "nccl" in dist.get_backend() else "cpu"
         return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     if mesh.ndim > 2:
         axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
@@ -192,11 +194,6 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
             if isinstance(parameter, DTensor):
                 _check_sharded_before(name, part, attribute, parameter, mesh)
                 continue
-            if parameter.is_meta:
-                raise ValueError(
-                    f"zgraph.shard: {name} is on the meta device; give it real storage first "
-                    f'(module.to_empty(device="{mesh.device_type}") and an initialisation).'
-                )
             if parameter.is_complex():
                 raise ValueError(
                     f"zgraph.shard: {name} is complex, and gradients are summed as real numbers; store its real and "
@@ -207,7 +204,7 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
                     f"zgraph.shard: the module of {name} has a forward of its own as an instance attribute, which a "
                     "sharded class cannot replace; call zgraph.shard before whatever wraps it."
                 )
-            if parameter.device.type != mesh.device_type:
+            if parameter.device.type != mesh.device_type and not parameter.is_meta:
                 raise ValueError(
                     f"zgraph.shard: {name} is on {parameter.device.type}, the mesh on {mesh.device_type}; move the "
                     f'model first: model.to("{mesh.device_type}").'

@@ -9,7 +9,7 @@ adopted by running the suite and reading this page, nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload as OpOverload
 from torch.fx.graph import CodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -150,6 +151,34 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# --- watching operators -------------------------------------------------------------------------------------------
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operator that runs while it is entered (torch.utils._python_dispatch, 2.11 - 2.13)."""
+
+
+def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to, by its schema (`_schema`, 2.11 - 2.13)."""
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            items = given if isinstance(given, list | tuple) else (given,)
+            written.extend(item for item in items if isinstance(item, Tensor))
+    return written
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """One number for all views of a plain tensor, also while its storage is resized (`_cdata`, 2.11 - 2.13).
+
+    None for tensors without a storage of their own: sparse ones, and subclasses that wrap others.
+    """
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
 # --- AOTAutograd --------------------------------------------------------------------------------------------------
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -182,9 +211,16 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether torch.compile made it around another module (2.11 - 2.13)."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
 def without_compile(module: nn.Module) -> nn.Module:
     """The module inside what torch.compile returned, else the module itself (`_orig_mod`, 2.11 - 2.13)."""
-    return cast(nn.Module, getattr(module, "_orig_mod", module))
+    return cast(nn.Module, module._orig_mod) if is_compiled_wrapper(module) else module
 
 
 def aot_input_index(node: fx.Node) -> int | None:
@@ -291,6 +327,16 @@ def replace_parameter(owner: torch.nn.Module, name: str, value: Tensor) -> None:
 def local_parameters(owner: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """The module's own parameters by name, without the detour over attribute access (`_parameters`, all versions)."""
     return owner._parameters
+
+
+def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name, persistent or not (`_buffers`, all versions)."""
+    return owner._buffers
+
+
+def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
+    """`reset_parameters`; nn.MultiheadAttention and nn.Transformer call theirs `_reset_parameters` (2.11 - 2.13)."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -122,8 +122,9 @@ class Scope:
             if old is not None and _is_held_by_optimizer(old):
                 self.replaced = replaced
                 raise ZgraphError(
-                    f"zgraph: an optimizer created before zgraph.shard still holds {name}, which shard has replaced; "
-                    "its steps would change nothing. Create the optimizer after zgraph.shard(model)."
+                    f"zgraph: an optimizer created before zgraph.shard still holds {name}, which shard (or "
+                    "materialize) has replaced; its steps would change nothing. Create the optimizer after "
+                    "zgraph.shard(model) and zgraph.materialize(model)."
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
@@ -149,6 +150,33 @@ class Read:
     spec: ParamSpec
     handle: Tensor
     sites: tuple[tuple[nn.Module, str], ...]
+
+    # Run, not traced: Dynamo would answer a traced raise by skipping the frame for good, also once its cause is mended.
+    @torch.compiler.assume_constant_result
+    def check(self) -> None:
+        """Refuse a parameter that is no longer what `shard` made of it.
+
+        Raises:
+            ZgraphError: says what it is now.
+        """
+        owner, attribute = self.sites[0]
+        parameter, spec = local_parameters(owner)[attribute], self.spec
+        if not isinstance(parameter, DTensor):
+            raise ZgraphError(
+                f"zgraph: {self.name} is no longer the DTensor that zgraph.shard made; something has replaced it after "
+                "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh."
+            )
+        if parameter.is_meta:
+            raise ZgraphError(
+                f"zgraph: {self.name} is on the meta device and has no values; call zgraph.materialize(model) after "
+                "zgraph.shard and before the first forward, or load a checkpoint into it."
+            )
+        if (parameter.shape, parameter.dtype, parameter.device.type) != (spec.shape, spec.dtype, spec.device_type):
+            raise ZgraphError(
+                f"zgraph: {self.name} was sharded as {list(spec.shape)} {spec.dtype} on {spec.device_type} and is now "
+                f"{list(parameter.shape)} {parameter.dtype} on {parameter.device.type}. Move, cast or resize the model "
+                "before zgraph.shard."
+            )
 
 
 @dataclass(eq=False)
@@ -182,20 +210,10 @@ def gather(read: Read, scope: Scope) -> Tensor:
     Raises:
         ZgraphError: the parameter is no longer what `shard` made of it.
     """
+    read.check()
     owner, attribute = read.sites[0]
-    parameter = local_parameters(owner)[attribute]
+    parameter = cast(DTensor, local_parameters(owner)[attribute])
     spec = read.spec
-    if not isinstance(parameter, DTensor):
-        raise ZgraphError(
-            f"zgraph: {read.name} is no longer the DTensor that zgraph.shard made; something has replaced it after "
-            "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh."
-        )
-    if (parameter.shape, parameter.dtype, parameter.device.type) != (spec.shape, spec.dtype, spec.device_type):
-        raise ZgraphError(
-            f"zgraph: {read.name} was sharded as {list(spec.shape)} {spec.dtype} on {spec.device_type} and is now "
-            f"{list(parameter.shape)} {parameter.dtype} on {parameter.device.type}. Move, cast or resize the model "
-            "before zgraph.shard."
-        )
     if spec.ignored:
         return parameter.to_local()
     window = scope.window if spec.zero_stage < 3 else ALONE

@@ -588,7 +588,7 @@ def test_after_a_failure_the_call_can_be_repeated(two_ranks: Ranks, init_name: s
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 WIDTH, LAYERS = 768, 8  # 2.25 MiB a weight
-# gloo notes each collective, about 1 KiB, and its tables grow by 64 KiB at once: 300 KiB over the broadcasts of "twice".
+# gloo notes each collective, about 1 KiB, and its tables grow by 64 KiB at once: 300 KiB over all broadcasts.
 SLACK_BYTES = 512 * 1024
 
 

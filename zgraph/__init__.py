@@ -20,7 +20,7 @@ from zgraph.errors import (  # noqa: E402
 )
 from zgraph.gradients import GradScaler, clip_grad_norm_  # noqa: E402
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
-from zgraph.materialize import materialize  # noqa: E402
+from zgraph.materialization import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
 from zgraph.runtime.state import runtime_state  # noqa: E402

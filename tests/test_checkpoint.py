@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import json
 import pickle
 import random
@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
 from tests import models
+from tests.peak import SLACK_BYTES, WIDTH, Peak
 from tests.ranks import Ranks
 from tests.replicated import whole
 from zgraph.handle import name_of
@@ -433,18 +433,22 @@ def names_of_compiled() -> dict[str, Any]:
     state = compiled.state_dict()
     versions = list(state._metadata)
     not_strict = compiled.load_state_dict({"down.bias": torch.ones(6)}, strict=False)
+    not_strict_part = model.load_state_dict({"down.bias": torch.ones(6)}, strict=False)
     round_trip = compiled.load_state_dict(state)
     return {
         "keys": sorted(state) == sorted(plain),
         "leaked": [key for key in [*state, *versions, *model.state_dict()] if "_orig_mod" in key],
         "round trip": (round_trip.missing_keys, round_trip.unexpected_keys),
-        "missing": "up.bias" in " ".join(not_strict.missing_keys) and "down.bias" not in not_strict.missing_keys,
+        "missing": [
+            sorted(result.missing_keys) == sorted(set(plain) - {"down.bias", "norm.num_batches_tracked"})
+            for result in (not_strict, not_strict_part)
+        ],
     }
 
 
 def test_torch_compile_leaves_no_trace_in_keys(two_ranks: Ranks) -> None:
     for result in two_ranks.run(names_of_compiled):
-        assert result == {"keys": True, "leaked": [], "round trip": ([], []), "missing": True}
+        assert result == {"keys": True, "leaked": [], "round trip": ([], []), "missing": [True, True]}
 
 
 def broadcast_from_rank_zero() -> list[str]:
@@ -490,41 +494,24 @@ def test_a_full_state_dict_is_that_of_the_plain_model_on_rank_zero(ranks: Ranks,
     assert others == [{"empty": True}] * (ranks.world - 1)
 
 
-class Live(TorchDispatchMode):
-    """The most bytes that tensors made inside hold at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self.before = self.storages()
-
-    def storages(self) -> dict[int, int]:
-        gc.collect()
-        plain = [entry for entry in gc.get_objects() if type(entry) in (Tensor, nn.Parameter)]
-        plain += [entry.to_local() for entry in gc.get_objects() if isinstance(entry, DTensor)]
-        storages = [entry.untyped_storage() for entry in plain if entry.device.type == "cpu"]
-        return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [size for place, size in self.storages().items() if place not in self.before]
-        self.peak = max(self.peak, sum(made))
-        return result
-
-
 def memory_of_a_full_state_dict() -> dict[str, int]:
-    model = zgraph.shard(nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(8)]))
-    with Live() as live:
-        found = zgraph.full_state_dict(model)
-    return {"peak": live.peak, "result": sum(value.nbytes for value in found.values())}
+    model = zgraph.shard(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)]))
+    for _ in range(2):  # the first call makes what torch and gloo keep
+        with Peak() as peak:
+            found = zgraph.full_state_dict(model)
+        result = sum(value.nbytes for value in found.values())
+        del found
+    return {"rise": peak.rise_bytes, "result": result}
 
 
-def test_a_full_state_dict_holds_one_whole_parameter_at_a_time(two_ranks: Ranks) -> None:
-    whole_bytes = 40 * 40 * 4
-    first, second = two_ranks.run(memory_of_a_full_state_dict)
-    assert first["result"] == 8 * whole_bytes
-    assert first["peak"] - first["result"] <= whole_bytes
-    assert second["peak"] <= whole_bytes // 2
+def test_a_full_state_dict_holds_one_whole_parameter_at_a_time() -> None:
+    """Besides the result; the others never hold a whole one. In processes of its own: the heap's count is exact."""
+    weight_bytes = 4 * WIDTH * WIDTH
+    with contextlib.closing(Ranks(2)) as ranks:
+        first, second = ranks.run(memory_of_a_full_state_dict)
+    assert first["result"] == 8 * weight_bytes and second["result"] == 0
+    assert first["rise"] <= 9 * weight_bytes + SLACK_BYTES
+    assert second["rise"] <= weight_bytes // 2 + SLACK_BYTES
 
 
 def through_safetensors(folder: str) -> list[str]:

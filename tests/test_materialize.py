@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import zgraph
 from examples.benchmarks.heap import Heap, HeapPeak
 from tests import models
+from tests.peak import SLACK_BYTES, WIDTH, Peak
 from tests.ranks import Ranks
 from tests.replicated import whole
 
@@ -587,31 +588,7 @@ def test_after_a_failure_the_call_can_be_repeated(two_ranks: Ranks, init_name: s
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
-WIDTH, LAYERS = 768, 8  # 2.25 MiB a weight
-# gloo notes each collective, about 1 KiB, and its tables grow by 64 KiB at once: 300 KiB over all broadcasts.
-SLACK_BYTES = 512 * 1024
-
-
-class Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """The heap's own count at every operator, beside what a sampling thread sees between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heap = Heap()
-        self.rise_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.look()
-        result = func(*args, **(kwargs or {}))
-        self.look()
-        return result
-
-    def look(self) -> None:
-        self.rise_bytes = max(self.rise_bytes, self.heap.used_bytes() - self.start_bytes)
-
-    def __enter__(self) -> Any:
-        self.start_bytes = self.heap.used_bytes()
-        return super().__enter__()
+LAYERS = 8
 
 
 class Deep(nn.Module):
@@ -640,8 +617,7 @@ def peak_bytes(zero_stage: int, init: Init | None, offset: int) -> dict[str, int
         torch.manual_seed(SEED + offset * dist.get_rank())
         with torch.device("meta"):
             model = zgraph.shard(Deep(), zero_stage=zero_stage)
-        peak, sampled = Peak(), HeapPeak(Heap())
-        with sampled, peak:
+        with HeapPeak(Heap()) as sampled, Peak() as peak:
             zgraph.materialize(model, init)
         rest = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
         found = {"peak": peak.rise_bytes, "sampled": sampled.rise_bytes, "rest": rest}

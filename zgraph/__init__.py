@@ -8,7 +8,15 @@ require_supported_torch(torch.__version__)
 
 from zgraph import ops  # noqa: E402  (registers the dialect)
 from zgraph import passes as passes  # noqa: E402
-from zgraph.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
+from zgraph.checkpoint import (  # noqa: E402
+    Checkpoint,
+    SafePlanner,
+    SafeReader,
+    latest_checkpoint,
+    load_checkpoint,
+    runtime_state,
+    save_checkpoint,
+)
 from zgraph.errors import (  # noqa: E402
     AgreementError,
     CheckpointError,
@@ -23,8 +31,6 @@ from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.materialization import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
-from zgraph.runtime.state import runtime_state  # noqa: E402
-from zgraph.safe_reader import SafePlanner, SafeReader  # noqa: E402
 from zgraph.sharding import shard  # noqa: E402
 from zgraph.state_dict import follow_compiled_modules, full_state_dict  # noqa: E402
 from zgraph.window import no_sync  # noqa: E402

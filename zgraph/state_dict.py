@@ -39,6 +39,7 @@ def follow_compiled_modules() -> None:
     def meet(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if f"{name}." == COMPILED and submodule is not None and state_of(submodule) is not None:
             module.register_load_state_dict_pre_hook(_accept_compiled)
+            module.register_load_state_dict_post_hook(_strip_missing)
 
     register_module_module_registration_hook(meet)
 
@@ -53,6 +54,12 @@ def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
     versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
     for key in [key for key in versions if f"{key}.".startswith(prefix)]:
         versions[(outer + f"{key}.".removeprefix(prefix)).removesuffix(".")] = versions.pop(key)
+
+
+def _strip_missing(wrapper: nn.Module, incompatible: Any) -> None:
+    """Take `_orig_mod.` out of the keys that `load_state_dict` reports, in place, as torch's hooks may."""
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [key.replace(COMPILED, "") for key in keys]
 
 
 def _accept_compiled(

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zgraph.checkpoint.safe_reader import decode, encode
+from zgraph.checkpoint.together import gathered
 from zgraph.errors import CheckpointError
 from zgraph.rehearsal import COMPILED
 from zgraph.runtime.window import ParameterState, state_behind
-from zgraph.safe_reader import decode, encode
 from zgraph.torch_compat import is_distributed_ready, local_parameters, without_compile
 from zgraph.unit import state_of
 
@@ -128,15 +129,6 @@ class RuntimeState:
                 name = ".".join(filter(None, (prefix, attribute))).replace(COMPILED, "")
                 found.setdefault(id(read.handle), (name, state_behind(read.handle)))
         return dict(found.values())
-
-
-def gathered(value: Any) -> list[Any]:
-    """`value` of every rank."""
-    if not is_distributed_ready():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _is_plain(value: object) -> bool:

@@ -1,0 +1,22 @@
+"""Checkpoints that are complete or absent: written beside, renamed when whole, checked before anything is loaded.
+
+A checkpoint is a directory that torch.distributed.checkpoint wrote, with a page `zgraph.json` that lists size and
+CRC-32 of every file. Any number of ranks can load it. Parameters and optimizer state have the names that torch's own
+`get_state_dict` gives ("model.<name>", "optimizer.state.<name>.<key>"), so torch's tools read it too.
+"""
+
+from zgraph.checkpoint.directory import latest_checkpoint
+from zgraph.checkpoint.load import Checkpoint, load_checkpoint
+from zgraph.checkpoint.runtime_state import runtime_state
+from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader
+from zgraph.checkpoint.save import save_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "SafePlanner",
+    "SafeReader",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "runtime_state",
+    "save_checkpoint",
+]

@@ -1,0 +1,115 @@
+"""The directory of a run: which of its checkpoints are complete, and the page that says what one consists of."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from zgraph.checkpoint.together import rank_and_world, together
+from zgraph.errors import CheckpointError
+
+FORMAT = "zgraph checkpoint"
+VERSION = 1
+PAGE = "zgraph.json"
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a directory, or None. Every rank calls it, and gets what rank 0 sees.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+
+    def look() -> str | None:
+        if rank_and_world()[0] != 0:
+            return None
+        root = Path(directory).absolute()
+        recover(root)
+        found = complete_checkpoints(root)
+        return str(found[-1][1]) if found else None
+
+    found = together("latest_checkpoint", look, all=True)[0]
+    return None if found is None else Path(found)
+
+
+def recover(root: Path) -> None:
+    """Put a checkpoint back whose replacement was killed between its two renames."""
+    for hidden in root.glob(".step_*.replaced"):
+        final = root / hidden.name.removeprefix(".").removesuffix(".replaced")
+        if not final.exists():
+            hidden.rename(final)
+
+
+def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints by step. One has its name, and its page, only from the rename on."""
+    if not root.is_dir():
+        return []
+    steps = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in root.iterdir()]
+    return sorted((int(match[1]), path) for match, path in steps if match and (path / PAGE).is_file())
+
+
+def write_page(folder: Path, step: int, ranks: int, files: Mapping[str, Sequence[int]]) -> None:
+    """The last file of a checkpoint; `files` are [size, CRC-32] by name."""
+    page = {"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "torch": torch.__version__}
+    with (folder / PAGE).open("w") as stream:
+        json.dump({**page, "files": dict(sorted(files.items()))}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_page(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"zgraph: there is no checkpoint {folder}; zgraph.latest_checkpoint finds the newest one."
+        )
+    page = folder / PAGE
+    if not page.is_file():
+        raise CheckpointError(
+            f"zgraph: {folder} is no complete checkpoint, {PAGE} is missing. Pass a directory that "
+            "zgraph.save_checkpoint returned (step_...), or load it with torch.distributed.checkpoint if that wrote it."
+        )
+    try:
+        found = json.loads(page.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"zgraph: {page} is damaged ({error}); resume from another checkpoint.") from error
+    found = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    if found.get("format") != FORMAT or found.get("version") != VERSION:
+        raise CheckpointError(
+            f"zgraph: {folder} has format {found.get('format')!r} version {found.get('version')!r}, and this zgraph "
+            f"reads {FORMAT!r} version {VERSION}; load it with the zgraph that wrote it."
+        )
+    files = found.get("files")
+    sound = isinstance(files, dict) and all(
+        isinstance(entry, list) and [type(part) for part in cast("list[Any]", entry)] == [int, int]
+        for entry in cast("dict[str, Any]", files).values()
+    )
+    if not sound or any(type(found.get(key)) is not int for key in ("step", "ranks")) or found["ranks"] < 1:
+        raise CheckpointError(f"zgraph: {page} is damaged, entries are missing; resume from another checkpoint.")
+    return found
+
+
+def measure(path: Path) -> list[int]:
+    """Size in bytes and CRC-32."""
+    size, crc = 0, 0
+    with path.open("rb") as stream:
+        while part := stream.read(2**20):
+            size, crc = size + len(part), zlib.crc32(part, crc)
+    return [size, crc]
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory survive a power failure."""
+    if os.name == "nt":
+        return  # a directory cannot be opened there
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,255 @@
+"""`load_checkpoint`: everything is checked and read before anything is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+
+from zgraph.checkpoint.directory import PAGE, measure, read_page
+from zgraph.checkpoint.optimizer_names import group_names, names_by_index
+from zgraph.checkpoint.runtime_state import RuntimeState
+from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_metadata
+from zgraph.checkpoint.together import dcp_errors, gathered, rank_and_world, together
+from zgraph.errors import CheckpointError
+from zgraph.rehearsal import COMPILED
+from zgraph.torch_compat import is_distributed_ready, without_compile
+
+SHOWN = 5  # names of a kind in one error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What `load_checkpoint` has loaded.
+
+    Attributes:
+        path: its directory.
+        step: as it was saved.
+        ranks: how many ranks saved it.
+        extra: what this rank saved as `extra`; where the number of ranks has changed, what rank r modulo `ranks` did.
+    """
+
+    path: Path
+    step: int
+    ranks: int
+    extra: dict[str, Any]
+
+
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Checkpoint:
+    """Load what `save_checkpoint` wrote, on any number of ranks. Every rank calls it.
+
+    On as many ranks as saved it the run continues bitwise. Nothing is loaded unless all can be: names, shapes, dtypes
+    and the size and CRC-32 of every file are checked first, then all is read into new tensors, and only then copied.
+    Nothing stored is executed (see `SafeReader`).
+
+    Args:
+        path: a checkpoint, such as `latest_checkpoint` returns.
+        model: built and sharded as the saved one was; the mesh may be another.
+        optimizer: with the same groups. None: what the checkpoint has of one is left alone.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, of another model or of another format version; raised on all ranks,
+            whichever found it, with model and optimizer unchanged.
+    """
+    folder = Path(path).absolute()
+    module = without_compile(model)
+    rank, world = rank_and_world()
+
+    def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], str]:
+        page = read_page(folder)
+        metadata = read_metadata(folder)
+        wanted = _wanted(folder, metadata, module, optimizer)
+        wanted[f"rank.{rank % page['ranks']}"] = None
+        _check_kinds(folder, metadata, wanted)
+        return page, metadata, wanted, json.dumps(page)
+
+    inspected = together("load_checkpoint", inspect)
+    page, metadata, wanted, text = inspected
+    if len(set(gathered(zlib.crc32(text.encode())))) > 1:
+        raise CheckpointError(f"zgraph.load_checkpoint: ranks see different checkpoints in {folder}; share the folder.")
+    together("load_checkpoint", lambda: _check_files(folder, metadata, page["files"], rank, world))
+    with dcp_errors("load_checkpoint"):
+        load(wanted, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=not is_distributed_ready())
+
+    def prepare() -> tuple[dict[str, Any], dict[str, Any] | None]:
+        own = decode(wanted[f"rank.{rank % page['ranks']}"], f"what rank {rank % page['ranks']} kept in {folder}")
+        RuntimeState(module).check(own["runtime"])
+        return own, None if optimizer is None else restored_state(folder, metadata, wanted, module, optimizer, own)
+
+    own, optimizer_state = together("load_checkpoint", prepare)
+    prefix = "model."
+    module.load_state_dict({key.removeprefix(prefix): wanted[key] for key in wanted if key.startswith(prefix)})
+    if optimizer is not None and optimizer_state is not None:
+        optimizer.load_state_dict(optimizer_state)
+    RuntimeState(module).restore(own["runtime"], page["ranks"])
+    return Checkpoint(path=folder, step=page["step"], ranks=page["ranks"], extra=own["extra"])
+
+
+def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """New tensors for all that is to be read, by name in the checkpoint. Names must agree with the model's."""
+    held = metadata.state_dict_metadata
+    wanted: dict[str, Any] = {
+        f"model.{name}": _new_like(value) if isinstance(value, Tensor) else None
+        for name, value in module.state_dict().items()
+    }
+    missing = [name.removeprefix("model.") for name in wanted if name not in held]
+    unexpected = [name.removeprefix("model.") for name in held if name.startswith("model.") and name not in wanted]
+    if missing or unexpected:
+        _refuse_model(folder, {"Missing key(s)": missing, "Unexpected key(s)": unexpected})
+    if optimizer is None:
+        return wanted
+    parameters = {name.replace(COMPILED, ""): parameter for name, parameter in module.named_parameters()}
+    stepped = {name for group in group_names(module, optimizer) for name in group}
+    paths = entry_paths(metadata)
+    if not paths:
+        raise CheckpointError(f"zgraph: {folder} was saved without an optimizer; load it with optimizer=None.")
+    for key, path in paths.items():
+        if path[1] == "param_groups":
+            entry = held[key]
+            wanted[key] = (
+                torch.empty(entry.size, dtype=entry.properties.dtype)
+                if isinstance(entry, TensorStorageMetadata)
+                else None
+            )
+            continue
+        name, entry = str(path[2]), held[key]
+        if name not in stepped:
+            _refuse_model(folder, {"Optimizer state for parameters that this optimizer does not step": [name]})
+        parameter = parameters[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            wanted[key] = None
+        elif path[-1] != "step" and entry.size == parameter.shape:
+            wanted[key] = _new_like(parameter, entry.properties.dtype)
+        else:
+            wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return wanted
+
+
+def _new_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(value.detach(), dtype=dtype or value.dtype)
+
+
+def _check_kinds(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
+    """Tensors must be tensors in the checkpoint, of the same shape and dtype."""
+    wrong: list[str] = []
+    for key, value in wanted.items():
+        entry = metadata.state_dict_metadata.get(key)
+        if entry is None:
+            raise CheckpointError(
+                f"zgraph: {folder} is damaged, it has no entry {key}; resume from another checkpoint."
+            )
+        if isinstance(entry, TensorStorageMetadata) != isinstance(value, Tensor):
+            wrong.append(f"{key} is a tensor on one side only")
+        elif isinstance(entry, TensorStorageMetadata) and (entry.size, entry.properties.dtype) != (
+            value.shape,
+            value.dtype,
+        ):
+            wrong.append(
+                f"{key.removeprefix('model.')} is {list(entry.size)} {entry.properties.dtype} in the checkpoint and "
+                f"{list(value.shape)} {value.dtype} in the model"
+            )
+    if wrong:
+        _refuse_model(folder, {"Size or dtype mismatch": wrong})
+
+
+def _refuse_model(folder: Path, found: Mapping[str, Sequence[str]]) -> NoReturn:
+    parts = [
+        f"{what}: {', '.join(names[:SHOWN])}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        for what, names in found.items()
+        if names
+    ]
+    raise CheckpointError(
+        f"zgraph: {folder} is of another model. {'; '.join(parts)}. Nothing was loaded; build model and optimizer as "
+        "they were when it was saved."
+    )
+
+
+def _check_files(folder: Path, metadata: Metadata, files: Mapping[str, Sequence[int]], rank: int, world: int) -> None:
+    """Compare the files with what was written, before anything is loaded. Ranks share the reading for checksums."""
+    needed = {info.relative_path for info in metadata.storage_data.values()}
+    for name in sorted(needed - files.keys()):
+        raise CheckpointError(f"zgraph: {folder / PAGE} does not list {name}; resume from another checkpoint.")
+    for position, name in enumerate(sorted(files)):
+        path, (written, crc) = folder / name, files[name]
+        if name != os.path.basename(name) or not path.is_file():
+            raise CheckpointError(f"zgraph: {path} is missing; resume from another checkpoint.")
+        if path.stat().st_size != written:
+            raise CheckpointError(
+                f"zgraph: {path} has {path.stat().st_size} bytes, and {written} were written; it was truncated or "
+                "changed. Resume from another checkpoint."
+            )
+        if position % world == rank and measure(path)[1] != crc:
+            raise CheckpointError(
+                f"zgraph: {path} has another checksum than when it was written; the file was changed. Resume from "
+                "another checkpoint."
+            )
+
+
+def entry_paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
+    """Entries of the optimizer, with the places they had: ("optimizer", "state", "head.weight", "exp_avg")."""
+    paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
+    return {
+        key: path
+        for key, path in paths.items()
+        if len(path) > 3 and path[0] == "optimizer" and path[1] in ("state", "param_groups")
+    }
+
+
+def restored_state(
+    folder: Path,
+    metadata: Metadata,
+    loaded: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: Optimizer,
+    own: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The optimizer's state dict out of what was read."""
+    names = group_names(module, optimizer)
+    tree = _nested({path[1:]: loaded[key] for key, path in entry_paths(metadata).items()})
+    saved: list[dict[str, Any]] = tree["param_groups"]
+    found = [group.get("params") for group in saved]
+    if found != names:
+        differing = [
+            f"group {position}: {_shown(theirs)} in the checkpoint, {_shown(ours)} here"
+            for position, (theirs, ours) in enumerate(zip([*found, *[None] * len(names)], names, strict=False))
+            if theirs != ours
+        ] or [f"{len(found)} groups in the checkpoint, {len(names)} here"]
+        _refuse_model(folder, {"Parameters in other groups of the optimizer": differing})
+    numbered = optimizer.state_dict()["param_groups"]
+    by_index = names_by_index(numbered, names)
+    state: dict[str, dict[str, Any]] = tree.get("state", {})
+    for name, entries in own["optimizer"].items():
+        for key, value in entries.items():
+            state[name][key].to_local().copy_(value)
+    return {
+        "state": {index: state[name] for index, name in by_index.items() if name in state},
+        "param_groups": [{**group, "params": here["params"]} for group, here in zip(saved, numbered, strict=True)],
+    }
+
+
+def _shown(names: Any) -> str:
+    if not names:
+        return "none"
+    return f"{len(names)} parameters from {names[0]} to {names[-1]}"
+
+
+def _nested(flat: Mapping[tuple[str | int, ...], Any]) -> Any:
+    """Dicts and lists out of values by path; a number in a path is a place in a list."""
+    if () in flat:
+        return flat[()]
+    branches: dict[str | int, dict[tuple[str | int, ...], Any]] = {}
+    for path, value in flat.items():
+        branches.setdefault(path[0], {})[path[1:]] = value
+    if all(isinstance(key, int) for key in branches):
+        return [_nested(branches[key]) for key in sorted(cast("dict[int, Any]", branches))]
+    return {key: _nested(branch) for key, branch in branches.items()}

@@ -1,0 +1,65 @@
+"""Optimizer state by the names of parameters instead of numbers, as torch's `get_state_dict` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zgraph.errors import CheckpointError
+from zgraph.rehearsal import COMPILED
+from zgraph.torch_compat import local_parameters
+from zgraph.unit import state_of
+
+
+def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of each group's parameters."""
+    names = {id(parameter): name.replace(COMPILED, "") for name, parameter in module.named_parameters()}
+    groups: list[list[str]] = []
+    for position, group in enumerate(optimizer.param_groups):
+        strange = [list(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+        if strange:
+            raise CheckpointError(
+                f"zgraph: group {position} of the optimizer holds {len(strange)} tensors that are no parameters of the "
+                f"model, the first of shape {strange[0]}; pass the model that it steps, and create it after "
+                "zgraph.shard."
+            )
+        groups.append([names[id(parameter)] for parameter in group["params"]])
+    return groups
+
+
+def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[int, str]:
+    """An optimizer's state dict numbers its parameters."""
+    return {
+        index: name
+        for group, own in zip(groups, names, strict=True)
+        for index, name in zip(group["params"], own, strict=True)
+    }
+
+
+def ignored_states(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Optimizer state of parameters that each rank steps for itself."""
+    ignored = _ignored_names(module)
+    saved = optimizer.state_dict()
+    by_index = names_by_index(saved["param_groups"], group_names(module, optimizer))
+    return {
+        by_index[index]: {key: value.to_local().cpu() for key, value in entries.items() if isinstance(value, DTensor)}
+        for index, entries in saved["state"].items()
+        if by_index[index] in ignored
+    }
+
+
+def _ignored_names(module: nn.Module) -> frozenset[str]:
+    ignored = {
+        id(local_parameters(part)[attribute])
+        for part in module.modules()
+        if (state := state_of(part)) is not None
+        for attribute, read in state.by_attribute.items()
+        if read.spec.ignored
+    }
+    return frozenset(
+        name.replace(COMPILED, "") for name, parameter in module.named_parameters() if id(parameter) in ignored
+    )

@@ -1,0 +1,142 @@
+"""`save_checkpoint`: written beside, and renamed when it is complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from zgraph.checkpoint.directory import complete_checkpoints, measure, recover, sync_directory, write_page
+from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names_by_index
+from zgraph.checkpoint.runtime_state import RuntimeState
+from zgraph.checkpoint.safe_reader import METADATA, check_plain, encode
+from zgraph.checkpoint.together import dcp_errors, gathered, rank_and_world, together
+from zgraph.errors import CheckpointError
+from zgraph.torch_compat import is_distributed_ready, without_compile
+from zgraph.unit import state_of
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write `directory/step_<step>`: model, optimizer, random generators and `extra`. Every rank calls it.
+
+    Files are written and fsynced in a hidden directory beside, which is renamed at the end: whenever the run is killed,
+    a checkpoint is there completely or not at all. All ranks write into the same file system.
+
+    Args:
+        directory: made where it is missing; holds the checkpoints of one run.
+        model: sharded or not, compiled or not.
+        optimizer: of the model's parameters. Gradients are not saved: call after a step, not inside a `no_sync` window.
+        step: names the checkpoint; a complete one of the same step is replaced.
+        extra: what else to remember, such as a scheduler's state_dict or the data position. May differ between ranks.
+            Plain tensors, numbers, strings, None, and dicts, lists and tuples of them.
+        keep: complete checkpoints that stay, the newest ones.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        ValueError: an option cannot be honoured.
+        CheckpointError: it could not be written; raised on all ranks, whichever failed. Earlier ones are untouched.
+    """
+    if step < 0 or keep < 1:
+        raise ValueError(f"zgraph.save_checkpoint: step={step} must not be negative, and keep={keep} at least 1.")
+    root = Path(directory).absolute()
+    final, partial = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
+    module = without_compile(model)
+    state = together("save_checkpoint", lambda: _state_to_save(module, optimizer, dict(extra or {})))
+    rank, ranks = rank_and_world()
+    if len(set(steps := gathered(step))) > 1:
+        raise CheckpointError(f"zgraph.save_checkpoint: ranks save different steps {steps}; pass the same everywhere.")
+    own: dict[str, Any] = {"runtime": RuntimeState(module).own(), "extra": dict(extra or {})}
+    own["optimizer"] = {} if optimizer is None else ignored_states(module, optimizer)
+    state["rank"] = {str(rank): encode(own)}
+
+    def prepare() -> None:
+        if rank == 0:
+            root.mkdir(parents=True, exist_ok=True)
+            recover(root)
+            for left_over in root.glob(".step_*"):  # by a run that was killed
+                shutil.rmtree(left_over)
+            partial.mkdir()
+
+    def finish(files: list[dict[str, list[int]]]) -> None:
+        if rank != 0:
+            return
+        write_page(partial, step, ranks, {name: entry for of_rank in files for name, entry in of_rank.items()})
+        sync_directory(partial)
+        if final.exists():
+            final.rename(root / f".{final.name}.replaced")
+        partial.rename(final)
+        sync_directory(root)
+        for _, old in complete_checkpoints(root)[:-keep]:
+            hidden = root / f".{old.name}.old"
+            old.rename(hidden)  # first: half deleted it would look complete
+            shutil.rmtree(hidden)
+        shutil.rmtree(root / f".{final.name}.replaced", ignore_errors=True)
+
+    together("save_checkpoint", prepare)
+    with dcp_errors("save_checkpoint"):
+        save(state, storage_writer=FileSystemWriter(partial), no_dist=not is_distributed_ready())
+    names = [f"__{rank}_*.distcp", *([METADATA] if rank == 0 else [])]
+    files = together(
+        "save_checkpoint",
+        lambda: {path.name: measure(path) for name in names for path in partial.glob(name)},
+        all=True,
+    )
+    together("save_checkpoint", lambda: finish(files))
+    return final
+
+
+def _state_to_save(module: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> dict[str, Any]:
+    def refuse(what: str) -> NoReturn:
+        raise CheckpointError(
+            f"zgraph.save_checkpoint: {what}, which a load without pickles cannot bring back; save tensors, numbers, "
+            "strings, None, and dicts, lists and tuples of them."
+        )
+
+    _check_no_window(module)
+    check_plain(extra, "extra", refuse)
+    state: dict[str, Any] = {"model": module.state_dict()}
+    for name, value in state["model"].items():
+        if not isinstance(value, Tensor):
+            check_plain(value, name, refuse)
+    if optimizer is not None:
+        saved = optimizer.state_dict()
+        names = group_names(module, optimizer)
+        by_index = names_by_index(saved["param_groups"], names)
+        for index, entries in saved["state"].items():
+            for key, value in entries.items():
+                if not isinstance(value, Tensor):
+                    check_plain(value, f"the optimizer's {key} of {by_index[index]}", refuse)
+        groups = [{**group, "params": own} for group, own in zip(saved["param_groups"], names, strict=True)]
+        check_plain(groups, "optimizer.param_groups", refuse)
+        state["optimizer"] = {
+            "state": {by_index[index]: entries for index, entries in saved["state"].items()},
+            "param_groups": groups,
+        }
+    return state
+
+
+def _check_no_window(module: nn.Module) -> None:
+    for part in module.modules():
+        state = state_of(part)
+        if state is not None and state.scope.opened:
+            raise CheckpointError(
+                "zgraph.save_checkpoint: a no_sync window is open, and its gradients would be lost; save after the "
+                "optimizer step that closes it."
+            )

@@ -11,6 +11,10 @@ from tests.ranks import Ranks
 WORLDS = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4))]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=20, help="how often test_kills.py kills its run")
+
+
 @pytest.fixture(scope="session", params=WORLDS, ids=lambda world: f"ranks{world}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """1, 2, 3 and 4 real gloo ranks; pytest runs all tests of one size before it starts the next."""

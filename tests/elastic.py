@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zgraph
 from tests.models import Uneven
@@ -34,16 +32,8 @@ def train(folder: Path, die_in_step: int) -> None:
     model = zgraph.shard(Uneven())
     called = torch.compile(model, backend="zgraph")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    # A folder with its final name is whole: it is renamed after every rank has written.
-    saved = sorted(folder.glob("step_*"))
-    first = 0
-    if saved:
-        first = int(saved[-1].name.removeprefix("step_"))
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        checkpoint.load(state, checkpoint_id=saved[-1])
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    dist.barrier()  # no rank may rename a folder before all have looked
+    latest = zgraph.latest_checkpoint(folder)
+    first = 0 if latest is None else zgraph.load_checkpoint(latest, model, optimizer).step
     if rank == 0:
         print(f"attempt {attempt} starts at step {first}", flush=True)
     for step in range(first, STEPS):
@@ -51,16 +41,12 @@ def train(folder: Path, die_in_step: int) -> None:
         loss = called(torch.randn(8, 6, generator=generator)).square().mean()
         loss.backward()
         if attempt == 0 and step == die_in_step and rank == 1:
+            print("rank 1 ends itself", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % SAVE_EVERY == 0:
-            model_state, optimizer_state = get_state_dict(model, optimizer)
-            unfinished = folder / "unfinished"
-            checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished)
-            if rank == 0:
-                unfinished.rename(folder / f"step_{step + 1}")
-            dist.barrier()
+            zgraph.save_checkpoint(folder, model, optimizer, step=step + 1)
         if rank == 0 and step == STEPS - 1:
             print(f"final loss {loss.item().hex()}", flush=True)
     dist.destroy_process_group()

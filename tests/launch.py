@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300.0  # no run here takes a tenth of it; a hang fails the test by this
@@ -26,9 +27,11 @@ def to_file(path: Path, command: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: Sequence[str], output: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[subprocess.Popen[bytes]]:
     """A command that is ended on exit, with all it has started (torchrun puts its ranks into groups of their own)."""
-    process = subprocess.Popen(to_file(output, command), env={**os.environ, **environment("lo")})
+    process = subprocess.Popen(to_file(output, command), env={**os.environ, **environment("lo"), **variables})
     try:
         yield process
     finally:

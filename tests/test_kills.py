@@ -1,0 +1,26 @@
+"""Runs killed by SIGKILL at random moments, also while they save: resumed, they are the unbroken run bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, environment
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    kills = request.config.getoption("kills")
+    command = [sys.executable, "-m", "tests.kills", str(tmp_path), "--kills", str(kills)]
+    done = subprocess.run(command, cwd=ROOT, env=environment("lo"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["differing"] == 0, found  # each step that was repeated gave the same loss, on both ranks
+    assert found["complete curves"] == 4, found  # two ranks, broken and unbroken, each step from the first to the last
+    assert found["resumed"] + found["from scratch"] == kills + 1
+    # The moments are random, yet of those aimed at a save most must have met one, or this tests less than it says.
+    assert found["while saving"] >= kills // 4, found

@@ -1,4 +1,4 @@
-"""torchrun over two hosts, a restart of a broken run, a resumed example: each ends as the plain run does, bit for bit."""
+"""torchrun over two hosts, a broken run restarted, an example resumed: each ends as the plain run does, bit for bit."""
 
 from __future__ import annotations
 

@@ -62,6 +62,7 @@ class FrameCompiler:
             compile_backward=self.lower,
             compile_inference=self.compile_inference,
             partition=self.partition,
+            decompose=self.options.lowering == "inductor",
         )
         return backend(gm, example_inputs)
 
@@ -86,6 +87,10 @@ class FrameCompiler:
         return self.lower(gm, inputs)
 
     def lower(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        if self.options.lowering == "inductor":
+            from zgraph.codegen.inductor import IslandCompiler
+            self.islands = getattr(self, "islands", None) or IslandCompiler()
+            return self.islands.lower(gm)
         return lower_fx(gm)
 
     def _run_passes(self, graphs: dict[Direction, fx.GraphModule], phase: Any) -> None:

@@ -37,7 +37,7 @@ class CompileOptions:
                 f'zgraph: options["pipeline"] is a {type(self.pipeline).__name__}; write '
                 '{"pipeline": zgraph.Pipeline([...])}.'
             )
-        if self.lowering != "fx":
+        if self.lowering not in ("fx", "inductor"):
             raise ValueError(f'zgraph: lowering={self.lowering!r} is not available; write {{"lowering": "fx"}}.')
         if self.report is not None and not isinstance(self.report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -88,6 +89,11 @@ def is_sum_ranks(node: fx.Node) -> bool:
 def is_start(node: fx.Node) -> bool:
     """Whether the node starts a collective whose result needs a wait."""
     return node.op == "call_function" and (is_functional_collective(node.target) or is_kept_gather(node))
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node takes one of several results of a call."""
+    return node.target is operator.getitem
 
 
 def is_wait(node: fx.Node) -> bool:

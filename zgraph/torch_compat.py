@@ -186,7 +186,7 @@ Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 def aot_autograd(
-    *, compile_forward: Compiler, compile_backward: Compiler, compile_inference: Compiler, partition: Partitioner
+    *, compile_forward: Compiler, compile_backward: Compiler, compile_inference: Compiler, partition: Partitioner, decompose: bool = False
 ) -> Callable[..., Any]:
     """A Dynamo backend that traces forward and backward without decompositions (2.11 - 2.13).
 
@@ -200,7 +200,7 @@ def aot_autograd(
         bw_compiler=compile_backward,
         inference_compiler=compile_inference,
         partition_fn=partition,
-        decompositions={},
+        decompositions=_table() if decompose else {},
     )
 
 
@@ -351,3 +351,28 @@ def storage_info(name: str, offset: int, length: int) -> Any:
 
 def is_distributed_ready() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    from torch._guards import TracingContext, detect_fake_mode
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+    import contextlib, torch._inductor.utils
+
+    output = next(iter(reversed(gm.graph.nodes)))
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    context = TracingContext.try_get()
+    fake = detect_fake_mode(list(inputs))
+    saved = context.output_strides if context else None
+    if context: context.output_strides = None
+    try:
+        with V.set_fake_mode(fake), config.patch(fallback_random=True):
+            return compile_fx_inner(gm, list(inputs))
+    finally:
+        if context: context.output_strides = saved
+
+
+def _table():
+    from torch._inductor.decomposition import select_decomp_table
+    return select_decomp_table()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 OLDEST = (2, 11)
 NEWEST = (2, 13)
@@ -177,6 +180,22 @@ def storage_key(tensor: Tensor) -> int | None:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage()._cdata
+
+
+# --- Dynamo -------------------------------------------------------------------------------------------------------
+
+
+def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo trace the function as part of its caller, and run it as it is where the caller is not traced.
+
+    A function that Dynamo compiles alone has its integers turned into symbols as soon as two calls differ in them.
+    2.11 - 2.13: `torch._dynamo.eval_frame.skip_code` does the same, and would load Dynamo at import.
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 # --- AOTAutograd --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from zgraph.errors import ZgraphError
 from zgraph.ops import unshard
 from zgraph.rehearsal import load_whole_or_nothing
 from zgraph.runtime.window import ALONE, CLOSING, OPEN
-from zgraph.torch_compat import is_in_backward, local_parameters, tree_flatten, tree_unflatten
+from zgraph.torch_compat import is_in_backward, local_parameters, never_a_frame, tree_flatten, tree_unflatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
 
@@ -204,6 +204,7 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
 
 
+@never_a_frame
 def gather(read: Read, scope: Scope) -> Tensor:
     """The whole parameter, through the marker.
 
@@ -225,6 +226,7 @@ def gather(read: Read, scope: Scope) -> Tensor:
     return share[read]
 
 
+@never_a_frame
 def _unshard(parameter: DTensor, read: Read, window: str) -> Tensor:
     spec = read.spec
     return unshard(
@@ -287,6 +289,7 @@ def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dty
     return tree_unflatten(leaves, spec)
 
 
+@never_a_frame
 def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather, run the module's own forward, release: also when it raises."""
     state = state_of(module)

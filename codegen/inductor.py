@@ -1,64 +1,87 @@
-"""Turn a final graph into a callable whose islands of compute Inductor has compiled, in the order the passes chose."""
+"""Turn a final graph into a callable whose compute Inductor has compiled, island by island, in the order passes chose.
+
+Compiling the whole graph would need its order pinned against a compiler that moves, fuses and reuses; here it is the
+order of the generated program. Equal blocks have equal islands, which are compiled once, and an island contains no
+communication, so Inductor's cache keeps it for other processes.
+"""
 
 from __future__ import annotations
 
+import operator
+import time
 from collections.abc import Callable
 from typing import Any
 
-import operator
-
-from torch import fx
+from torch import Tensor, fx
 
 from zgraph import meta
-from zgraph.codegen.islands import Island, find_islands
+from zgraph.codegen.islands import Island, cut_out, find_islands
 from zgraph.codegen.lower import lower_fx
 from zgraph.torch_compat import compile_with_inductor
 
+Compiled = Callable[[list[Any]], Any]
 
-class IslandCompiler:
-    """Compiles islands, equal ones once."""
+
+class InductorLowering:
+    """Lowers the graphs of one frame; islands that compute the same are compiled once.
+
+    Attributes:
+        islands: how many were found.
+        compiled: the distinct ones.
+        seconds: spent in Inductor, cached or not.
+    """
 
     def __init__(self) -> None:
-        self.compiled: dict[Any, Callable[[list[Any]], Any]] = {}
+        self.islands = 0
+        self.compiled: dict[object, Compiled] = {}
+        self.seconds = 0.0
 
-    def lower(self, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def lower(self, gm: fx.GraphModule) -> Compiled:
+        """As `lower_fx`, with a call of a compiled function in the place of each island."""
         gm = fx.GraphModule(gm, gm.graph)
-        replaced = {}
-        found = find_islands(gm.graph)
-        import collections
-        print("islands", len(found), "distinct", len({i.gm.code for i in found}), "nodes left", len(gm.graph.nodes)-sum(len(i.members) for i in found), flush=True)
-        for island in found:
-            _replace(gm.graph, island, self.compile(island), replaced)
+        for members in find_islands(gm.graph):
+            island = cut_out(members)
+            _put_call(gm.graph, island, self._compile(island))
         return lower_fx(gm)
 
-    def compile(self, island: Island) -> Callable[[list[Any]], Any]:
-        given, key = island, (island.gm.code, tuple(_layout(node) for node in island.inputs))
+    def _compile(self, island: Island) -> Compiled:
+        self.islands += 1
+        key = (island.gm.code, tuple(_layout(node) for node in island.inputs))
         if key not in self.compiled:
-            compiled = compile_with_inductor(given.gm, [node.meta["val"] for node in given.inputs])
+            started = time.perf_counter()
+            compiled = compile_with_inductor(island.gm, [meta.value(node) for node in island.inputs])
+            self.seconds += time.perf_counter() - started
 
-            def island(args: list[Any]) -> Any:
+            def run(args: list[Any]) -> Any:
                 return compiled(args)
 
-            self.compiled[key] = island
+            run.__name__ = f"island_{len(self.compiled)}"  # what the generated program calls it
+            self.compiled[key] = run
         return self.compiled[key]
 
 
-def _layout(node: fx.Node) -> Any:
+def _layout(node: fx.Node) -> object:
     value = meta.value(node)
-    return (tuple(value.shape), value.stride(), value.dtype, value.device) if hasattr(value, "stride") else str(value)
+    if not isinstance(value, Tensor):
+        return str(value)
+    return value.shape, value.stride(), value.dtype, value.device
 
 
-def _replace(graph: fx.Graph, island: Island, run: Callable[[list[Any]], Any], replaced) -> None:
-    last = island.members[-1]
-    with graph.inserting_after(last):
-        call = graph.call_function(run, ([replaced.get(n, n) for n in island.inputs],))
-    call._rename("island")
-    previous = call
+def hand_over(*values: Any) -> list[Any]:
+    """A list that is the only holder of values whose last use this is: the callee empties it, and they die early."""
+    return list(values)
+
+
+def _put_call(graph: fx.Graph, island: Island, compiled: Compiled) -> None:
+    with graph.inserting_after(island.members[-1]):
+        handed = graph.call_function(hand_over, island.inputs)
+    with graph.inserting_after(handed):
+        call = graph.call_function(compiled, (handed,))
+    last = call
     for number, node in enumerate(island.outputs):
-        with graph.inserting_after(previous):
-            previous = graph.call_function(operator.getitem, (call, number))
-        previous.meta = dict(node.meta)
-        replaced[node] = previous
-        node.replace_all_uses_with(previous, delete_user_cb=lambda user: user not in island.members)
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (call, number))
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last)
     for node in reversed(island.members):
         graph.erase_node(node)

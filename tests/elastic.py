@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import zgraph
+from tests.compiled import with_fx
 from tests.models import Uneven
 
 STEPS = 8
@@ -30,7 +31,7 @@ def train(folder: Path, die_in_step: int) -> None:
     if attempt == 0:
         torch.manual_seed(5)
     model = zgraph.shard(Uneven())
-    called = torch.compile(model, backend="zgraph")
+    called = with_fx(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     latest = zgraph.latest_checkpoint(folder)
     first = 0 if latest is None else zgraph.load_checkpoint(latest, model, optimizer).step

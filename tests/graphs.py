@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import fake_pg
 
 import zgraph
+from tests.compiled import with_fx
 from zgraph import meta
 from zgraph.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.passes import ChooseLifetimes, DedupeGathers
@@ -205,7 +206,7 @@ def compile_model(
     torch.compiler.reset()
     torch.manual_seed(0)
     model = zgraph.shard(build(), **shard)
-    compiled = cast("Callable[..., Any]", torch.compile(model, backend="zgraph", options=options))
+    compiled = cast("Callable[..., Any]", with_fx(model, **options))
     for size in batches:
         with torch.set_grad_enabled(train):
             result = compiled(torch.zeros(size, next(iter(model.parameters())).shape[-1]))

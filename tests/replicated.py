@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zgraph
+from tests.compiled import with_fx
 
 STEPS = 3
 
@@ -222,10 +223,10 @@ def compare(case: Case, zero_stage: int, mode: str) -> int:
         model = zgraph.shard(model, hybrid_mesh(case.replicas), zero_stage=zero_stage, **case.options)
     called: Callable[..., Tensor] = model
     if mode == "fx":
-        called = torch.compile(model, backend="zgraph", options={"pipeline": verified()})
+        called = with_fx(model, pipeline=verified())
     elif mode == "part":
         for part in model.children():
-            part.compile(backend="zgraph", options={"pipeline": verified()})
+            part.compile(backend="zgraph", options={"lowering": "fx", "pipeline": verified()})
     # Not the fused AdamW: it computes the last elements of a vector in another instruction order than the others, so a
     # shard would differ from the whole in its last bits.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)

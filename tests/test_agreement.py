@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
 import zgraph
+from tests.compiled import with_fx
 from tests.ranks import Ranks, fresh_ranks
 from zgraph.agreement import Signature, _Board, agree
 
@@ -20,7 +21,7 @@ def different_models() -> str:
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     zgraph.shard(model)
-    called = torch.compile(model[rank:], backend="zgraph")  # rank 1 compiles a part of it
+    called = with_fx(model[rank:])  # rank 1 compiles a part of it
     try:
         called(torch.ones(2, 4)).sum().backward()
     except Exception as error:
@@ -62,7 +63,7 @@ def test_a_rank_that_recompiles_alone_goes_on(two_ranks: Ranks) -> None:
 def evaluate_alone() -> str:
     """Rank 0 evaluates under no_grad, which is a graph that rank 1 never compiles."""
     model = zgraph.shard(nn.Linear(4, 4))
-    called = torch.compile(model, backend="zgraph", options={"agreement_timeout_s": 3})
+    called = with_fx(model, agreement_timeout_s=3)
     called(torch.ones(2, 4)).sum().backward()
     if dist.get_rank() == 1:
         return "did not evaluate"
@@ -87,7 +88,7 @@ def compile_late() -> float:
     model = zgraph.shard(nn.Linear(4, 4))
     if dist.get_rank() == 1:
         time.sleep(2)
-    called = torch.compile(model, backend="zgraph")
+    called = with_fx(model)
     called(torch.ones(2, 4)).sum().backward()
     return model.weight.grad.full_tensor().sum().item()
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import zgraph
 from tests import models
+from tests.compiled import with_fx
 from tests.peak import SLACK_BYTES, WIDTH, Peak
 from tests.ranks import Ranks
 from tests.replicated import whole
@@ -59,7 +60,7 @@ def make(seed: int = 0, *, compiled: bool = False, **options: Any) -> tuple[nn.M
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others}], lr=0.01, fused=True)
-    return (torch.compile(model, backend="zgraph") if compiled else model), optimizer  # type: ignore[return-value]
+    return (with_fx(model) if compiled else model), optimizer  # type: ignore[return-value]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[str]:
@@ -428,8 +429,8 @@ def test_a_compiled_model_says_which_keys_do_not_fit(two_ranks: Ranks, what: str
 def names_of_compiled() -> dict[str, Any]:
     plain = list(Noisy().state_dict())
     model, _ = make()
-    model.up = torch.compile(model.up, backend="zgraph")  # a part on its own, inside a compiled whole
-    compiled = torch.compile(model, backend="zgraph")
+    model.up = with_fx(model.up)  # a part on its own, inside a compiled whole
+    compiled = with_fx(model)
     state = compiled.state_dict()
     versions = list(state._metadata)
     not_strict = compiled.load_state_dict({"down.bias": torch.ones(6)}, strict=False)
@@ -474,7 +475,7 @@ def full(compiled: bool) -> dict[str, Any]:
     plain.unread.half()
     expected = {key: value.clone() for key, value in plain.state_dict().items()}
     model = zgraph.shard(plain)
-    found = zgraph.full_state_dict(torch.compile(model, backend="zgraph") if compiled else model)
+    found = zgraph.full_state_dict(with_fx(model) if compiled else model)
     if dist.get_rank() != 0:
         return {"empty": found == {}}
     return {

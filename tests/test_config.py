@@ -28,7 +28,7 @@ class Form:
 def test_defaults() -> None:
     for nothing in (None, {}):
         found = CompileOptions.parse(nothing)
-        assert (found.pipeline, found.lowering, found.dump, found.report) == (None, "fx", None, None)
+        assert (found.pipeline, found.lowering, found.dump, found.report) == (None, "inductor", None, None)
         assert found.agreement_timeout_s == 120
 
 
@@ -63,7 +63,7 @@ def test_what_is_given_arrives(tmp_path: Path) -> None:
         ({"pipelin": None}, r"unknown option 'pipelin'; did you mean 'pipeline'\?"),
         ({"zzz": 1}, r"unknown option 'zzz'; the options are pipeline, lowering, dump, report, agreement_timeout_s"),
         ({"pipeline": presets.default()}, r'options\["pipeline"\] is a list; write \{"pipeline": zgraph\.Pipeline'),
-        ({"lowering": "inductor"}, r"lowering='inductor' is not available; write \{\"lowering\": \"fx\"\}"),
+        ({"lowering": "tvm"}, r"lowering='tvm' is not available; write \{\"lowering\": \"inductor\"\} or"),
         ({"dump": True}, r'options\["dump"\] is True; write the path of a directory'),
         ({"dump": b"here"}, r'options\["dump"\] is b\'here\'; write the path of a directory'),
         ({"report": "out"}, r'options\["report"\] is a str; pass a zgraph\.Report\(\)'),

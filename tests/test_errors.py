@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zgraph
 from tests import models
+from tests.compiled import with_fx
 from tests.ranks import Ranks, fresh_ranks
 
 
@@ -41,7 +42,7 @@ def _optimizer_before_shard_compiled() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW([{"params": model.weight, "lr": 0.1}, {"params": [model.bias]}])
     zgraph.shard(model)
-    torch.compile(model, backend="zgraph")(torch.ones(2, 4)).sum().backward()
+    with_fx(model)(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 
 
@@ -55,7 +56,7 @@ def _kept_reference() -> None:
 
 def _resized() -> None:
     model = zgraph.shard(nn.Linear(4, 4))
-    compiled = torch.compile(model, backend="zgraph")
+    compiled = with_fx(model)
     compiled(torch.ones(2, 4)).sum().backward()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model.weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
@@ -71,7 +72,7 @@ def _moved() -> None:
 
 def _cast() -> None:
     model = zgraph.shard(nn.Linear(4, 4)).to(torch.bfloat16)
-    torch.compile(model, backend="zgraph")(torch.ones(2, 4))
+    with_fx(model)(torch.ones(2, 4))
 
 
 def _replaced() -> None:
@@ -117,8 +118,8 @@ def _unknown_option() -> None:
     torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowring": "fx"})(torch.ones(1, 2))
 
 
-def _inductor() -> None:
-    torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowering": "inductor"})(torch.ones(1, 2))
+def _lowering() -> None:
+    torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowering": "tvm"})(torch.ones(1, 2))
 
 
 def _complex() -> None:
@@ -154,7 +155,7 @@ SCENARIOS = {
     "unit": lambda: zgraph.shard(nn.Linear(2, 2), units=[nn.LayerNorm]),
     "recurrent": lambda: zgraph.shard(nn.LSTM(3, 3)),
     "unknown_option": _unknown_option,
-    "inductor": _inductor,
+    "lowering": _lowering,
 }
 
 EXPECTED = {
@@ -178,7 +179,7 @@ EXPECTED = {
     "unit": r"ValueError: .*units names LayerNorm, which the model does not contain",
     "recurrent": r"ValueError: .*belongs to a LSTM.*nn\.LSTMCell",
     "unknown_option": r"ValueError: .*unknown option 'lowring'; did you mean 'lowering'\?",
-    "inductor": r"ValueError: .*lowering='inductor' is not available; write \{\"lowering\": \"fx\"\}",
+    "lowering": r"ValueError: .*lowering='tvm' is not available; write \{\"lowering\": \"inductor\"\} or",
 }
 
 
@@ -228,7 +229,7 @@ def train_until_rank_one_dies(mode: str) -> str:
     pipeline = zgraph.Pipeline(
         [entry for entry in zgraph.passes.presets.default() if entry.name != "bucket_collectives"]
     )
-    called = torch.compile(model, backend="zgraph", options={"pipeline": pipeline}) if mode == "fx" else model
+    called = with_fx(model, pipeline=pipeline) if mode == "fx" else model
     called(torch.ones(2, 4)).sum().backward()
     dist.barrier()
     if dist.get_rank() == 1:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.compiled import with_fx
 from zgraph.handle import HANDLE_BYTES, make_handle, name_of
 
 
@@ -48,7 +49,7 @@ def test_an_input_as_large_as_a_handle_is_an_input() -> None:
     torch.compiler.reset()
     image = torch.arange(HANDLE_BYTES, dtype=torch.uint8).reshape(8, 12)
     model = torch.nn.Linear(12, 3)
-    compiled = torch.compile(lambda x: model(x.float()), backend="zgraph")
+    compiled = with_fx(lambda x: model(x.float()))
     assert torch.equal(compiled(image), model(image.float()))
 
 

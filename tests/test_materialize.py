@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import zgraph
 from examples.benchmarks.heap import Heap, HeapPeak
 from tests import models
+from tests.compiled import with_fx
 from tests.peak import SLACK_BYTES, WIDTH, Peak
 from tests.ranks import Ranks
 from tests.replicated import whole
@@ -186,7 +187,7 @@ def same_as_whole(case: str, options: dict[str, Any], mode: str, offset: int) ->
     torch.manual_seed(100 + rank)
     tokens = torch.randint(13, (2, 4))
     for model in (found, expected):
-        called = torch.compile(model, backend="zgraph") if mode == "fx" else model
+        called = with_fx(model) if mode == "fx" else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(2):
             called(tokens).square().mean().backward()
@@ -378,7 +379,7 @@ def compiled_and_optimizer_before(forgotten: bool) -> bool:
     with torch.device("meta"):
         model = zgraph.shard(models.Uneven())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend="zgraph")
+    compiled = with_fx(model)
     if forgotten:
         with pytest.raises(Exception, match=r"meta device.*zgraph\.materialize\(model\)"):
             compiled(torch.ones(3, 6))
@@ -393,7 +394,7 @@ def compiled_and_optimizer_before(forgotten: bool) -> bool:
     expected_optimizer = torch.optim.AdamW(expected.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
     x = torch.randn(3, 6)
-    for called, stepped in ((compiled, optimizer), (torch.compile(expected, backend="zgraph"), expected_optimizer)):
+    for called, stepped in ((compiled, optimizer), (with_fx(expected), expected_optimizer)):
         called(x).square().mean().backward()
         stepped.step()
     assert_same_model(model, expected, marks=False)
@@ -513,7 +514,7 @@ def untied(module: nn.Module) -> None:
 
 SCENARIOS: dict[str, Callable[[], object]] = {
     "eager": lambda: on_meta()(torch.ones(2, 4)),
-    "compiled": lambda: torch.compile(on_meta(), backend="zgraph")(torch.ones(2, 4)),
+    "compiled": lambda: with_fx(on_meta())(torch.ones(2, 4)),
     "no_reset": lambda: zgraph.materialize(on_meta()),
     "buffer": lambda: zgraph.materialize(on_meta(), without_buffer),
     "bias": lambda: zgraph.materialize(on_meta(), without_bias),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
+from tests.compiled import with_fx
 from tests.ranks import Ranks
 
 ROWS, LAYERS = 48, 4  # 48 rows divide by 1, 2, 3 and 4, so that the formula is exact
@@ -42,7 +43,7 @@ def bytes_before_the_step(zero_stage: int, mode: str) -> dict[str, float]:
     shard_numel = ROWS * ROWS // dist.get_world_size()
     held = {id(tensor) for tensor in live_tensors(shard_numel)}
     model = zgraph.shard(build(), zero_stage=zero_stage)
-    called = torch.compile(model, backend="zgraph") if mode == "fx" else model
+    called = with_fx(model) if mode == "fx" else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
         optimizer.zero_grad()
@@ -80,7 +81,7 @@ def test_bytes_per_parameter_before_the_optimizer_step(ranks: Ranks, zero_stage:
 
 def saved_for_backward(zero_stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
     model = zgraph.shard(build(), zero_stage=zero_stage, param_dtype=dtype)
-    called = torch.compile(model, backend="zgraph")
+    called = with_fx(model)
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

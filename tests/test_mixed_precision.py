@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zgraph
 from tests import models
+from tests.compiled import with_fx
 from tests.ranks import Ranks
 from tests.replicated import Case, Replicated, assert_equal, batches, compare, token_batch, verified, whole
 
@@ -97,7 +98,7 @@ def batch_norm_beside_narrow_parameters() -> list[str]:
     model = models.Normalised()
     zgraph.shard(model.layers[1])
     zgraph.shard(model, param_dtype=torch.bfloat16)
-    called = torch.compile(model, backend="zgraph")
+    called = with_fx(model)
     called(torch.randn(8, 6)).float().square().mean().backward()
     return [str(parameter.grad.dtype) for parameter in model.parameters()]
 
@@ -146,7 +147,7 @@ def train_scaled(zero_stage: int, mode: str, explicit: bool) -> None:
     model = case.build()
     reference = Replicated(case, copy.deepcopy(model), zero_stage)
     zgraph.shard(model, zero_stage=zero_stage, **case.options)
-    called = torch.compile(model, backend="zgraph", options={"pipeline": verified()}) if mode == "fx" else model
+    called = with_fx(model, pipeline=verified()) if mode == "fx" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     expected_optimizer = torch.optim.SGD(reference.model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     scaler = zgraph.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
@@ -264,7 +265,7 @@ def train_token_weighted(zero_stage: int, mode: str, half: bool) -> None:
     model = case.build()
     reference = Replicated(case, copy.deepcopy(model), zero_stage)
     zgraph.shard(model, zero_stage=zero_stage, **options)
-    called = torch.compile(model, backend="zgraph", options={"pipeline": verified()}) if mode == "fx" else model
+    called = with_fx(model, pipeline=verified()) if mode == "fx" else model
     for step in range(3):
         inputs, target = batches(case, step)[dist.get_rank()]
         tokens = (target != -100).sum()

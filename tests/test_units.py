@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import zgraph
 from tests import models
+from tests.compiled import with_fx
 from tests.ranks import Ranks
 from tests.replicated import whole
 from zgraph.handle import name_of
@@ -43,7 +44,7 @@ def four_equal_blocks() -> dict[str, Any]:
     seen: list[str] = []
     pipeline = zgraph.Pipeline([*zgraph.passes.presets.default(), CountGraphs(seen)])
     for block in blocks:
-        block.compile(backend="zgraph", options={"pipeline": pipeline})
+        block.compile(backend="zgraph", options={"lowering": "fx", "pipeline": pipeline})
     x = torch.randn(5, 6, requires_grad=True)
     blocks(x).square().mean().backward()
     plain(x.detach()).square().mean().backward()
@@ -74,7 +75,7 @@ def handles_in_backward() -> list[str]:
             return func(*args, **(kwargs or {}))
 
     for block in blocks:
-        block.compile(backend="zgraph", options={"pipeline": zgraph.Pipeline([])})
+        block.compile(backend="zgraph", options={"lowering": "fx", "pipeline": zgraph.Pipeline([])})
     loss = blocks(torch.randn(3, 4, requires_grad=True)).sum()
     with Watch():
         loss.backward()
@@ -129,7 +130,7 @@ class Failing(nn.Module):
 
 def after_a_failing_forward(mode: str) -> dict[str, Any]:
     model = zgraph.shard(Failing())
-    called = torch.compile(model, backend="zgraph") if mode == "fx" else model
+    called = with_fx(model) if mode == "fx" else model
     x = torch.ones(2, 4)
     with pytest.raises(KeyError, match="on purpose"):
         called(x)
@@ -171,7 +172,7 @@ def test_without_a_compiler_gathers_are_shared_in_training_and_released_without_
 def gathers_in_the_graph() -> list[tuple[str, int]]:
     report = zgraph.Report()
     model = zgraph.shard(models.Reused())
-    compiled = torch.compile(model, backend="zgraph", options={"report": report})
+    compiled = with_fx(model, report=report)
     compiled(torch.ones(2, 6)).sum().backward()
     with torch.no_grad():
         compiled(torch.ones(2, 6))
@@ -245,7 +246,7 @@ def plain_model_communicates_nothing() -> list[str]:
     options = {"pipeline": zgraph.Pipeline([*zgraph.passes.presets.default(), Look()])}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # as a user's script has it
-        compiled = torch.compile(model, backend="zgraph", options=options)
+        compiled = with_fx(model, **options)
         compiled(torch.ones(2, 4)).sum().backward()
         compiled(torch.ones(3, 4)).sum().backward()
     return [*started, *(str(entry.message) for entry in caught if entry.category is zgraph.ZgraphWarning)]
@@ -262,7 +263,7 @@ def test_a_plain_model_without_a_process_group_just_works() -> None:
     model = models.Uneven()
     plain = copy.deepcopy(model)
     x = torch.randn(3, 6)
-    compiled = torch.compile(model, backend="zgraph", options={"lowering": "fx"})
+    compiled = with_fx(model)
     compiled(x).square().mean().backward()
     plain(x).square().mean().backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zgraph
 from tests import models
+from tests.compiled import with_fx
 from tests.ranks import Ranks, fresh_ranks
 from tests.replicated import whole
 from tests.test_memory import live_tensors, local, storage_bytes
@@ -30,7 +31,7 @@ def build() -> nn.Module:
 
 
 def called(model: nn.Module, mode: str) -> Any:
-    return torch.compile(model, backend="zgraph") if mode == "fx" else model
+    return with_fx(model) if mode == "fx" else model
 
 
 def train_window(call: Any, micro_batches: int, between: Any = None) -> None:
@@ -251,7 +252,7 @@ def variants(zero_stage: int) -> list[int]:
     """Graphs compiled so far, after each of four windows of three micro-batches."""
     report = zgraph.Report()
     model = zgraph.shard(build(), zero_stage=zero_stage)
-    call = torch.compile(model, backend="zgraph", options={"report": report})
+    call = with_fx(model, report=report)
     counts: list[int] = []
     for _ in range(4):
         train_window(call, 3)
@@ -283,7 +284,7 @@ def _mixed() -> None:
 def _step_in_an_open_window() -> None:
     model = zgraph.shard(build(), zero_stage=1)
     optimizer = torch.optim.SGD(model.parameters())
-    with zgraph.no_sync(torch.compile(model, backend="zgraph")):
+    with zgraph.no_sync(with_fx(model)):
         model(torch.ones(2, ROWS)).sum().backward()
     optimizer.step()
 
@@ -324,7 +325,7 @@ def bytes_by_axis(zero_stage: int, micro_batches: int) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     report = zgraph.Report()
     model = zgraph.shard(build(), mesh, zero_stage=zero_stage)
-    call = torch.compile(model, backend="zgraph", options={"report": report})
+    call = with_fx(model, report=report)
     train_window(call, 1)
     axes = {mesh.get_group(axis).group_name: axis for axis in ("replicate", "shard")}
     found = {"replicate": 0, "shard": 0}

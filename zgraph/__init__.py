@@ -30,6 +30,7 @@ from zgraph.gradients import GradScaler, clip_grad_norm_  # noqa: E402
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.materialization import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
+from zgraph.report.of_model import summary  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
 from zgraph.sharding import shard  # noqa: E402
 from zgraph.state_dict import follow_compiled_modules, full_state_dict  # noqa: E402
@@ -65,4 +66,5 @@ __all__ = [
     "runtime_state",
     "save_checkpoint",
     "shard",
+    "summary",
 ]

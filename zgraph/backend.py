@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph import meta, nodes, torch_compat
 from zgraph.agreement import Signature, agree
+from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.lower import lower_fx
 from zgraph.config import CompileOptions
 from zgraph.errors import ZgraphWarning
@@ -20,8 +21,9 @@ from zgraph.handle import name_of
 from zgraph.passes import presets
 from zgraph.pipeline import Pipeline
 from zgraph.report.dump import Dumper
-from zgraph.report.summary import GraphReport
+from zgraph.report.summary import GraphReport, Report
 from zgraph.traffic import transfers
+from zgraph.unit import scope_behind
 
 
 def zgraph(
@@ -49,22 +51,27 @@ class FrameCompiler:
         self.frame = torch_compat.compile_id()
         self.ctx = PassContext()
         self.names = _handle_names(gm)
+        self.report = _report_of(gm, options.report)
         self.dumper: Dumper | None = None
         if options.dump is not None:
             rank = dist.get_rank() if torch_compat.is_distributed_ready() else 0
             self.dumper = Dumper(directory=options.dump, rank=rank, frame=self.frame)
+        self.inductor = InductorLowering() if options.lowering == "inductor" else None
         if self.frame.endswith("/0"):  # not again for every recompile
             _warn_if_replicas_drift(gm)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        backend = torch_compat.aot_autograd(
+        with self.report.phase("tracing"):
+            return self._backend()(gm, example_inputs)
+
+    def _backend(self) -> Callable[..., Any]:
+        return torch_compat.aot_autograd(
             compile_forward=self.lower,
             compile_backward=self.lower,
             compile_inference=self.compile_inference,
             partition=self.partition,
-            decompose=self.options.lowering == "inductor",
+            decompose=self.inductor is not None,
         )
-        return backend(gm, example_inputs)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Joint passes, min-cut partition, then graph passes on forward and backward together."""
@@ -87,20 +94,23 @@ class FrameCompiler:
         return self.lower(gm, inputs)
 
     def lower(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        if self.options.lowering == "inductor":
-            from zgraph.codegen.inductor import IslandCompiler
-            self.islands = getattr(self, "islands", None) or IslandCompiler()
-            return self.islands.lower(gm)
-        return lower_fx(gm)
+        with self.report.phase("lowering"):
+            if self.inductor is None:
+                return lower_fx(gm)
+            found, compiled = self.inductor.islands, len(self.inductor.compiled)
+            lowered = self.inductor.lower(gm)
+            all_found, all_compiled = self.report.islands
+            found, compiled = self.inductor.islands - found, len(self.inductor.compiled) - compiled
+            self.report.islands = (all_found + found, all_compiled + compiled)
+            return lowered
 
     def _run_passes(self, graphs: dict[Direction, fx.GraphModule], phase: Any) -> None:
         self.ctx.graphs = graphs
         if self.dumper is not None and (phase == "joint" or "inference" not in graphs):
             for direction, gm in graphs.items():
                 self.dumper.captured(direction, gm.graph)
-        runs = list(self.pipeline.run(phase, self.ctx, graphs, self._observe))
-        if self.options.report is not None:
-            self.options.report.passes.extend(runs)
+        with self.report.phase("passes"):
+            self.report.passes.extend(self.pipeline.run(phase, self.ctx, graphs, self._observe))
 
     def _observe(self, graph_pass: GraphPass, direction: Direction, graph: fx.Graph) -> None:
         if self.dumper is not None:
@@ -110,16 +120,15 @@ class FrameCompiler:
     def _finish(self, graphs: dict[Direction, fx.GraphModule]) -> None:
         """Report what will be sent, and agree on it with the peers before anything is."""
         found = {direction: tuple(transfers(gm.graph)) for direction, gm in graphs.items()}
-        agree([Signature.of(direction, sent) for direction, sent in found.items()], self.options.agreement_timeout_s)
-        report = self.options.report
-        if report is not None:
-            report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
-            report.graphs.extend(
-                GraphReport(
-                    frame=self.frame, direction=direction, nodes=len(gm.graph.nodes), transfers=found[direction]
-                )
-                for direction, gm in graphs.items()
+        with self.report.phase("agreement"):
+            agree(
+                [Signature.of(direction, sent) for direction, sent in found.items()], self.options.agreement_timeout_s
             )
+        self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
+        self.report.graphs.extend(
+            GraphReport(frame=self.frame, direction=direction, nodes=len(gm.graph.nodes), transfers=found[direction])
+            for direction, gm in graphs.items()
+        )
 
     def _name_markers(self, graph: fx.Graph) -> None:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""
@@ -133,6 +142,16 @@ class FrameCompiler:
             handle = marker.args[1]
             assert isinstance(handle, fx.Node)
             meta.set_parameters(marker, [names.get(handle.name, "?")], [handle.name])
+
+
+def _report_of(gm: fx.GraphModule, given: Report | None) -> Report:
+    """The one the user has given, else that of the model whose parameters the frame reads, which is told of it."""
+    handles = [torch_compat.dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
+    scopes = [scope for scope in map(scope_behind, handles) if scope is not None]
+    report = given or next((scope.report for scope in scopes if scope.report is not None), None) or Report()
+    for scope in scopes:
+        scope.report = report
+    return report
 
 
 def _handle_names(gm: fx.GraphModule) -> dict[int, str]:

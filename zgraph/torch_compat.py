@@ -205,9 +205,16 @@ Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 def aot_autograd(
-    *, compile_forward: Compiler, compile_backward: Compiler, compile_inference: Compiler, partition: Partitioner, decompose: bool = False
+    *,
+    compile_forward: Compiler,
+    compile_backward: Compiler,
+    compile_inference: Compiler,
+    partition: Partitioner,
+    decompose: bool = False,
 ) -> Callable[..., Any]:
-    """A Dynamo backend that traces forward and backward without decompositions (2.11 - 2.13).
+    """A Dynamo backend that traces forward and backward (2.11 - 2.13).
+
+    `decompose` takes operators apart as Inductor needs it; else they stay what they are in eager mode.
 
     `functorch.compile.aot_module_simplified` is the public part of it, but would leave the generated backward visible
     to Dynamo.
@@ -219,7 +226,7 @@ def aot_autograd(
         bw_compiler=compile_backward,
         inference_compiler=compile_inference,
         partition_fn=partition,
-        decompositions=_table() if decompose else {},
+        decompositions=inductor_decompositions() if decompose else {},
     )
 
 
@@ -296,6 +303,47 @@ class BoxedCodeGen(CodeGen):
         return "\n".join(lines)
 
 
+# --- Inductor -------------------------------------------------------------------------------------------------------
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor expects to be taken apart, random operators as eager torch draws them (2.11 - 2.13)."""
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(fallback_random=True):
+        return select_decomp_table()
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Compile a functional aten graph that returns a tuple; called inside a compile (compile_fx_inner, 2.11 - 2.13).
+
+    Args:
+        gm: its output tensors keep the strides that `meta["val"]` says.
+        inputs: fake values of its placeholders.
+
+    Returns:
+        A function of one list, which it empties.
+    """
+    from torch._guards import TracingContext
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    returned = next(iter(reversed(gm.graph.nodes)))
+    returned.meta["user_visible_output_idxs"] = list(range(len(returned.args[0])))
+    context = TracingContext.try_get()
+    strides = None if context is None else context.output_strides
+    if context is not None:
+        context.output_strides = None  # AOTAutograd would take the island's for those of its own graph
+    try:
+        with V.set_fake_mode(fake_mode_of(inputs)), config.patch(fallback_random=True):
+            return cast("Callable[[list[Any]], Any]", compile_fx_inner(gm, list(inputs)))
+    finally:
+        if context is not None:
+            context.output_strides = strides
+
+
 # --- loss scaling ---------------------------------------------------------------------------------------------------
 
 
@@ -370,28 +418,3 @@ def storage_info(name: str, offset: int, length: int) -> Any:
 
 def is_distributed_ready() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    from torch._guards import TracingContext, detect_fake_mode
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.virtualized import V
-    import contextlib, torch._inductor.utils
-
-    output = next(iter(reversed(gm.graph.nodes)))
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    context = TracingContext.try_get()
-    fake = detect_fake_mode(list(inputs))
-    saved = context.output_strides if context else None
-    if context: context.output_strides = None
-    try:
-        with V.set_fake_mode(fake), config.patch(fallback_random=True):
-            return compile_fx_inner(gm, list(inputs))
-    finally:
-        if context: context.output_strides = saved
-
-
-def _table():
-    from torch._inductor.decomposition import select_decomp_table
-    return select_decomp_table()

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
+from zgraph.handle import name_of
 from zgraph.ops import unshard
 from zgraph.rehearsal import load_whole_or_nothing
-from zgraph.runtime.window import ALONE, CLOSING, OPEN
+from zgraph.report.summary import Report
+from zgraph.runtime.window import ALONE, CLOSING, OPEN, state_behind
 from zgraph.torch_compat import is_in_backward, local_parameters, never_a_frame, tree_flatten, tree_unflatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
@@ -67,6 +69,7 @@ class Scope:
         window: where the running forward stands in its window.
         last: where the last forward that recorded gradients stood.
         guards_steps: optimizers are watched for steps in an open window.
+        report: what was compiled for these modules; None: nothing.
     """
 
     def __init__(self) -> None:
@@ -77,6 +80,7 @@ class Scope:
         self.window: str = ALONE
         self.last: str = ALONE
         self.guards_steps = False
+        self.report: Report | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
         # do in the replicated model. In a compiled graph the pass dedupe_gathers has that duty.
@@ -202,6 +206,14 @@ class ModuleState:
 
 def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
+
+
+def scope_behind(handle: object) -> Scope | None:
+    """The scope of the model whose parameter a handle stands for; None for anything else."""
+    if not isinstance(handle, Tensor) or name_of(handle) == "?":
+        return None
+    state = state_of(state_behind(handle).owner)
+    return None if state is None else state.scope
 
 
 @never_a_frame

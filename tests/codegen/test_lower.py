@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
+from tests.compiled import with_fx
 from tests.graphs import fake_world
 from tests.ranks import Ranks
 from zgraph import meta
@@ -140,7 +141,7 @@ def test_a_graph_with_collectives_lets_its_inputs_go_too() -> None:
 def c10d_operations(zero_stage: int) -> set[str]:
     """What the process group was asked to run in one compiled training step."""
     model = zgraph.shard(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)), zero_stage=zero_stage)
-    compiled = torch.compile(model, backend="zgraph")
+    compiled = with_fx(model)
     compiled(torch.ones(2, 6)).sum().backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         compiled(torch.ones(2, 6)).sum().backward()

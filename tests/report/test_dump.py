@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from tests.compiled import with_fx
 from tests.graphs import compile_model, fake_world, mlp
 from zgraph import meta, nodes
 from zgraph.graph_pass import GraphPass, PassContext, Phase
@@ -61,7 +62,7 @@ def compile_small(directory: Path, passes: list[GraphPass] | None = None) -> Non
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     options: dict[str, Any] = {"dump": directory, "pipeline": Pipeline(passes or presets.default())}
-    torch.compile(model, backend="zgraph", options=options)(torch.ones(3, 4)).sum().backward()
+    with_fx(model, **options)(torch.ones(3, 4)).sum().backward()
 
 
 def contents(directory: Path) -> dict[str, bytes]:

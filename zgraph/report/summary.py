@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from zgraph.graph_pass import Direction
@@ -37,6 +40,11 @@ class GraphReport:
     transfers: tuple[Transfer, ...]
 
     @property
+    def buckets(self) -> int:
+        """How many collectives carry several parameters at once."""
+        return sum(len(transfer.parameters) > 1 for transfer in self.transfers)
+
+    @property
     def sent_bytes(self) -> int:
         """What this rank sends when the graph runs once."""
         return sum(transfer.sent_bytes for transfer in self.transfers)
@@ -44,17 +52,43 @@ class GraphReport:
 
 @dataclass(eq=False)
 class Report:
-    """Filled while compiling: pass one as `options={"report": report}` and print it after the first step.
+    """Filled while compiling; print it after the first step. `zgraph.summary(model)` has one for each sharded model.
 
     Attributes:
         graphs: every compiled graph, in order.
         passes: every pass that ran.
         notes: what passes had to say, such as why one did nothing; not printed, dumps show them in place.
+        seconds: spent compiling, by phase: "tracing" is torch's, "passes" includes their verification, "agreement" is
+            mostly waiting for other ranks, "lowering" is mostly Inductor's.
+        islands: stretches of compute that Inductor was given, and how many distinct ones it compiled.
     """
 
     graphs: list[GraphReport] = field(default_factory=list[GraphReport])
     passes: list[PassRun] = field(default_factory=list[PassRun])
     notes: list[str] = field(default_factory=list[str])
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    islands: tuple[int, int] = (0, 0)
+    _running: str | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Time what runs inside, and take it off the phase around it."""
+        outer, self._running = self._running, name
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            if outer is not None:
+                self.seconds[outer] = self.seconds.get(outer, 0.0) - spent
+            self._running = outer
+
+    @property
+    def recompiles(self) -> int:
+        """How often a frame was compiled again: for another shape, for `no_sync`, for evaluation."""
+        frames = {graph.frame for graph in self.graphs}
+        return len(frames) - len({frame.split("/")[0] for frame in frames})
 
     @property
     def step_bytes(self) -> int:
@@ -75,7 +109,11 @@ class Report:
         return sum(run.seconds for run in self.passes)
 
     def __str__(self) -> str:
-        lines = ["zgraph compiled"]
+        frames = {graph.frame.split("/")[0] for graph in self.graphs}
+        lines = [
+            f"zgraph compiled {len(self.graphs)} graphs of {len(frames)} frames, {self.recompiles} recompiles, "
+            f"{sum(graph.buckets for graph in self.graphs)} buckets"
+        ]
         for graph in self.graphs:
             lines.append(f"  frame {graph.frame} {graph.direction}: {graph.nodes} nodes, {_mib(graph.sent_bytes)} sent")
             lines.extend(f"    {line}" for line in _transfer_lines(graph.transfers))
@@ -85,6 +123,10 @@ class Report:
             changed = list(dict.fromkeys(run.direction for run in runs if run.changed))
             spent = 1e3 * sum(run.seconds for run in runs)
             lines.append(f"  {name}: {'changed ' + ', '.join(changed) if changed else 'nothing to do'}, {spent:.0f} ms")
+        if self.seconds:
+            spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+            islands = f"; {self.islands[0]} islands, {self.islands[1]} distinct" if self.islands[0] else ""
+            lines.append(f"compiling took {sum(self.seconds.values()):.1f} s: {spent}{islands}")
         if self.step_bytes:
             lines.append(f"one training step sends {_mib(self.step_bytes)} per rank")
         else:

@@ -98,7 +98,7 @@ def held_in_window(zero_stage: int, mode: str, inside: float, after: float) -> l
 
     def held(expected: float) -> tuple[float, float]:
         found = 0.0
-        for _ in range(20):
+        for _ in range(100):
             alive = [tensor for tensor in live_tensors(shard_numel) if id(tensor) not in before]
             resting = [local(value) for p in model.parameters() for value in (p, p.grad) if value is not None]
             found = storage_bytes([*alive, *resting]) / PARAMETER_BYTES

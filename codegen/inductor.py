@@ -39,13 +39,10 @@ class InductorLowering:
     def lower(self, gm: fx.GraphModule) -> Compiled:
         """As `lower_fx`, with a call of a compiled function in the place of each island."""
         gm = fx.GraphModule(gm, gm.graph)
-        for members in find_islands(gm.graph):
-            island = cut_out(members)
-            _put_call(gm.graph, island, self._compile(island))
+        self.islands += place_islands(gm, self._compile)
         return lower_fx(gm)
 
     def _compile(self, island: Island) -> Compiled:
-        self.islands += 1
         key = (island.gm.code, tuple(_layout(node) for node in island.inputs))
         if key not in self.compiled:
             started = time.perf_counter()
@@ -70,6 +67,20 @@ def _layout(node: fx.Node) -> object:
 def hand_over(*values: Any) -> list[Any]:
     """A list that is the only holder of values whose last use this is: the callee empties it, and they die early."""
     return list(values)
+
+
+def place_islands(gm: fx.GraphModule, compile: Callable[[Island], Compiled]) -> int:
+    """Put a call of what `compile` returns in the place of each island's nodes; all others stay where they are.
+
+    Returns:
+        How many there were.
+    """
+    found = find_islands(gm.graph)
+    for members in found:
+        island = cut_out(members)
+        _put_call(gm.graph, island, compile(island))
+    gm.recompile()
+    return len(found)
 
 
 def _put_call(graph: fx.Graph, island: Island, compiled: Compiled) -> None:

@@ -1,0 +1,145 @@
+"""The inductor lowering: what it computes, compiles once, keeps in memory, and finds in its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zgraph
+from examples.benchmarks.heap import Heap, HeapPeak
+from tests import models
+from tests.compiled import with_fx
+from tests.peak import SLACK_BYTES
+from tests.ranks import Ranks
+from tests.replicated import whole
+
+pytestmark = pytest.mark.slow  # a C++ compiler takes seconds for each kernel
+
+STEPS = 3
+
+
+def with_inductor(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="zgraph", options={"lowering": "inductor", **options})
+
+
+class Network(nn.Module):
+    """Equal blocks, dropout, running statistics: what has to be drawn, written and shared."""
+
+    def __init__(self, width: int = 12, layers: int = 3) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.drop = nn.Dropout(0.25)
+        self.down = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.up(x))
+        for block in self.blocks:
+            x = x + self.drop(torch.tanh(block(torch.sigmoid(x) * 2)))
+        return self.down(x)
+
+
+def trained(lower: Callable[..., Any], zero_stage: int, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of some SGD steps, and everything that they have changed."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = zgraph.shard(Network(), zero_stage=zero_stage)
+    called = lower(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(10 + dist.get_rank())
+    losses: list[float] = []
+    for _ in range(STEPS):
+        loss = called(torch.randn(8, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
+
+
+def against_fx(zero_stage: int) -> dict[str, Any]:
+    losses, state = trained(with_fx, zero_stage)
+    report = zgraph.Report()
+    found_losses, found = trained(with_inductor, zero_stage, report=report)
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(found_losses, losses, strict=True)),
+        "state": max(((found[name] - value).abs().max() / value.abs().max()).item() for name, value in state.items()),
+        "islands": report.islands,
+    }
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_it_equals_fx_up_to_the_order_of_sums(two_ranks: Ranks, zero_stage: int) -> None:
+    """Dropout draws the same masks; batch norm's statistics are written once."""
+    for found in two_ranks.run(against_fx, zero_stage):
+        assert found["loss"] <= 1e-6 and found["state"] <= 1e-5
+        islands, distinct = found["islands"]
+        assert islands > distinct >= 2  # equal blocks share theirs
+
+
+WIDE = 512
+
+
+def peak_of(lower: Callable[..., Any]) -> int:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = zgraph.shard(Network(width=WIDE, layers=6))
+    called = lower(model)
+    x = torch.randn(256, 6)
+    for _ in range(2):
+        called(x).square().mean().backward()
+    model.zero_grad()
+    with HeapPeak(Heap()) as peak:
+        called(x).square().mean().backward()
+    return peak.rise_bytes
+
+
+def test_the_peak_is_not_above_that_of_fx() -> None:
+    with contextlib.closing(Ranks(2)) as ranks:
+        plain, compiled = ranks.run(peak_of, with_fx), ranks.run(peak_of, with_inductor)
+    for fx_bytes, inductor_bytes in zip(plain, compiled, strict=True):
+        assert fx_bytes > 4 * WIDE * WIDE  # at least one gathered weight is seen
+        assert inductor_bytes <= fx_bytes + SLACK_BYTES
+
+
+def cached_run(folders: list[str]) -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folders[dist.get_rank() % len(folders)]
+    counters.clear()
+    losses, _ = trained(with_inductor, 3)
+    return {
+        "losses": losses,
+        "hits": counters["inductor"]["fxgraph_cache_hit"],
+        "misses": counters["inductor"]["fxgraph_cache_miss"],
+    }
+
+
+def test_a_second_process_compiles_from_the_cache_and_a_rank_may_miss_it(tmp_path: Path) -> None:
+    shared, fresh = str(tmp_path / "shared"), str(tmp_path / "fresh")
+    with contextlib.closing(Ranks(2)) as ranks:
+        cold = ranks.run(cached_run, [shared])
+    with contextlib.closing(Ranks(2)) as ranks:  # other processes, and rank 1 has lost its cache
+        warm, missing = ranks.run(cached_run, [shared, fresh])
+    assert sum(found["misses"] for found in cold) > 0
+    assert warm["misses"] == 0 and warm["hits"] > 0
+    assert missing["hits"] == 0 and missing["misses"] > 0
+    assert [warm["losses"], missing["losses"]] == [found["losses"] for found in cold]
+
+
+def test_a_language_model_without_ranks_runs_under_inductor() -> None:
+    """Nothing is sharded, so there is nothing between the compute; the result is eager's."""
+    torch.manual_seed(0)
+    model = models.Language(layers=1)
+    tokens = torch.randint(0, 23, (2, 7))
+    expected = model(tokens)
+    torch.testing.assert_close(with_inductor(model)(tokens), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,52 @@
+"""`zgraph.summary`: what a sharded model knows of its compiled graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zgraph
+from tests.compiled import with_fx
+from tests.ranks import Ranks
+
+
+def summaries() -> dict[str, Any]:
+    torch.compiler.reset()
+    model = zgraph.shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+    with pytest.raises(zgraph.ZgraphError, match="nothing was compiled yet"):
+        zgraph.summary(model)
+    compiled = with_fx(model)
+    compiled(torch.ones(2, 6)).sum().backward()
+    first = zgraph.summary(compiled)
+    before = (len(first.graphs), first.recompiles)
+    with torch.no_grad():
+        compiled(torch.ones(2, 6))
+    given = zgraph.Report()
+    torch.compiler.reset()
+    with_fx(model, report=given)(torch.ones(2, 6)).sum().backward()
+    return {
+        "before": before,
+        "after": (len(first.graphs), first.recompiles),
+        "phases": sorted(first.seconds),
+        "positive": all(seconds >= 0 for seconds in first.seconds.values()),
+        "text": str(first),
+        "given": zgraph.summary(model) is given and len(given.graphs) == 2,
+    }
+
+
+def test_a_model_leads_to_its_report(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(summaries):
+        assert found["before"] == (2, 0)
+        assert found["after"] == (3, 1)  # evaluation is a graph of its own
+        assert found["phases"] == ["agreement", "lowering", "passes", "tracing"] and found["positive"]
+        assert found["text"].startswith("zgraph compiled 3 graphs of 1 frames, 1 recompiles, 3 buckets")
+        assert "compiling took" in found["text"]
+        assert found["given"]
+
+
+def test_a_model_that_was_not_sharded_has_none() -> None:
+    with pytest.raises(zgraph.ZgraphError, match=r'not sharded.*options=\{"report": report\}'):
+        zgraph.summary(nn.Linear(2, 2))

@@ -1,0 +1,86 @@
+"""Hugging Face models, unmodified: what examples/zoo.py checks, once each; adapters and gradient checkpointing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zgraph
+from examples.zoo import ZOO, averaged_gradients, check, whole
+from tests.compiled import with_fx
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.slow  # models of many frames, and imports of seconds
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_model_of_the_zoo_equals_its_replica(two_ranks: Ranks, name: str) -> None:
+    for row in two_ranks.run(check, name, 3, "fx"):
+        assert row["good"], row
+        assert row["gathers"] > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_model_of_the_zoo_under_inductor(two_ranks: Ranks, name: str) -> None:
+    for row in two_ranks.run(check, name, 3, "inductor"):
+        assert row["good"], row
+
+
+def differences(model: Any, reference: Any, called: Any) -> list[str]:
+    """Names of parameters whose gradient is not the replicated model's, after one step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches = [ZOO["llama"].batch(torch.Generator().manual_seed(other)) for other in range(world)]
+    _, expected = averaged_gradients(reference, batches)
+    called(**batches[rank]).loss.backward()
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if (parameter.grad is None) != (name not in expected)
+        or (parameter.grad is not None and not torch.equal(whole(parameter.grad), expected[name]))
+    ]
+
+
+def train_adapters() -> dict[str, Any]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(ZOO["llama"].build(), config)
+    reference = copy.deepcopy(model)
+    zgraph.shard(model)
+    found = differences(model, reference, with_fx(model))
+    reduced = [
+        name
+        for graph in zgraph.summary(model).graphs
+        for transfer in graph.transfers
+        if "gather" not in transfer.kind
+        for name in transfer.parameters
+    ]
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {"differences": found, "reduced": sorted(reduced), "trainable": sorted(trainable)}
+
+
+def test_only_gradients_of_adapters_travel(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(train_adapters):
+        assert found["differences"] == []
+        assert found["reduced"] == found["trainable"] and "lora" in found["reduced"][0]
+
+
+def train_checkpointed(reentrant: bool) -> list[str]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = ZOO["llama"].build().train()
+    reference = copy.deepcopy(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    zgraph.shard(model)
+    return differences(model, reference, with_fx(model))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(two_ranks: Ranks, reentrant: bool) -> None:
+    assert two_ranks.run(train_checkpointed, reentrant) == [[], []]

@@ -73,11 +73,14 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
     return compare(CASES[name], zero_stage, mode)
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=pytest.mark.slow)], indirect=True, scope="session", ids="ranks{}".format
-)
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize(
+    ("ranks", "zero_stage"),
+    [(2, 3), pytest.param(3, 0, marks=pytest.mark.slow), pytest.param(3, 3, marks=pytest.mark.slow)],
+    indirect=["ranks"],
+    scope="session",
+    ids=["ranks2-3", "ranks3-0", "ranks3-3"],
+)
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TELLING]
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import time
 from collections import Counter
 from typing import Any
@@ -92,14 +94,17 @@ def test_a_step_sends_what_the_formula_says(ranks: Ranks, zero_stage: int, micro
 def held_in_window(zero_stage: int, mode: str, inside: float, after: float) -> list[tuple[float, float]]:
     """Bytes held per parameter byte, found and expected: between micro-batches and after; no optimizer state."""
     shard_numel = ROWS * ROWS // dist.get_world_size()
-    before = {id(tensor) for tensor in live_tensors(shard_numel)}
+    gc.collect()
+    gc.freeze()  # what exists now is looked at no more, or each look would go through all that torch has made
     model = zgraph.shard(build(), zero_stage=zero_stage)
     call = called(model, mode)
 
     def held(expected: float) -> tuple[float, float]:
         found = 0.0
-        for _ in range(100):
-            alive = [tensor for tensor in live_tensors(shard_numel) if id(tensor) not in before]
+        for _ in range(8):
+            dist.barrier()  # a gloo thread may keep the buffers of its last collective until its next one
+        for _ in range(20):
+            alive = live_tensors(shard_numel)
             resting = [local(value) for p in model.parameters() for value in (p, p.grad) if value is not None]
             found = storage_bytes([*alive, *resting]) / PARAMETER_BYTES
             if abs(found - expected) < 1e-6:
@@ -111,23 +116,23 @@ def held_in_window(zero_stage: int, mode: str, inside: float, after: float) -> l
     model.zero_grad()
     measured: list[tuple[float, float]] = []
     train_window(call, 3, lambda micro: measured.append(held(inside)))
-    return [*measured, held(after)]
+    measured.append(held(after))
+    gc.unfreeze()
+    return measured
 
 
-@pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_a_window_holds_what_the_formula_says(world: int, zero_stage: int, mode: str) -> None:
+def test_a_window_holds_what_the_formula_says(world: int) -> None:
     """Parameter and gradient at rest; and in a window the kept copies (1, 2) and the waiting sums (1), P each."""
-    share = 1 if zero_stage == 0 else 1 / world
-    extra = 0 if world == 1 else {0: 0, 1: 2, 2: 1, 3: 0}[zero_stage]
     with fresh_ranks(world) as ranks:  # everything alive in the process counts, also what another test left
-        found_by_rank = ranks.run(held_in_window, zero_stage, mode, 2 * share + extra, 2 * share)
-    for measured in found_by_rank:
-        assert len(measured) == 3
-        for found, expected in measured:
-            assert found == pytest.approx(expected)
+        for zero_stage, mode in itertools.product([0, 1, 2, 3], ["eager", "fx"]):
+            share = 1 if zero_stage == 0 else 1 / world
+            extra = 0 if world == 1 else {0: 0, 1: 2, 2: 1, 3: 0}[zero_stage]
+            for measured in ranks.run(held_in_window, zero_stage, mode, 2 * share + extra, 2 * share):
+                assert len(measured) == 3
+                for found, expected in measured:
+                    assert found == pytest.approx(expected), (zero_stage, mode)
 
 
 # --- numerics beyond the replicated judge ---------------------------------------------------------------------------

@@ -78,8 +78,14 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
 
 
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("name", marked(EVERYWHERE))
+@pytest.mark.parametrize(
+    ("ranks", "zero_stage"),
+    [(2, 0), (2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 3), (3, 0), (3, 3), (4, 3)])],
+    indirect=["ranks"],
+    scope="session",
+    ids=["ranks2-0", "ranks2-3", "ranks1-3", "ranks3-0", "ranks3-3", "ranks4-3"],
+)
 def test_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
     assert min(ranks.run(run_case, name, zero_stage, mode)) > 0
 
@@ -163,7 +169,7 @@ def run_hybrid(name: str, zero_stage: int, mode: str) -> int:
 @pytest.mark.parametrize("mode", ["eager", "fx"])
 @pytest.mark.parametrize("name", ["uneven_shards", "bf16"])
 @pytest.mark.parametrize(
-    ("ranks", "zero_stage"), [(2, 1), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)], indirect=["ranks"], scope="session"
+    ("ranks", "zero_stage"), [(2, 3), (4, 0), (4, 1), (4, 2), (4, 3)], indirect=["ranks"], scope="session"
 )
 def test_hybrid_sharding_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
     """4 ranks as 2 x 2; 2 ranks as 2 x 1, where nothing is sharded and all is replicated."""

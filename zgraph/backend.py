@@ -124,7 +124,8 @@ class FrameCompiler:
             agree(
                 [Signature.of(direction, sent) for direction, sent in found.items()], self.options.agreement_timeout_s
             )
-        self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
+        if self.options.report is not None:  # somebody wants to read them
+            self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
         self.report.graphs.extend(
             GraphReport(frame=self.frame, direction=direction, nodes=len(gm.graph.nodes), transfers=found[direction])
             for direction, gm in graphs.items()

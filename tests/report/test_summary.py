@@ -112,7 +112,7 @@ def test_text_adds_up_by_kind_and_dtype() -> None:
     ]
     report = Report(graphs=[entry], passes=runs, notes=["a note", "a note"])
     assert str(report).splitlines() == [
-        "zgraph compiled",
+        "zgraph compiled 1 graphs of 1 frames, 0 recompiles, 4 buckets",
         "  frame 0/0 forward: 42 nodes, 4.50 MiB sent",
         "    2 x all_gather_into_tensor f32: 4 parameters, 3.00 MiB sent",
         "    1 x all_gather_into_tensor bf16: 2 parameters, 0.50 MiB sent",
@@ -125,7 +125,7 @@ def test_text_adds_up_by_kind_and_dtype() -> None:
 
 def test_an_empty_report_prints() -> None:
     assert str(Report()).splitlines() == [
-        "zgraph compiled",
+        "zgraph compiled 0 graphs of 0 frames, 0 recompiles, 0 buckets",
         "passes",
         "nothing is sent: no compiled training graph has a collective",
     ]

@@ -8,7 +8,6 @@ communication, so Inductor's cache keeps it for other processes.
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +27,11 @@ class InductorLowering:
     Attributes:
         islands: how many were found.
         compiled: the distinct ones.
-        seconds: spent in Inductor, cached or not.
     """
 
     def __init__(self) -> None:
         self.islands = 0
         self.compiled: dict[object, Compiled] = {}
-        self.seconds = 0.0
 
     def lower(self, gm: fx.GraphModule) -> Compiled:
         """As `lower_fx`, with a call of a compiled function in the place of each island."""
@@ -45,9 +42,7 @@ class InductorLowering:
     def _compile(self, island: Island) -> Compiled:
         key = (island.gm.code, tuple(_layout(node) for node in island.inputs))
         if key not in self.compiled:
-            started = time.perf_counter()
             compiled = compile_with_inductor(island.gm, [meta.value(node) for node in island.inputs])
-            self.seconds += time.perf_counter() - started
 
             def run(args: list[Any]) -> Any:
                 return compiled(args)

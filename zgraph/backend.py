@@ -97,11 +97,10 @@ class FrameCompiler:
         with self.report.phase("lowering"):
             if self.inductor is None:
                 return lower_fx(gm)
-            found, compiled = self.inductor.islands, len(self.inductor.compiled)
+            islands, distinct = self.inductor.islands, len(self.inductor.compiled)
             lowered = self.inductor.lower(gm)
-            all_found, all_compiled = self.report.islands
-            found, compiled = self.inductor.islands - found, len(self.inductor.compiled) - compiled
-            self.report.islands = (all_found + found, all_compiled + compiled)
+            self.report.islands += self.inductor.islands - islands
+            self.report.distinct_islands += len(self.inductor.compiled) - distinct
             return lowered
 
     def _run_passes(self, graphs: dict[Direction, fx.GraphModule], phase: Any) -> None:

@@ -74,7 +74,7 @@ def against_fx(zero_stage: int) -> dict[str, Any]:
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(found_losses, losses, strict=True)),
         "state": max(((found[name] - value).abs().max() / value.abs().max()).item() for name, value in state.items()),
-        "islands": report.islands,
+        "islands": (report.islands, report.distinct_islands),
     }
 
 

@@ -60,14 +60,16 @@ class Report:
         notes: what passes had to say, such as why one did nothing; not printed, dumps show them in place.
         seconds: spent compiling, by phase: "tracing" is torch's, "passes" includes their verification, "agreement" is
             mostly waiting for other ranks, "lowering" is mostly Inductor's.
-        islands: stretches of compute that Inductor was given, and how many distinct ones it compiled.
+        islands: runs of compute that were left to Inductor.
+        distinct_islands: how many it compiled, for equal ones share.
     """
 
     graphs: list[GraphReport] = field(default_factory=list[GraphReport])
     passes: list[PassRun] = field(default_factory=list[PassRun])
     notes: list[str] = field(default_factory=list[str])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
-    islands: tuple[int, int] = (0, 0)
+    islands: int = 0
+    distinct_islands: int = 0
     _running: str | None = None
 
     @contextmanager
@@ -125,7 +127,7 @@ class Report:
             lines.append(f"  {name}: {'changed ' + ', '.join(changed) if changed else 'nothing to do'}, {spent:.0f} ms")
         if self.seconds:
             spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
-            islands = f"; {self.islands[0]} islands, {self.islands[1]} distinct" if self.islands[0] else ""
+            islands = f"; {self.islands} islands, {self.distinct_islands} distinct" if self.islands else ""
             lines.append(f"compiling took {sum(self.seconds.values()):.1f} s: {spent}{islands}")
         if self.step_bytes:
             lines.append(f"one training step sends {_mib(self.step_bytes)} per rank")

@@ -33,7 +33,7 @@ test: lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(PYTEST) $(ARGS)
 
-# make test-fast   the tests that take less than about ten seconds, in under two minutes
+# make test-fast   the tests that take less than about ten seconds, in two to three minutes
 test-fast: lint
 	$(PYTEST) -m "not slow" $(ARGS)
 

@@ -47,8 +47,9 @@ def materialize(
     those of the largest at most, or what a single operator of `init` reads and writes.
 
     Every rank draws rank 0's numbers, whatever its own random state; its own state advances as if it had drawn from
-    it. Collectives run where `init` touches a parameter a second time (a tied one, or one of another module), so
-    `init` has to do the same on all ranks. With nothing on the meta device the call changes nothing.
+    it. What draws more or less often depending on values, such as rrelu_, counts as on rank 0's values. Collectives
+    run where `init` touches a parameter a second time (a tied one, or one of another module), so `init` has to do the
+    same on all ranks. With nothing on the meta device the call changes nothing.
 
     Parameters are the same objects afterwards, so an optimizer may be older than this call. Where that is impossible
     (something holds a weak reference, such as a compiler that met the model before) the parameter is replaced, and an

@@ -56,6 +56,8 @@ def bytes_before_the_step(zero_stage: int, mode: str) -> dict[str, float]:
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         rest += [local(parameter), local(parameter.grad), local(state["exp_avg"]), local(state["exp_avg_sq"])]
+    for _ in range(8):
+        dist.barrier()  # a gloo thread may keep the buffers of its last collective until its next one
     for _ in range(20):
         alive = [tensor for tensor in live_tensors(shard_numel) if id(tensor) not in held]
         found = {"rest": storage_bytes(rest) / numel, "alive": storage_bytes([*alive, *rest]) / numel}

@@ -18,6 +18,7 @@ from zgraph.config import CompileOptions
 from zgraph.errors import ZgraphWarning
 from zgraph.graph_pass import Direction, GraphPass, PassContext
 from zgraph.handle import name_of
+from zgraph.local_shards import compile_on_local_shards
 from zgraph.passes import presets
 from zgraph.pipeline import Pipeline
 from zgraph.report.dump import Dumper
@@ -33,7 +34,7 @@ def zgraph(
 
     Args:
         gm: one frame's graph.
-        example_inputs: fake values of its inputs.
+        example_inputs: its inputs in the call that is being compiled.
         options: see `zgraph.config.CompileOptions`.
 
     Raises:
@@ -62,7 +63,7 @@ class FrameCompiler:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with self.report.phase("tracing"):
-            return self._backend()(gm, example_inputs)
+            return compile_on_local_shards(gm, example_inputs, self._backend())
 
     def _backend(self) -> Callable[..., Any]:
         return torch_compat.aot_autograd(

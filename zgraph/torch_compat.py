@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload as OpOverload
+from torch.distributed.tensor import DTensor
 from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,6 +70,17 @@ def default_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+# --- DTensor --------------------------------------------------------------------------------------------------------
+
+
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor of the same mesh, placements and shape as another, around this local tensor (`_spec`, 2.11 - 2.13).
+
+    `DTensor.from_local` checks first, and `DTensor(...)` goes through a guard against Dynamo: both take far longer.
+    """
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
 
 
 # --- functional collectives (2.11 - 2.13) -------------------------------------------------------------------------
@@ -265,6 +277,11 @@ def aot_input_index(node: fx.Node) -> int | None:
 def dynamo_example(node: fx.Node) -> object:
     """The real value behind a placeholder of a Dynamo graph, or None once Dynamo has dropped it (2.11 - 2.13)."""
     return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example
+
+
+def dynamo_fake(node: fx.Node) -> object:
+    """The fake value of a placeholder of a Dynamo graph (2.11 - 2.13)."""
+    return node.meta.get("example_value")
 
 
 def compile_id() -> str:

@@ -1,8 +1,9 @@
 """A training script that goes on from its checkpoint when torchrun starts it again; see test_multi_node.py.
 
-    torchrun --max-restarts 1 tests/elastic.py CHECKPOINTS DIE_IN_STEP
+    torchrun --max-restarts 1 tests/elastic.py CHECKPOINTS DIE_IN_STEP [compiled]
 
-In step DIE_IN_STEP of the first attempt rank 1 ends itself by SIGKILL; -1: never.
+In step DIE_IN_STEP of the first attempt rank 1 ends itself by SIGKILL; -1: never. Restarts are much the same with a
+compiler and without, so only the run over two hosts is compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STEPS = 8
 SAVE_EVERY = 3
 
 
-def train(folder: Path, die_in_step: int) -> None:
+def train(folder: Path, die_in_step: int, compiled: bool) -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -31,7 +32,7 @@ def train(folder: Path, die_in_step: int) -> None:
     if attempt == 0:
         torch.manual_seed(5)
     model = zgraph.shard(Uneven())
-    called = with_fx(model)
+    called = with_fx(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     latest = zgraph.latest_checkpoint(folder)
     first = 0 if latest is None else zgraph.load_checkpoint(latest, model, optimizer).step
@@ -54,4 +55,4 @@ def train(folder: Path, die_in_step: int) -> None:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]))
+    train(Path(sys.argv[1]), int(sys.argv[2]), "compiled" in sys.argv[3:])

@@ -41,7 +41,8 @@ def live_tensors(smallest_numel: int) -> list[Tensor]:
 def bytes_before_the_step(zero_stage: int, mode: str) -> dict[str, float]:
     """Bytes per parameter just before opt.step(): at rest (state, gradient), and alive in the whole process."""
     shard_numel = ROWS * ROWS // dist.get_world_size()
-    held = {id(tensor) for tensor in live_tensors(shard_numel)}
+    gc.collect()
+    gc.freeze()  # what exists now is looked at no more, or each look would go through all that torch has made
     model = zgraph.shard(build(), zero_stage=zero_stage)
     called = with_fx(model) if mode == "fx" else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -59,11 +60,12 @@ def bytes_before_the_step(zero_stage: int, mode: str) -> dict[str, float]:
     for _ in range(8):
         dist.barrier()  # a gloo thread may keep the buffers of its last collective until its next one
     for _ in range(20):
-        alive = [tensor for tensor in live_tensors(shard_numel) if id(tensor) not in held]
+        alive = live_tensors(shard_numel)
         found = {"rest": storage_bytes(rest) / numel, "alive": storage_bytes([*alive, *rest]) / numel}
         if found["alive"] == found["rest"]:
             break
         time.sleep(0.1)  # a gloo thread lets go of its last buffers a moment after the collective is over
+    gc.unfreeze()
     return found
 
 

@@ -65,7 +65,15 @@ def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
             command = [
                 *TORCHRUN,
                 *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two-hosts"),
-                *("--rdzv-endpoint", f"{network.address(0)}:29500", *roles, SCRIPT, str(tmp_path / "two"), "-1"),
+                *(
+                    "--rdzv-endpoint",
+                    f"{network.address(0)}:29500",
+                    *roles,
+                    SCRIPT,
+                    str(tmp_path / "two"),
+                    "-1",
+                    "compiled",
+                ),
             ]
             processes.append(network.popen(host, to_file(output, command), environment(module.INTERFACE)))
         codes = [process.wait(LIMIT_S) for process in processes]
@@ -73,8 +81,9 @@ def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
     assert codes == [0, 0], "\n".join(texts)
     [found] = re.findall(r"final loss (\S+)", "\n".join(texts))  # only rank 0 writes
     alone = tmp_path / "alone.txt"
-    with running([*TORCHRUN, "--standalone", "--nproc-per-node", "4", SCRIPT, str(tmp_path / "one"), "-1"], alone) as p:
-        assert p.wait(LIMIT_S) == 0, alone.read_text(errors="replace")
+    script = [SCRIPT, str(tmp_path / "one"), "-1", "compiled"]
+    with running([*TORCHRUN, "--standalone", "--nproc-per-node", "4", *script], alone) as process:
+        assert process.wait(LIMIT_S) == 0, alone.read_text(errors="replace")
     assert re.findall(r"final loss (\S+)", alone.read_text(errors="replace")) == [found]
 
 

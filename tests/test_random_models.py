@@ -98,7 +98,7 @@ def three_ranks() -> Iterator[Ranks]:
 
 @pytest.mark.slow
 @settings(
-    max_examples=10,
+    max_examples=8,
     derandomize=True,
     deadline=None,
     database=None,

@@ -48,11 +48,17 @@ class Network(nn.Module):
         return self.down(x)
 
 
-def trained(lower: Callable[..., Any], zero_stage: int, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 3))
+
+
+def trained(
+    lower: Callable[..., Any], zero_stage: int, build: Callable[[], nn.Module] = Network, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of some SGD steps, and everything that they have changed."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = zgraph.shard(Network(), zero_stage=zero_stage)
+    model = zgraph.shard(build(), zero_stage=zero_stage)
     called = lower(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(10 + dist.get_rank())
@@ -117,7 +123,7 @@ def cached_run(folders: list[str]) -> dict[str, Any]:
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folders[dist.get_rank() % len(folders)]
     counters.clear()
-    losses, _ = trained(with_inductor, 3)
+    losses, _ = trained(with_inductor, 3, small)
     return {
         "losses": losses,
         "hits": counters["inductor"]["fxgraph_cache_hit"],

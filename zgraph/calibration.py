@@ -26,7 +26,7 @@ from zgraph.hardware import Hardware, Link
 from zgraph.ops import MIB
 from zgraph.torch_compat import all_gather
 
-_POINT_S = 0.4  # of measuring one size of one kind
+_POINT_S = 0.2  # of measuring one size of one kind
 _SMALL_BYTES = (256, 4096)  # their time is latency
 _LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
 
@@ -39,7 +39,7 @@ def calibrate(
 ) -> Hardware:
     """Measure this machine: copies, matrix products, launches, collectives on the real groups, and the host link.
 
-    Takes about ten seconds the first time, and reads a file afterwards. All ranks of the mesh or group call this
+    Takes a few seconds the first time, and reads a file afterwards. All ranks of the mesh or group call this
     together and get the same figures, those of the slowest: a plan made from them is the same on all. They work at the
     same time, as in training. The disk is not measured; its figures are those of the preset "cpu".
 
@@ -133,7 +133,6 @@ def _measure(ranks: _Ranks) -> Hardware:
     dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if ranks.device.type != "cpu" else [])]
     local = _local_ranks(ranks)
     axes = [_link_of(ranks, group) for group in ranks.groups]
-    to_device, to_host = _host_links(ranks)
     # Times and their like only, of which the largest is the slowest rank's; then all compute with equal numbers.
     ranks.slowest([0.0])  # all start together
     launch_us, copy_us, capacity, *product_us = ranks.slowest(
@@ -144,6 +143,8 @@ def _measure(ranks: _Ranks) -> Hardware:
             *(_product_us(ranks, dtype) for dtype in dtypes),
         ]
     )
+    copy = Link(latency_us=launch_us, bytes_per_us=0.5 / copy_us)
+    to_device, to_host = (copy, copy) if ranks.device.type == "cpu" else _host_links(ranks)
     links: dict[int, Link] = {}
     inside = outside = None
     cpu_us = 0.0
@@ -215,22 +216,17 @@ def _product_us(ranks: _Ranks, dtype: torch.dtype) -> float:
 
 
 def _host_links(ranks: _Ranks) -> tuple[Link, Link]:
-    """To the device, and back; of a CPU, whose host is itself, what a copy takes."""
-    points: list[list[tuple[float, float]]] = [[], []]
-    for size in (*_SMALL_BYTES, *_LARGE_BYTES, 64 * MIB):
-        host = torch.ones(size // 4, pin_memory=ranks.device.type != "cpu")
+    """To the device, and back."""
+    sizes = (*_SMALL_BYTES, *_LARGE_BYTES, 64 * MIB)
+    times: list[float] = []
+    for size in sizes:
+        host = torch.ones(size // 4, pin_memory=True)
         device = torch.ones(size // 4, device=ranks.device)
-        for found, target, source in ((points[0], device, host), (points[1], host, device)):
-            # Waited for each time: in a row they would hide their latency.
-            us = _median_us(ranks, lambda target=target, source=source: target.copy_(source, non_blocking=True))
-            found.append((size, us))
-            if ranks.device.type == "cpu":
-                break  # one direction is like the other
-    slowest = [ranks.slowest([us for _, us in found]) for found in points if found]
-    fits = [
-        fit_link([(size, us) for (size, _), us in zip(points[0], times, strict=True)], messages=1) for times in slowest
-    ]
-    return fits[0], fits[-1]
+        times.append(_median_us(ranks, lambda to=device, source=host: to.copy_(source, non_blocking=True)))
+        times.append(_median_us(ranks, lambda to=host, source=device: to.copy_(source, non_blocking=True)))
+    slowest = ranks.slowest(times)
+    to_device, to_host = (fit_link(list(zip(sizes, slowest[way::2], strict=True)), messages=1) for way in (0, 1))
+    return to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -251,8 +247,8 @@ def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
         for sent_bytes in (*_SMALL_BYTES, *_LARGE_BYTES):
             run = start(ranks, group, sent_bytes // (world - 1) // 4 + 1)
             once_us = ranks.slowest([_timed(ranks, run)[0] for _ in range(2)])[1]  # the first connects
-            if points and once_us > 1e6 * _POINT_S * 5:
-                break  # a slow link: the smaller sizes say enough
+            if sent_bytes > _LARGE_BYTES[0] and once_us > 5e6 * _POINT_S:
+                break  # a slow link, of which smaller sizes say enough
             repeats = max(3, min(20, int(1e6 * _POINT_S / once_us)))
             times = [_timed(ranks, run) for _ in range(repeats)]
             us, cpu_us = (statistics.median(each) for each in zip(*times, strict=True))
@@ -297,11 +293,14 @@ def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
         points: at least one of at most 4 KiB and one larger.
         messages: that one point passes on, one after the other.
     """
-    points = list(points)
-    small = [us for size, us in points if size <= 2 * max(_SMALL_BYTES)]
-    latency_us = statistics.median(small)
-    beyond = [max(us - latency_us, 1e-3 * us) / size for size, us in points if size > 2 * max(_SMALL_BYTES)]
-    return Link(latency_us=latency_us / messages, bytes_per_us=1 / statistics.median(beyond))
+    small, large = list[tuple[float, float]](), list[tuple[float, float]]()
+    for size, us in points:
+        (small if size <= 2 * max(_SMALL_BYTES) else large).append((size, us))
+    latency_us, us_per_byte = 0.0, 0.0
+    for _ in range(3):  # each knows the other better
+        latency_us = statistics.median(max(us - size * us_per_byte, 1e-3 * us) for size, us in small)
+        us_per_byte = statistics.median(max(us - latency_us, 1e-3 * us) / size for size, us in large)
+    return Link(latency_us=latency_us / messages, bytes_per_us=1 / us_per_byte)
 
 
 def _same_host(ranks: _Ranks, group: ProcessGroup) -> int:

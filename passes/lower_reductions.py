@@ -105,9 +105,8 @@ class _Lowering:
             wire = self.node(aten.view.default, wire, [math.prod(shape)])
         pieces = self._padded(wire, self.world)
         numel = math.prod(shape)
-        chunk = Chunk(numel, 1, (args.group_name,))
-        if args.zero_stage > 0:
-            chunk = Chunk(shape[0], math.prod(shape[1:]), (args.group_name,))
+        split = numel if args.zero_stage == 0 else shape[0]
+        chunk = Chunk(split, numel // max(1, split), (args.group_name,))
         if self.copies == 1:
             total = self._sum(pieces, chunk, self.divisor, args.dtype)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -133,8 +134,8 @@ def _measure(ranks: _Ranks) -> Hardware:
     dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if ranks.device.type != "cpu" else [])]
     local = _local_ranks(ranks)
     axes = [_link_of(ranks, group) for group in ranks.groups]
-    # Times and their like only, of which the largest is the slowest rank's; then all compute with equal numbers.
     ranks.slowest([0.0])  # all start together
+    # Times and their like only, of which the largest is the slowest rank's; all go on with equal numbers.
     launch_us, copy_us, capacity, *product_us = ranks.slowest(
         [
             _launch_us(ranks),
@@ -159,9 +160,7 @@ def _measure(ranks: _Ranks) -> Hardware:
         else:
             outside = axis.link
     alone = Hardware.preset("cpu")
-    world = 1
-    for group in ranks.groups:
-        world *= dist.get_world_size(group)
+    world = math.prod(map(dist.get_world_size, ranks.groups))
     return Hardware(
         name=f"calibrated {ranks.device.type}, {world} rank{'s' if world > 1 else ''}",
         flops_per_us={dtype: 1 / us for dtype, us in zip(dtypes, product_us, strict=True)},
@@ -245,16 +244,16 @@ def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
     cpu: list[tuple[float, float]] = []
     for start in (_start_gather, _start_exchange):
         for sent_bytes in (*_SMALL_BYTES, *_LARGE_BYTES):
-            run = start(ranks, group, sent_bytes // (world - 1) // 4 + 1)
+            numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
+            run = start(ranks, group, numel)
             once_us = ranks.slowest([_timed(ranks, run)[0] for _ in range(2)])[1]  # the first connects
             if sent_bytes > _LARGE_BYTES[0] and once_us > 5e6 * _POINT_S:
                 break  # a slow link, of which smaller sizes say enough
             repeats = max(3, min(20, int(1e6 * _POINT_S / once_us)))
             times = [_timed(ranks, run) for _ in range(repeats)]
             us, cpu_us = (statistics.median(each) for each in zip(*times, strict=True))
-            sent = (sent_bytes // (world - 1) // 4 + 1) * 4 * (world - 1)
-            points.append((sent, us))
-            cpu.append((sent, cpu_us))
+            points.append((4 * numel * (world - 1), us))
+            cpu.append((4 * numel * (world - 1), cpu_us))
     slowest = ranks.slowest([us for _, us in (*points, *cpu)])
     sizes = [sent for sent, _ in points]
     link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
@@ -311,10 +310,7 @@ def _same_host(ranks: _Ranks, group: ProcessGroup) -> int:
 
 
 def _local_ranks(ranks: _Ranks) -> int:
-    local = 1
-    for group in ranks.groups:
-        local *= _same_host(ranks, group)
-    return local
+    return math.prod(_same_host(ranks, group) for group in ranks.groups)
 
 
 def _capacity_bytes(device: torch.device) -> int:

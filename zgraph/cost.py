@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import sympy
@@ -69,16 +69,15 @@ def costs_of(
     Raises:
         ValueError: a measured time is no time.
     """
-    for name, us in (measured or {}).items():
+    measured = measured or {}
+    for name, us in measured.items():
         if not (math.isfinite(us) and us >= 0):
             raise ValueError(f"zgraph.cost: {name} was measured to take {us} us; pass times of zero or more.")
     estimator = _Estimator(hardware)
     costs = {node: estimator.cost(node) for node in graph.nodes}
-    for node in costs if measured else ():
-        cost = costs[node]
-        if cost.lane and node.name in cast("Mapping[str, float]", measured):
-            us = cast("Mapping[str, float]", measured)[node.name]
-            costs[node] = NodeCost(cost.lane, us, cost.flops, cost.moved_bytes)
+    for node, cost in costs.items():
+        if cost.lane and node.name in measured:
+            costs[node] = replace(cost, us=measured[node.name])
     return costs
 
 
@@ -226,7 +225,7 @@ class _Symbols:
                 found.add_group(nodes.group_of(node))
                 found.add_start(node)
             elif nodes.is_marker(node):
-                for group_name in node.args[-2:]:
+                for group_name in node.args[-2:]:  # the replicas', and its own
                     found.add_group(cast(str, group_name))
         return found
 
@@ -301,16 +300,14 @@ class _Symbols:
 # --- costs ----------------------------------------------------------------------------------------------------------
 
 
-def _library() -> Iterator[tuple[Any, Any]]:
-    """Operators without an entry in torch's flop registry, and those they count like."""
-    yield aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default
-    yield (
+# Operators without an entry in torch's flop registry, and those they count like.
+_COUNTED_LIKE = (
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default),
+    (
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
         aten._scaled_dot_product_flash_attention_backward.default,
-    )
-
-
-_COUNTED_LIKE = tuple(_library())
+    ),
+)
 # They read as many rows of their first argument as they return.
 _READ_ROWS = frozenset(
     {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default}

@@ -47,8 +47,9 @@ class Chunk:
     """What each rank holds of a tensor that is split over one group, or over one after the other, padding included.
 
     Attributes:
-        rows, row_numel: of the whole tensor; only rows are split first, the elements of what remains afterwards.
-        group_names: of the groups.
+        rows, row_numel: of the whole tensor. The first group splits rows, which are single elements of a replicated
+            gradient; each further one splits the elements of what is left.
+        group_names: of the groups, outermost split first.
     """
 
     rows: int

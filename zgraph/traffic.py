@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,15 +78,13 @@ def _start_transfer(node: fx.Node, size_of: SizeOf) -> Transfer:
     sent = [meta.tensor_value(source) for source in sources]
     group_name, dtype = nodes.group_of(node), sent[0].dtype
     payload: Any = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
-    world = size_of(group_name)
-    if not isinstance(world, int):
+    if size_of is not group_size:
         payload = size_expression(payload)
-    if not isinstance(world, int) and meta.parameters(node):
-        shares = 1 if nodes.is_gather(node) else world
-        found = meta.chunks(node)
+        world, found = size_of(group_name), meta.chunks(node)
         if found:
-            payload = sum(chunk.numel(size_of) for chunk in found) * dtype.itemsize * shares
-        elif nodes.is_gather(node):
+            payload = sum(chunk.numel(size_of) for chunk in found) * dtype.itemsize
+            payload = payload if nodes.is_gather(node) else payload * world
+        elif nodes.is_gather(node) and meta.parameters(node):
             payload = payload * group_size(group_name) / world
     return _transfer(node, _kind(node), group_name, dtype, payload, size_of)
 
@@ -112,9 +109,8 @@ def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
         return
     grad = meta.tensor_value(args.grad)
     wire = wire_dtype_of(args.dtype if waits else grad.dtype, args.wire_dtype)
-    chunk = Chunk(grad.shape[0], math.prod(grad.shape[1:]), (args.group_name,))
-    if args.zero_stage == 0:
-        chunk = Chunk(grad.numel(), 1, (args.group_name,))
+    rows = grad.numel() if args.zero_stage == 0 else grad.shape[0]
+    chunk = Chunk(rows, grad.numel() // max(1, rows), (args.group_name,))
 
     def exchange(chunk: Chunk, dtype: torch.dtype) -> Transfer:
         group_name = chunk.group_names[-1]

@@ -13,7 +13,8 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from zgraph import nodes
-from zgraph.torch_compat import start_all_gather, wait
+from zgraph.ops import group_size
+from zgraph.torch_compat import resolve_group, start_all_gather, wait
 
 
 def measure_nodes(
@@ -21,10 +22,10 @@ def measure_nodes(
 ) -> dict[str, float]:
     """Median microseconds of every call of a graph, by node name, for `costs_of(measured=...)`.
 
-    Collectives are measured from start to result, one at a time, and waits are free. Operators run as in eager mode:
-    what a compiler would fuse is measured apart. All ranks of the graph's groups call this together. The graph runs
-    once to warm up and then `repeats` times; state behind handles changes as in as many steps, so clear the gradients
-    afterwards.
+    Collectives are measured one at a time, from when all ranks are there to the result, and waits are free. Operators
+    run as in eager mode: what a compiler would fuse is measured apart. All ranks of the graph's groups call this
+    together. The graph runs once to warm up and then `repeats` times; state behind handles changes as in as many steps,
+    so clear the gradients afterwards.
 
     Args:
         gm: a graph with or without its collectives lowered.
@@ -61,6 +62,8 @@ class _Timed(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         # As lowered graphs run it; see start_all_gather.
         target = cast(Any, start_all_gather if nodes.is_all_gather(n) else n.target)
+        if (nodes.is_start(n) or nodes.is_marker(n)) and group_size(nodes.group_of(n)) > 1:
+            dist.barrier(resolve_group(nodes.group_of(n)))  # or the first rank would count how late the last one comes
         _settle()
         started = time.perf_counter()
         result = getattr(self, n.op)(target, args, kwargs)

@@ -183,6 +183,7 @@ def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
     wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
     rows = meta.create(graph, aten.view.default, (wait, [world, sum(sizes)]))
     _work_for(starts, packed, start, wait, rows)
+    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
     offset = 0
     for old, size in zip(waits, sizes, strict=True):
         columns = meta.create(graph, aten.slice.Tensor, (rows, 1, offset, offset + size), like=old)
@@ -216,6 +217,7 @@ def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
     if exchange:
         total = meta.create(graph, sums[0].target, (wait, *sums[0].args[1:]))
     _work_for(starts, packed, flat, start, wait, total)
+    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
     offset = 0
     for old, size in zip(sums, sizes, strict=True):
         part = meta.create(graph, aten.slice.Tensor, (total, 0, offset, offset + size), like=old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import UnshardArgs
-from zgraph.ops import chunk_rows, keeps_gathered
+from zgraph.ops import Chunk, chunk_rows, keeps_gathered
 from zgraph.torch_compat import all_gather_op, wait_op
 
 aten = torch.ops.aten
@@ -90,6 +91,7 @@ def _gathered(
         target = torch.ops.zgraph.all_gather_kept.default
         arguments = (chunk, args.handle, world, args.window, args.group_name)
     start = meta.create(graph, target, arguments, like=marker, name=f"all_gather_{label}")
+    meta.set_chunks(start, [Chunk(rows, math.prod(args.shape[1:]), (args.group_name,))])
     whole = meta.create(graph, wait_op(), (start,), like=marker, name=f"wait_{label}")
     if world * chunk_rows(rows, world) != rows:
         whole = meta.create(graph, aten.slice.Tensor, (whole, 0, 0, rows), like=marker)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import ReduceArgs
-from zgraph.ops import accumulate_dtype, chunk_rows, gradients_wait, local_rows, wire_dtype_of
+from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait, local_rows, wire_dtype_of
 from zgraph.runtime.window import OPEN
 from zgraph.torch_compat import all_gather_op, all_to_all_op, reduce_scatter_op, wait_op
 
@@ -104,13 +104,16 @@ class _Lowering:
         if args.zero_stage == 0:
             wire = self.node(aten.view.default, wire, [math.prod(shape)])
         pieces = self._padded(wire, self.world)
+        numel = math.prod(shape)
+        split = numel if args.zero_stage == 0 else shape[0]
+        chunk = Chunk(split, numel // max(1, split), (args.group_name,))
         if self.copies == 1:
-            total = self._sum(pieces, args.group_name, self.divisor, args.dtype)
+            total = self._sum(pieces, chunk, self.divisor, args.dtype)
         else:
-            partial = self._sum(pieces, args.group_name, 1, accumulate_dtype(meta.tensor_value(pieces).dtype))
-            total = self._all_reduce(partial, args.replicas)
+            partial = self._sum(pieces, chunk, 1, accumulate_dtype(meta.tensor_value(pieces).dtype))
+            total = self._all_reduce(partial, replace(chunk, group_names=(args.group_name, args.replicas)))
         if args.zero_stage == 0:
-            return self.node(aten.view.default, self._gathered(total, args.group_name, math.prod(shape)), list(shape))
+            return self.node(aten.view.default, self._gathered(total, chunk, numel), list(shape))
         held = meta.tensor_value(total).shape[0]
         return total if rows == held else self.node(aten.slice.Tensor, total, 0, 0, rows)
 
@@ -131,24 +134,27 @@ class _Lowering:
             return pieces
         return self.node(aten.constant_pad_nd.default, pieces, [0, 0] * (len(shape) - 1) + [0, missing])
 
-    def _sum(self, pieces: fx.Node, group_name: str, divisor: int, dtype: torch.dtype) -> fx.Node:
+    def _sum(self, pieces: fx.Node, chunk: Chunk, divisor: int, dtype: torch.dtype) -> fx.Node:
         """[N * chunk, ...] of every rank -> the sum of this rank's [chunk, ...], divided."""
+        group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world == 1:
             return self.node(torch.ops.zgraph.sum_ranks.default, pieces, 1, divisor, dtype)
         if self.algorithm == "all_to_all":
             splits = [meta.tensor_value(pieces).shape[0] // world] * world
             start = self.node(all_to_all_op(), pieces, splits, splits, group_name, name=f"all_to_all_{self.label}")
+            meta.set_chunks(start, [chunk])
             received = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
             return self.node(torch.ops.zgraph.sum_ranks.default, received, world, divisor, dtype)
         wide = self.cast(pieces, accumulate_dtype(meta.tensor_value(pieces).dtype))
         start = self.node(reduce_scatter_op(), wide, "sum", world, group_name, name=f"reduce_scatter_{self.label}")
+        meta.set_chunks(start, [chunk])
         total = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
         if divisor > 1:
             total = self.node(aten.div.Tensor, total, divisor)
         return self.cast(total, dtype)
 
-    def _all_reduce(self, partial: fx.Node, group_name: str) -> fx.Node:
+    def _all_reduce(self, partial: fx.Node, chunk: Chunk) -> fx.Node:
         """The sum of this shard's partial sums over its replicas."""
         found = meta.tensor_value(partial)
         numel = math.prod(found.shape)
@@ -156,14 +162,16 @@ class _Lowering:
             self.node(aten.view.default, partial, [numel]), wire_dtype_of(found.dtype, self.args.wire_dtype)
         )
         pieces = self._padded(flat, self.copies)
-        mean = self._sum(pieces, group_name, self.divisor, self.args.dtype)
-        return self.node(aten.view.default, self._gathered(mean, group_name, numel), list(found.shape))
+        mean = self._sum(pieces, chunk, self.divisor, self.args.dtype)
+        return self.node(aten.view.default, self._gathered(mean, chunk, numel), list(found.shape))
 
-    def _gathered(self, piece: fx.Node, group_name: str, numel: int) -> fx.Node:
+    def _gathered(self, piece: fx.Node, chunk: Chunk, numel: int) -> fx.Node:
         """[n] of every rank -> [numel], the first of them all."""
+        group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world > 1:
             start = self.node(all_gather_op(), piece, world, group_name, name=f"all_gather_grad_{self.label}")
+            meta.set_chunks(start, [chunk])
             piece = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
         if meta.tensor_value(piece).shape[0] != numel:
             piece = self.node(aten.slice.Tensor, piece, 0, 0, numel)

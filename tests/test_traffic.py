@@ -95,6 +95,14 @@ def test_markers_count_as_the_collectives_of_their_own_kernels(world: int, stage
         ]
 
 
+def test_the_gradient_of_a_scalar_is_one_element(world: int) -> None:
+    drawing = Drawing()
+    handle = drawing.input("handle", 96, dtype=torch.uint8)
+    policy = (torch.float32, None, 0, "mean", "alone", "", "0")
+    drawing.call(torch.ops.zgraph.reduce_grad.default, drawing.input("grad"), handle, *policy)
+    assert [sent.sent_bytes for sent in transfers(drawing.graph)] == [4 * (world - 1)] * 2
+
+
 def test_a_group_of_one_sends_nothing() -> None:
     with fake_world(1):
         for options in ({}, {"zero_stage": 0}):

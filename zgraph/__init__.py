@@ -8,6 +8,7 @@ require_supported_torch(torch.__version__)
 
 from zgraph import ops  # noqa: E402  (registers the dialect)
 from zgraph import passes as passes  # noqa: E402
+from zgraph.calibration import calibrate  # noqa: E402
 from zgraph.checkpoint import (  # noqa: E402
     Checkpoint,
     SafePlanner,
@@ -28,6 +29,7 @@ from zgraph.errors import (  # noqa: E402
 )
 from zgraph.gradients import GradScaler, clip_grad_norm_  # noqa: E402
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
+from zgraph.hardware import Hardware  # noqa: E402
 from zgraph.materialization import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.report.of_model import summary  # noqa: E402
@@ -46,6 +48,7 @@ __all__ = [
     "Fact",
     "GradScaler",
     "GraphPass",
+    "Hardware",
     "PassContext",
     "Pipeline",
     "PreconditionError",
@@ -55,6 +58,7 @@ __all__ = [
     "VerifyError",
     "ZgraphError",
     "ZgraphWarning",
+    "calibrate",
     "clip_grad_norm_",
     "full_state_dict",
     "latest_checkpoint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,12 +13,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zgraph.torch_compat import fake_mode_of
 
+if TYPE_CHECKING:
+    from zgraph.ops import Chunk
+
+Lane = Literal["host_to_device", "device_to_host", "disk"]
+
 _VALUE = "val"
 _PARAMETERS = "zgraph_parameters"
 _HANDLES = "zgraph_handles"
 _RECOMPUTE = "recompute"
 _REGION = "ac_graph_id"
 _SAVED = "zgraph_saved"
+_CHUNKS = "zgraph_chunks"
+_LANE = "zgraph_lane"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
 # between two of them (it saves what lies on such a border).
 _GATHER_REGION = 1 << 30
@@ -53,6 +60,26 @@ def handles(node: fx.Node) -> tuple[str, ...]:
 def set_parameters(node: fx.Node, names: Sequence[str], handle_names: Sequence[str]) -> None:
     node.meta[_PARAMETERS] = tuple(names)
     node.meta[_HANDLES] = tuple(handle_names)
+
+
+def chunks(node: fx.Node) -> tuple[Chunk, ...]:
+    """What each rank's part of a collective is made of; () where no pass has said it."""
+    return cast("tuple[Chunk, ...]", node.meta.get(_CHUNKS, ()))
+
+
+def set_chunks(start: fx.Node, found: Sequence[Chunk]) -> None:
+    """Say what a collective carries, from which its bytes on any number of ranks follow."""
+    start.meta[_CHUNKS] = tuple(found)
+
+
+def lane(node: fx.Node) -> Lane | None:
+    """The copy engine that a node occupies; None where devices and operator tell."""
+    return cast("Lane | None", node.meta.get(_LANE))
+
+
+def set_lane(node: fx.Node, occupied: Lane) -> None:
+    """Say that a node copies between device, host and disk: fake CPU tensors of a planned GPU do not show it."""
+    node.meta[_LANE] = occupied
 
 
 def label(node: fx.Node) -> str:

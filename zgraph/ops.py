@@ -9,7 +9,8 @@ kernels do the work, and every pass that is not lossy must equal those bitwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,29 @@ def local_rows(rows: int, world: int, rank: int) -> int:
 def group_size(group_name: str) -> int:
     """Ranks of a group; the group "" is this rank alone."""
     return dist.get_world_size(resolve_group(group_name)) if group_name else 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What each rank holds of a tensor that is split over one group, or over one after the other, padding included.
+
+    Attributes:
+        rows, row_numel: of the whole tensor. The first group splits rows, which are single elements of a replicated
+            gradient; each further one splits the elements of what is left.
+        group_names: of the groups, outermost split first.
+    """
+
+    rows: int
+    row_numel: int
+    group_names: tuple[str, ...]
+
+    def numel(self, size_of: Callable[[str], Any] = group_size) -> Any:
+        """Elements of one rank; an expression where `size_of` gives symbols for the sizes of groups."""
+        first, *others = self.group_names
+        numel = chunk_rows(self.rows, size_of(first)) * self.row_numel
+        for group_name in others:
+            numel = chunk_rows(numel, size_of(group_name))
+        return numel
 
 
 def accumulate_dtype(wire: torch.dtype) -> torch.dtype:

@@ -158,6 +158,37 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+# --- symbolic sizes and flops -------------------------------------------------------------------------------------
+
+
+def size_expression(size: Any) -> Any:
+    """An integer as it is, a symbolic one (or a product of some) as its sympy expression (`node.expr`, 2.11 - 2.13)."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def size_hint(size: Any, unknown: int) -> int:
+    """The integer a symbolic size had while tracing, without a guard; `unknown` where only data decides it.
+
+    `node.hint` is None for those, 2.11 - 2.13.
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    return unknown if hint is None else int(hint)
+
+
+def flop_formula(target: object) -> Callable[..., Any] | None:
+    """torch's count of the flops of an operator, from shapes in place of tensors, and `out_val`.
+
+    2.11 - 2.13: torch.utils.flop_counter.flop_registry, by operators without overload; the module does not export it.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    if not isinstance(target, OpOverload):
+        return None
+    return flop_registry.get(target.overloadpacket)
+
+
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.ops import (
+    Chunk,
     accumulate_dtype,
     chunk_rows,
     gradients_wait,
@@ -20,6 +21,7 @@ from zgraph.ops import (
     wire_dtype_of,
 )
 from zgraph.runtime.window import OPEN
+from zgraph.torch_compat import size_expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,35 +47,61 @@ class Transfer:
     parameters: tuple[str, ...]
 
 
+SizeOf = Callable[[str], Any]
+
+
 def transfers(graph: fx.Graph) -> Iterator[Transfer]:
     """Every collective of a graph, in program order."""
     for node in nodes.call_functions(graph, lambda node: nodes.is_start(node) or nodes.is_marker(node)):
-        if nodes.is_unshard(node):
-            yield from _unshard_transfers(node)
-        elif nodes.is_reduce_grad(node):
-            yield from _reduce_transfers(node)
-        else:
-            # A coalesced one of the model's own has several.
-            sources = node.all_input_nodes[:1] if nodes.is_kept_gather(node) else node.all_input_nodes
-            sent = [meta.tensor_value(source) for source in sources]
-            payload = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
-            yield _transfer(node, _kind(node), nodes.group_of(node), sent[0].dtype, payload)
+        yield from transfers_of(node)
+
+
+def transfers_of(node: fx.Node, size_of: SizeOf = group_size) -> Iterator[Transfer]:
+    """The collectives that a start, or a marker's own kernel, runs.
+
+    Args:
+        node: a start or a marker.
+        size_of: ranks of a group by its name. Where it gives symbols, sizes are expressions: exact for collectives
+            whose `meta.chunks` are known, right up to padding for others that carry parameters.
+    """
+    if nodes.is_unshard(node):
+        yield from _unshard_transfers(node, size_of)
+    elif nodes.is_reduce_grad(node):
+        yield from _reduce_transfers(node, size_of)
+    else:
+        yield _start_transfer(node, size_of)
+
+
+def _start_transfer(node: fx.Node, size_of: SizeOf) -> Transfer:
+    # A coalesced one of the model's own has several.
+    sources = node.all_input_nodes[:1] if nodes.is_kept_gather(node) else node.all_input_nodes
+    sent = [meta.tensor_value(source) for source in sources]
+    group_name, dtype = nodes.group_of(node), sent[0].dtype
+    payload: Any = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
+    if size_of is not group_size:
+        payload = size_expression(payload)
+        world, found = size_of(group_name), meta.chunks(node)
+        if found:
+            payload = sum(chunk.numel(size_of) for chunk in found) * dtype.itemsize
+            payload = payload if nodes.is_gather(node) else payload * world
+        elif nodes.is_gather(node) and meta.parameters(node):
+            payload = payload * group_size(group_name) / world
+    return _transfer(node, _kind(node), group_name, dtype, payload, size_of)
 
 
 def _kind(node: fx.Node) -> str:
     return str(node.target).split(".")[1]
 
 
-def _unshard_transfers(node: fx.Node) -> Iterator[Transfer]:
+def _unshard_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
     args = nodes.UnshardArgs.of(node)
-    world = group_size(args.group_name)
-    if args.zero_stage > 0 and world > 1:
-        shape = (chunk_rows(args.shape[0], world), *args.shape[1:])
+    if args.zero_stage > 0 and group_size(args.group_name) > 1:
+        shape = (chunk_rows(args.shape[0], size_of(args.group_name)), *args.shape[1:])
         kind = "all_gather_kept" if keeps_gathered(args.zero_stage, args.window) else "all_gather_into_tensor"
-        yield _transfer(node, kind, args.group_name, args.dtype, payload_bytes(shape, args.dtype))
+        yield _transfer(node, kind, args.group_name, args.dtype, payload_bytes(shape, args.dtype), size_of)
 
 
-def _reduce_transfers(node: fx.Node) -> Iterator[Transfer]:
+def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
     args = nodes.ReduceArgs.of(node)
     world, copies = group_size(args.group_name), group_size(args.replicas)
     waits = gradients_wait(args.zero_stage, args.window)
@@ -81,23 +109,30 @@ def _reduce_transfers(node: fx.Node) -> Iterator[Transfer]:
         return
     grad = meta.tensor_value(args.grad)
     wire = wire_dtype_of(args.dtype if waits else grad.dtype, args.wire_dtype)
-    if args.zero_stage == 0:
-        chunk = chunk_rows(grad.numel(), world)
-    else:
-        chunk = chunk_rows(grad.shape[0], world) * math.prod(grad.shape[1:])
+    rows = grad.numel() if args.zero_stage == 0 else grad.shape[0]
+    chunk = Chunk(rows, grad.numel() // max(1, rows), (args.group_name,))
+
+    def exchange(chunk: Chunk, dtype: torch.dtype) -> Transfer:
+        group_name = chunk.group_names[-1]
+        payload = size_of(group_name) * chunk.numel(size_of) * dtype.itemsize
+        return _transfer(node, "all_to_all_single", group_name, dtype, payload, size_of)
+
+    def gather(chunk: Chunk) -> Transfer:
+        payload = chunk.numel(size_of) * args.dtype.itemsize
+        return _transfer(node, "all_gather_into_tensor", chunk.group_names[-1], args.dtype, payload, size_of)
+
     if world > 1:
-        yield _transfer(node, "all_to_all_single", args.group_name, wire, world * chunk * wire.itemsize)
+        yield exchange(chunk, wire)
     if copies > 1:
-        partial = wire_dtype_of(accumulate_dtype(wire), args.wire_dtype)
-        piece = chunk_rows(chunk, copies)
-        yield _transfer(node, "all_to_all_single", args.replicas, partial, copies * piece * partial.itemsize)
-        yield _transfer(node, "all_gather_into_tensor", args.replicas, args.dtype, piece * args.dtype.itemsize)
+        piece = replace(chunk, group_names=(args.group_name, args.replicas))
+        yield exchange(piece, wire_dtype_of(accumulate_dtype(wire), args.wire_dtype))
+        yield gather(piece)
     if args.zero_stage == 0 and world > 1:
-        yield _transfer(node, "all_gather_into_tensor", args.group_name, args.dtype, chunk * args.dtype.itemsize)
+        yield gather(chunk)
 
 
-def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, payload: int) -> Transfer:
-    world = group_size(group_name)
+def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, payload: Any, size_of: SizeOf) -> Transfer:
+    world = size_of(group_name)
     if kind.startswith("all_gather"):
         sent = payload * (world - 1)
     elif kind.startswith("all_reduce"):

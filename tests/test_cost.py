@@ -1,0 +1,350 @@
+"""What nodes cost: by hand, against torch's own counter, and as formulas against graphs compiled for other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.graphs import Drawing, Keep, compile_model, deep, fake_world, inputs_for, mlp, traced
+from tests.ranks import Ranks
+from tests.test_hardware import NODES
+from zgraph import meta, nodes
+from zgraph.cost import FREE, Formula, NodeCost, Totals, costs_of, formula, node_cost
+from zgraph.hardware import Hardware
+from zgraph.node_times import measure_nodes
+from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, presets
+from zgraph.pipeline import Pipeline
+from zgraph.torch_compat import reduce_scatter_op
+from zgraph.traffic import transfers
+
+aten = torch.ops.aten
+funcol = torch.ops._c10d_functional
+GRAPH_PASSES = presets.default()[2:]
+LOWERED = (LowerGathers(), LowerReductions())
+
+
+@pytest.fixture
+def world() -> Iterator[int]:
+    with fake_world(2):
+        yield 2
+
+
+def cost(node: fx.Node, hardware: Hardware = NODES) -> NodeCost:
+    return node_cost(node, hardware)
+
+
+# --- single nodes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_product_counts_flops_and_bytes() -> None:
+    drawing = Drawing()
+    product = drawing.call(aten.mm.default, drawing.input("a", 20, 30), drawing.input("b", 30, 40))
+    moved = 4 * (20 * 30 + 30 * 40 + 20 * 40)
+    assert cost(product) == NodeCost("compute", moved / 50, 2 * 20 * 30 * 40, moved)
+
+
+def test_the_dtype_decides_rate_and_bytes() -> None:
+    fast_memory = Hardware(**{**vars(NODES), "memory_bytes_per_us": 1e9})
+    drawing = Drawing()
+    for dtype, us in ((torch.float32, 48.0), (torch.bfloat16, 12.0)):
+        a, b = drawing.input("a", 20, 30, dtype=dtype), drawing.input("b", 30, 40, dtype=dtype)
+        found = cost(drawing.call(aten.mm.default, a, b), fast_memory)
+        assert (found.us, found.moved_bytes) == (us, dtype.itemsize * 2600)
+
+
+def test_an_operand_read_twice_is_moved_once() -> None:
+    drawing = Drawing()
+    x = drawing.input("x", 8, 8)
+    assert cost(drawing.call(aten.mm.default, x, x)).moved_bytes == 2 * 256
+
+
+def test_views_waits_and_inputs_take_no_time(world: int) -> None:
+    drawing = Drawing()
+    x = drawing.input("x", 8, 8)
+    split = drawing.call(aten.split.Tensor, x, 4)
+    free = [
+        x,
+        drawing.call(aten.view.default, x, [64]),
+        drawing.call(aten.t.default, x),
+        drawing.call(aten._unsafe_view.default, x, [64]),
+        drawing.call(aten.empty.memory_format, [64]),
+        split,
+        drawing.call(nodes.operator.getitem, split, 0),
+        drawing.wait(drawing.start_gather(drawing.input("shard", 4), "w")),
+    ]
+    assert [cost(node) for node in free] == [FREE] * len(free)
+
+
+def test_an_op_that_writes_to_its_input_is_no_view() -> None:
+    drawing = Drawing()
+    x, y = drawing.input("x", 100), drawing.input("y", 100)
+    assert cost(drawing.call(aten.add_.Tensor, x, y)).moved_bytes == 1200
+    assert cost(drawing.call(aten.copy_.default, x, y)).moved_bytes == 800  # the target is not read
+
+
+def test_only_memory_that_is_there_is_read() -> None:
+    drawing = Drawing()
+    row = drawing.call(aten.expand.default, drawing.input("row", 1, 100), [50, 100])
+    assert cost(drawing.call(aten.clone.default, row)).moved_bytes == 400 + 20_000
+    table, index = drawing.input("table", 1000, 8), drawing.input("index", 3, dtype=torch.int64)
+    assert cost(drawing.call(aten.embedding.default, table, index)).moved_bytes == 96 + 24 + 96
+
+
+def test_an_unknown_operator_counts_by_its_bytes() -> None:
+    graph = fx.Graph()
+    drawing = Drawing(graph)
+    x = drawing.input("x", 100)
+    unknown = graph.call_function(len, (x, {1, 2}))  # an argument that cannot be hashed, too
+    meta.set_value(unknown, (meta.value(x), meta.value(x), None))
+    assert cost(unknown) == NodeCost("compute", 1200 / 50, 0, 1200)
+    meta.set_value(unknown, None)
+    assert cost(unknown) == FREE
+    nameless = graph.call_method("frobnicate", (x,))
+    assert cost(nameless) == FREE
+
+
+def test_a_formula_that_fails_leaves_the_bytes() -> None:
+    drawing = Drawing()
+    product = drawing.call(aten.mm.default, drawing.input("a", 2, 3), drawing.input("b", 3, 4))
+    product.args = (product.args[0], product.args[0])  # inner dimensions no longer match
+    assert cost(product) == NodeCost("compute", 2.0, 0, 24 + 32)
+
+
+def test_attention_on_a_cpu_counts_like_attention() -> None:
+    drawing = Drawing()
+    q, k, v = (drawing.input(name, 2, 4, 16, 8) for name in "qkv")
+    found = drawing.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v)
+    assert cost(found).flops == 2 * (2 * 2 * 4 * 16 * 16 * 8)
+
+
+def test_experts_count_each_token_once() -> None:
+    drawing = Drawing()
+    tokens, experts = (
+        drawing.input("x", 10, 16, dtype=torch.bfloat16),
+        drawing.input("w", 3, 16, 32, dtype=torch.bfloat16),
+    )
+    grouped = drawing.graph.call_function(aten._grouped_mm.default, (tokens, experts))
+    with drawing.mode:
+        meta.set_value(grouped, torch.empty(10, 32, dtype=torch.bfloat16))
+    assert cost(grouped).flops == 2 * 10 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("lane", "us"), [("host_to_device", 3 + 400 / 20), ("device_to_host", 4 + 400 / 25), ("disk", 7 + 400 / 5)]
+)
+def test_copies_that_a_pass_has_put_on_a_lane(lane: Any, us: float) -> None:
+    drawing = Drawing()
+    copied = drawing.call(aten.clone.default, drawing.input("x", 100))
+    meta.set_lane(copied, lane)
+    assert cost(copied) == NodeCost(lane, us, 0, 400)
+
+
+def test_copies_between_devices_are_found_by_their_devices() -> None:
+    drawing = Drawing()
+    x = drawing.input("x", 100)
+    there = drawing.call(aten._to_copy.default, x, device=torch.device("meta"))  # stands for any accelerator
+    assert cost(there) == NodeCost("host_to_device", 3 + 400 / 20, 0, 400)
+    back = drawing.graph.call_function(aten._to_copy.default, (there,), {"device": torch.device("cpu")})
+    meta.set_value(back, meta.value(x))
+    assert cost(back) == NodeCost("device_to_host", 4 + 400 / 25, 0, 400)
+    assert cost(drawing.call(aten._to_copy.default, x, dtype=torch.float64)).lane == "compute"
+
+
+# --- communication --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_send_what_traffic_says(size: int) -> None:
+    with fake_world(size):
+        drawing = Drawing()
+        drawing.start_gather(drawing.input("shard", 5, 7), "w")
+        drawing.start_exchange(drawing.input("pieces", 12, 5), "w")
+        drawing.call(reduce_scatter_op(), drawing.input("pieces", 12, 5), "sum", size, "0")
+        drawing.call(funcol.all_reduce.default, drawing.input("grad", 12, 5), "sum", "0")
+        handle = drawing.input("handle", 96, dtype=torch.uint8)
+        kept = torch.ops.zgraph.all_gather_kept.default
+        drawing.call(kept, drawing.input("chunk", 6), handle, size, "open", "0", works_for="w")
+        found = [node_cost(node, NODES) for node in drawing.graph.nodes if nodes.is_start(node)]
+        sent = list(transfers(drawing.graph))
+        assert [found.lane for found in found] == ["group:0"] * 5
+        assert [found.moved_bytes for found in found] == [transfer.sent_bytes for transfer in sent]
+        assert [found.us for found in found] == [
+            NODES.collective_us(transfer.kind, transfer.sent_bytes, size) for transfer in sent
+        ]
+
+
+def test_markers_cost_their_collectives_and_their_copies(world: int) -> None:
+    found = traced(deep).graphs["forward"].graph
+    marker = next(node for node in found.nodes if nodes.is_unshard(node))
+    copies = (32 + 64) * 4 + 96  # shard, whole and handle
+    assert cost(marker) == NodeCost("group:0", 1 + 128 / 100 + copies / 50, 0, 128)
+
+
+def test_a_marker_without_collectives_computes(world: int) -> None:
+    marker = next(node for node in traced(deep, zero_stage=0).graphs["forward"].graph.nodes if nodes.is_unshard(node))
+    assert (cost(marker).lane, cost(marker).moved_bytes) == ("compute", 2 * 256 + 96)
+
+
+def test_a_sum_over_ranks_reads_and_writes_it_each_time(world: int) -> None:
+    drawing = Drawing()
+    received = drawing.input("received", 30, dtype=torch.bfloat16)
+    total = drawing.call(torch.ops.zgraph.sum_ranks.default, received, 3, 3, torch.bfloat16)
+    # Three pieces read; the fp32 sum written, read and written twice, divided, read and written narrow.
+    moved = 60 + 40 * (1 + 2 * 2) + 2 * 40 + (40 + 20)
+    assert cost(total) == NodeCost("compute", max(5 * 2.0, moved / 50), 0, moved)
+
+
+def test_waiting_gradients_are_added_to_a_sum() -> None:
+    drawing = Drawing()
+    grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
+    waits = drawing.call(torch.ops.zgraph.accumulate_grad.default, grad, handle, torch.float32, 1, 50)
+    assert cost(waits).moved_bytes == 400 + 96 + 2 * 400 + 200
+    taken = drawing.call(torch.ops.zgraph.add_accumulated.default, grad, handle, torch.float32, 1)
+    assert cost(taken).moved_bytes == 400 + 96 + 2 * 400 + 400
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2}])
+@pytest.mark.parametrize("passes", [(), LOWERED, GRAPH_PASSES], ids=["markers", "lowered", "all"])
+def test_a_graph_sends_what_traffic_says(world: int, options: dict[str, Any], passes: Any) -> None:
+    for gm in traced(mlp, passes, **options).graphs.values():
+        sent = sum(transfer.sent_bytes for transfer in transfers(gm.graph))
+        assert Totals.of(costs_of(gm.graph, NODES).values()).sent_bytes == sent
+
+
+def test_flops_are_those_that_torch_counts_while_running(world: int) -> None:
+    for direction, gm in traced(mlp, zero_stage=0).graphs.items():
+        # Replicated parameters need no peers here; their reductions are cut off.
+        for marker in nodes.call_functions(gm.graph, nodes.is_reduce_grad):
+            marker.replace_all_uses_with(marker.all_input_nodes[0])
+            gm.graph.erase_node(marker)
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad():
+            fx.Interpreter(gm).run(*inputs_for(gm, 0))
+        found = sum(cost.flops for cost in costs_of(gm.graph, NODES).values())
+        assert found == counter.get_total_flops() > 0, direction
+
+
+# --- formulas -------------------------------------------------------------------------------------------------------
+
+
+def assert_equal(found: Totals, expected: Totals) -> None:
+    assert found.sent_bytes == expected.sent_bytes
+    assert dict(found.lane_us) == pytest.approx(dict(expected.lane_us), rel=1e-12)
+
+
+def compiled_for(
+    build: Callable[[], nn.Module], passes: Any, world: int, direction: Any, **options: Any
+) -> tuple[Totals, Formula]:
+    with fake_world(world):
+        graph = traced(build, passes, world=world, **options).graphs[direction].graph
+        return Totals.of(costs_of(graph, NODES).values()), formula(graph, NODES)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 0}, {"zero_stage": 1}])
+def test_a_formula_is_what_compiling_for_that_many_ranks_gives(direction: str, options: dict[str, Any]) -> None:
+    """Eight rows: shards without padding on two and on four ranks, so bytes and times are those of the same plan."""
+    two, for_two = compiled_for(deep, GRAPH_PASSES, 2, direction, **options)
+    four, for_four = compiled_for(deep, GRAPH_PASSES, 4, direction, **options)
+    assert_equal(for_two.at(), two)
+    assert_equal(for_two.at(N=4), four)
+    assert_equal(for_four.at(N=2), two)
+
+
+@pytest.mark.parametrize("passes", [(), LOWERED, (*LOWERED, BucketCollectives(bucket_bytes=100))])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bytes_are_exact_where_ranks_do_not_divide(passes: Any, stage: int) -> None:
+    for direction in ("forward", "backward"):
+        _, for_two = compiled_for(mlp, passes, 2, direction, zero_stage=stage)
+        for world in (3, 4):
+            expected, _ = compiled_for(mlp, passes, world, direction, zero_stage=stage)
+            assert for_two.at(N=world).sent_bytes == expected.sent_bytes
+
+
+def test_symbolic_batches_are_symbols(world: int) -> None:
+    keep = Keep()
+    compile_model(deep, {"pipeline": Pipeline([*presets.default(), keep])}, batches=(6, 9))
+    for direction in ("forward", "backward"):
+        graph = keep.kept[direction].graph
+        found = formula(graph, NODES)
+        (batch,) = [name for name in found.sizes if name != "N"]
+        assert found.sizes[batch] == 9
+        assert_equal(found.at(), Totals.of(costs_of(graph, NODES).values()))
+        static = traced(deep, GRAPH_PASSES).graphs[direction].graph
+        assert_equal(found.at(**{batch: 6}), Totals.of(costs_of(static, NODES).values()))
+
+
+def test_hybrid_groups_have_symbols_of_their_own() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+        graph = traced(deep, LOWERED, world=4, mesh=mesh).graphs["backward"].graph
+        found = formula(graph, NODES)
+        assert dict(found.sizes) == {"N": 2, "N2": 2}
+        assert_equal(found.at(), Totals.of(costs_of(graph, NODES).values()))
+        # Per layer of 64 elements: half of it gathered, exchanged, then exchanged and gathered among replicas.
+        assert found.at(N=4, N2=4).sent_bytes == 6 * (48 + 2 * 12) * 4 + 5 * 48 * 4
+
+
+def test_a_formula_prints_and_knows_its_symbols(world: int) -> None:
+    found = formula(traced(deep, GRAPH_PASSES).graphs["forward"].graph, NODES)
+    assert str(found).splitlines()[0] == "sent bytes: 1536 - 1536/N"
+    with pytest.raises(ValueError, match=r"zgraph\.cost: the formula has no symbol 'M'; its symbols are: N"):
+        found.at(M=2)
+    with pytest.raises(ValueError, match=r"zgraph\.cost: N=0; write a positive number"):
+        found.at(N=0)
+
+
+# --- measured times -------------------------------------------------------------------------------------------------
+
+
+def test_measured_times_replace_estimates(world: int) -> None:
+    graph = traced(deep, GRAPH_PASSES).graphs["forward"].graph
+    before = costs_of(graph, NODES)
+    start = next(node for node in graph.nodes if nodes.is_start(node))
+    wait = next(node for node in graph.nodes if nodes.is_wait(node))
+    after = costs_of(graph, NODES, {start.name: 123.0, wait.name: 5.0, "gone": 7.0})
+    assert after[start] == NodeCost("group:0", 123.0, 0, before[start].moved_bytes)
+    assert {node: found for node, found in after.items() if node is not start} == {
+        node: found for node, found in before.items() if node is not start
+    }
+    with pytest.raises(ValueError, match=f"zgraph.cost: {start.name} was measured to take -1.0 us"):
+        costs_of(graph, NODES, {start.name: -1.0})
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x))
+
+
+def _measured() -> tuple[dict[str, float], list[str]]:
+    keep = Keep()
+    compile_model(Wide, {"pipeline": Pipeline([*presets.default(), keep])}, train=False)
+    gm = keep.kept["inference"]
+    inputs = inputs_for(gm, 0)
+    times = measure_nodes(gm, inputs, repeats=3, group=torch.distributed.group.WORLD)
+    return times, [node.name for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def test_real_ranks_measure_every_node_and_agree(two_ranks: Ranks) -> None:
+    (first, names), (second, other_names) = two_ranks.run(_measured)
+    assert first == second
+    assert set(first) == {*names, *other_names}
+    assert all(us > 0 for us in first.values())
+
+
+def test_measuring_nothing_is_refused() -> None:
+    drawing = Drawing()
+    gm = drawing.done(drawing.call(aten.neg.default, drawing.input("x", 4)))
+    assert list(measure_nodes(gm, [torch.ones(4)], repeats=2)) == ["neg_default"]
+    with pytest.raises(ValueError, match=r"zgraph\.measure_nodes: repeats=0 measures nothing; write 1 or more"):
+        measure_nodes(gm, [torch.ones(4)], repeats=0)

@@ -1,0 +1,152 @@
+"""Machines: figures that make sense, times on numbers written out by hand, and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+import zgraph
+from zgraph.hardware import Hardware, Link
+
+# Two ranks a node; 100 bytes/us and 1 us inside, 10 bytes/us and 5 us outside.
+NODES = Hardware(
+    name="two a node",
+    flops_per_us={torch.float32: 1000.0, torch.bfloat16: 4000.0},
+    memory_bytes_per_us=50.0,
+    launch_us=2.0,
+    memory_bytes=1 << 20,
+    intra_node=Link(latency_us=1.0, bytes_per_us=100.0),
+    inter_node=Link(latency_us=5.0, bytes_per_us=10.0),
+    ranks_per_node=2,
+    host_to_device=Link(latency_us=3.0, bytes_per_us=20.0),
+    device_to_host=Link(latency_us=4.0, bytes_per_us=25.0),
+    disk=Link(latency_us=7.0, bytes_per_us=5.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("flops", "moved", "dtype", "launches", "us"),
+    [
+        (0, 10, torch.float32, 1, 2.0),  # the launch
+        (0, 500, torch.float32, 1, 10.0),  # memory
+        (20_000, 500, torch.float32, 1, 20.0),  # arithmetic
+        (20_000, 500, torch.bfloat16, 1, 10.0),
+        (20_000, 500, torch.int64, 1, 20.0),  # an unlisted dtype
+        (0, 10, torch.float32, 4, 8.0),
+    ],
+)
+def test_a_kernel_takes_what_binds_it(flops: int, moved: int, dtype: torch.dtype, launches: int, us: float) -> None:
+    assert NODES.compute_us(flops, moved, dtype, launches) == us
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "size", "stride", "us"),
+    [
+        ("all_gather_into_tensor", 0, 1, 1, 0.0),
+        ("all_gather_into_tensor", 600, 2, 1, 1 + 6),
+        ("all_reduce", 600, 2, 1, 2 + 6),
+        ("all_to_all_single", 600, 2, 1, 1 + 6),
+        # Two nodes: three messages, one of them outside; the ring uses both links of a node.
+        ("all_gather_into_tensor", 600, 4, 1, 2 * 1 + 1 * 5 + 600 / 20),
+        ("reduce_scatter_tensor", 600, 4, 1, 2 * 1 + 1 * 5 + 600 / 20),
+        ("all_reduce", 600, 4, 1, 2 * (2 * 1 + 1 * 5) + 600 / 20),
+        # One partner inside, two outside, which get two thirds.
+        ("all_to_all_single", 600, 4, 1, 1 * 1 + 2 * 5 + 400 / 10),
+        # Neighbours two ranks apart: all on other nodes.
+        ("all_gather_into_tensor", 600, 4, 2, 3 * 5 + 600 / 10),
+        ("all_to_all_single", 600, 4, 2, 3 * 5 + 600 / 10),
+    ],
+)
+def test_collectives_by_hand(kind: str, sent: int, size: int, stride: int, us: float) -> None:
+    assert NODES.collective_us(kind, sent, size, stride) == pytest.approx(us, rel=1e-12)
+
+
+def test_an_axis_of_its_own_link() -> None:
+    known = dataclasses.replace(NODES, links={1: Link(latency_us=9.0, bytes_per_us=60.0)})
+    assert known.collective_us("all_gather_into_tensor", 600, 4, 1) == 3 * 9 + 10
+    assert known.collective_us("all_gather_into_tensor", 600, 4, 2) == NODES.collective_us("all_gather", 600, 4, 2)
+
+
+@pytest.mark.parametrize("kind", ["all_gather_into_tensor", "all_reduce", "all_to_all_single"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_expressions_equal_numbers_for_every_size(kind: str, stride: int) -> None:
+    ranks = sympy.Symbol("N", positive=True, integer=True)
+    expression = NODES.collective_us(kind, 100 * (ranks - 1), ranks, stride)
+    for size in (1, 2, 3, 4, 8, 64):
+        us = NODES.collective_us(kind, 100 * (size - 1), size, stride)
+        assert float(expression.subs(ranks, size)) == pytest.approx(us, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "cpu"])
+def test_presets_survive_json(name: str) -> None:
+    found = Hardware.preset(name)
+    assert found.name == name
+    assert Hardware.from_json(found.to_json()) == found
+    assert found.flops_per_us[torch.float32] >= found.flops_per_us[torch.float64]
+    assert found.intra_node.bytes_per_us < found.memory_bytes_per_us
+
+
+def test_presets_have_the_dense_figures_of_the_data_sheets() -> None:
+    h100, h200 = Hardware.preset("h100"), zgraph.Hardware.preset("h200")
+    assert h100.flops_per_us[torch.bfloat16] == 989.5e6  # 989.5 Tflop/s; 1979 are printed, with sparsity
+    assert h100.flops_per_us == h200.flops_per_us
+    assert (h100.memory_bytes_per_us, h200.memory_bytes_per_us) == (3.35e6, 4.8e6)
+    assert Hardware.preset("a100").flops_per_us[torch.float16] == 312e6
+
+
+def test_links_survive_json() -> None:
+    known = dataclasses.replace(NODES, links={4: Link(latency_us=0.1, bytes_per_us=1 / 3)}, cpu_us_per_wire_byte=1e-4)
+    assert Hardware.from_json(known.to_json()) == known
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"zgraph.Hardware: unknown preset 'h10'; did you mean 'h100'\?"):
+        Hardware.preset("h10")
+    with pytest.raises(ValueError, match="unknown preset 'mi300'; the presets are a100, h100, h200, cpu"):
+        Hardware.preset("mi300")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_bytes_per_us": 0.0}, "memory_bytes_per_us=0.0; write a positive number"),
+        ({"launch_us": -1.0}, "launch_us=-1.0; write zero or a positive number"),
+        ({"launch_us": float("nan")}, "launch_us=nan; write zero or a positive number"),
+        ({"ranks_per_node": 1.5}, "ranks_per_node=1.5; write a whole number of ranks"),
+        ({"flops_per_us": {torch.bfloat16: 1.0}}, "flops_per_us has no torch.float32"),
+        ({"flops_per_us": {torch.float32: "fast"}}, r"flops_per_us\[torch.float32\]='fast'; write a positive number"),
+        ({"links": {0: NODES.disk}}, "the distance of neighbours in links=0; write a positive number"),
+    ],
+)
+def test_bad_figures_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"zgraph.Hardware: {message}"):
+        dataclasses.replace(NODES, **change)
+
+
+def test_bad_links_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"zgraph\.Link: bytes_per_us=0; write a positive number"):
+        Link(latency_us=0, bytes_per_us=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "zgraph.Hardware: this is no JSON"),
+        ("[]", "zgraph.Hardware: found list where"),
+        ('{"name": "x"}', r"zgraph.Hardware: found \['name'\] where"),
+        (NODES.to_json().replace('"float32"', '"float33"'), "float33"),
+        (NODES.to_json().replace('"latency_us"', '"latency"', 1), "pass what to_json"),
+    ],
+)
+def test_text_that_is_something_else_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Hardware.from_json(text)
+
+
+def test_json_is_plain() -> None:
+    assert json.loads(NODES.to_json())["flops_per_us"] == {"float32": 1000.0, "bfloat16": 4000.0}

@@ -1,0 +1,367 @@
+"""Measures the machine at hand into a `Hardware` that all ranks share, once, and keeps it on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.hardware import Hardware, Link
+from zgraph.ops import MIB
+from zgraph.torch_compat import all_gather
+
+_POINT_S = 0.2  # of measuring one size of one kind
+_SMALL_BYTES = (256, 4096)  # their time is latency
+_LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
+
+
+def calibrate(
+    mesh_or_group: DeviceMesh | ProcessGroup | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    *,
+    refresh: bool = False,
+) -> Hardware:
+    """Measure this machine: copies, matrix products, launches, collectives on the real groups, and the host link.
+
+    Takes a few seconds the first time, and reads a file afterwards. All ranks of the mesh or group call this
+    together and get the same figures, those of the slowest: a plan made from them is the same on all. They work at the
+    same time, as in training. The disk is not measured; its figures are those of the preset "cpu".
+
+    Args:
+        mesh_or_group: whose links count, each axis of a mesh apart; None: the default group, or this process alone
+            where torch.distributed is not initialised.
+        cache: directory for the result; None: ~/.cache/zgraph. The file is found by machine, torch version, groups and
+            number of threads; one that cannot be read is replaced, and one that cannot be written is done without.
+        refresh: measure again, whatever the file says.
+
+    Raises:
+        ValueError: the argument is neither a mesh nor a group, or its backend moves nothing.
+    """
+    ranks = _Ranks.of(mesh_or_group)
+    path = _cache_path(ranks, Path.home() / ".cache" / "zgraph" if cache is None else Path(cache))
+    found = None if refresh else _read(path)
+    # Ranks use what they have kept only if all have kept the same.
+    digest = 0 if found is None else zlib.crc32(found.to_json().encode())
+    largest, negative = ranks.slowest([digest, -digest])
+    if found is not None and largest == -negative:
+        return found
+    hardware = _measure(ranks)
+    _write(path, hardware)
+    return hardware
+
+
+# --- the ranks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Who measures together.
+
+    Attributes:
+        device: where tensors of collectives live.
+        groups: one along each axis; none for a process alone.
+    """
+
+    device: torch.device
+    groups: tuple[ProcessGroup, ...]
+
+    @classmethod
+    def of(cls, given: object) -> _Ranks:
+        if given is None and not (dist.is_available() and dist.is_initialized()):
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            return cls(accelerator or torch.device("cpu"), ())
+        if given is None:
+            given = dist.group.WORLD
+        if isinstance(given, DeviceMesh):
+            groups = tuple(given.get_all_groups())
+            kind = given.device_type
+        elif isinstance(given, ProcessGroup):
+            groups = (given,)
+            kind = "cuda" if dist.get_backend(given) == "nccl" else "cpu"
+        else:
+            raise ValueError(
+                f"zgraph.calibrate: {given!r} is a {type(given).__name__}; pass a DeviceMesh, a ProcessGroup or None."
+            )
+        for group in groups:
+            if dist.get_backend(group) == "fake":
+                raise ValueError(
+                    "zgraph.calibrate: collectives of the backend fake move nothing; initialise gloo or nccl, or take "
+                    'zgraph.Hardware.preset("h100").'
+                )
+        index = torch.accelerator.current_device_index() if kind != "cpu" else None
+        return cls(torch.device(kind, index) if index is not None else torch.device(kind), groups)
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all ranks, the same everywhere: along one axis after the other."""
+        found = torch.tensor(values, dtype=torch.float64, device=self.device)
+        for group in self.groups:
+            found = _gathered(found, group).amax(0)
+        return found.tolist()
+
+    def settle(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
+    """[n] of every rank -> [N, n]"""
+    found = own.new_empty((dist.get_world_size(group), *own.shape))
+    all_gather(found, own.unsqueeze(0), group)
+    return found
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def _measure(ranks: _Ranks) -> Hardware:
+    dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if ranks.device.type != "cpu" else [])]
+    local = _local_ranks(ranks)
+    axes = [_link_of(ranks, group) for group in ranks.groups]
+    ranks.slowest([0.0])  # all start together
+    # Times and their like only, of which the largest is the slowest rank's; all go on with equal numbers.
+    launch_us, copy_us, capacity, *product_us = ranks.slowest(
+        [
+            _launch_us(ranks),
+            _copy_us(ranks),
+            -_capacity_bytes(ranks.device) // (local if ranks.device.type == "cpu" else 1),
+            *(_product_us(ranks, dtype) for dtype in dtypes),
+        ]
+    )
+    copy = Link(latency_us=launch_us, bytes_per_us=0.5 / copy_us)
+    to_device, to_host = (copy, copy) if ranks.device.type == "cpu" else _host_links(ranks)
+    links: dict[int, Link] = {}
+    inside = outside = None
+    cpu_us = 0.0
+    for group, axis in zip(ranks.groups, axes, strict=True):
+        members = dist.get_process_group_ranks(group)
+        if axis is None:
+            continue
+        links[abs(members[1] - members[0])] = axis.link
+        cpu_us = max(cpu_us, axis.cpu_us_per_byte)
+        if axis.on_one_node:
+            inside = axis.link
+        else:
+            outside = axis.link
+    alone = Hardware.preset("cpu")
+    world = math.prod(map(dist.get_world_size, ranks.groups))
+    return Hardware(
+        name=f"calibrated {ranks.device.type}, {world} rank{'s' if world > 1 else ''}",
+        flops_per_us={dtype: 1 / us for dtype, us in zip(dtypes, product_us, strict=True)},
+        memory_bytes_per_us=1 / copy_us,
+        launch_us=launch_us,
+        memory_bytes=int(-capacity),
+        intra_node=inside or outside or alone.intra_node,
+        inter_node=outside or inside or alone.inter_node,
+        ranks_per_node=local,
+        host_to_device=to_device,
+        device_to_host=to_host,
+        disk=alone.disk,
+        links=links,
+        cpu_us_per_wire_byte=cpu_us,
+    )
+
+
+def _median_us(ranks: _Ranks, run: Callable[[], object], calls: int = 1, least: int = 5) -> float:
+    """Of one of `calls` calls, over as many repetitions as fit into the time of a point; once before to warm up."""
+    times: list[float] = []
+    run()
+    ranks.settle()
+    deadline = time.perf_counter() + _POINT_S
+    while len(times) < least or time.perf_counter() < deadline:
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        ranks.settle()
+        times.append(1e6 * (time.perf_counter() - started) / calls)
+    return statistics.median(times)
+
+
+def _launch_us(ranks: _Ranks) -> float:
+    x = torch.ones(16, device=ranks.device)
+    return _median_us(ranks, lambda: torch.add(x, x), calls=100)
+
+
+def _copy_us(ranks: _Ranks) -> float:
+    """Of a byte that is read or written, of tensors larger than caches."""
+    size = 64 * MIB if ranks.device.type == "cpu" else 1024 * MIB
+    source = torch.ones(size // 4, device=ranks.device)
+    target = torch.empty_like(source)
+    return _median_us(ranks, lambda: target.copy_(source)) / (2 * size)
+
+
+def _product_us(ranks: _Ranks, dtype: torch.dtype) -> float:
+    """Of one flop of a large matrix product."""
+    size = 768 if ranks.device.type == "cpu" else 8192
+    a = torch.ones(size, size, device=ranks.device, dtype=dtype)
+    out = torch.empty_like(a)
+    return _median_us(ranks, lambda: torch.mm(a, a, out=out), least=3) / (2 * size**3)
+
+
+def _host_links(ranks: _Ranks) -> tuple[Link, Link]:
+    """To the device, and back."""
+    sizes = (*_SMALL_BYTES, *_LARGE_BYTES, 64 * MIB)
+    times: list[float] = []
+    for size in sizes:
+        host = torch.ones(size // 4, pin_memory=True)
+        device = torch.ones(size // 4, device=ranks.device)
+        times.append(_median_us(ranks, lambda to=device, source=host: to.copy_(source, non_blocking=True)))
+        times.append(_median_us(ranks, lambda to=host, source=device: to.copy_(source, non_blocking=True)))
+    slowest = ranks.slowest(times)
+    to_device, to_host = (fit_link(list(zip(sizes, slowest[way::2], strict=True)), messages=1) for way in (0, 1))
+    return to_device, to_host
+
+
+@dataclass(frozen=True)
+class _Axis:
+    link: Link
+    on_one_node: bool
+    cpu_us_per_byte: float
+
+
+def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
+    """Of one group; both kinds of collectives together, for a plan has both."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return None
+    points: list[tuple[float, float]] = []
+    cpu: list[tuple[float, float]] = []
+    for start in (_start_gather, _start_exchange):
+        for sent_bytes in (*_SMALL_BYTES, *_LARGE_BYTES):
+            numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
+            run = start(ranks, group, numel)
+            once_us = ranks.slowest([_timed(ranks, run)[0] for _ in range(2)])[1]  # the first connects
+            if sent_bytes > _LARGE_BYTES[0] and once_us > 5e6 * _POINT_S:
+                break  # a slow link, of which smaller sizes say enough
+            repeats = max(3, min(20, int(1e6 * _POINT_S / once_us)))
+            times = [_timed(ranks, run) for _ in range(repeats)]
+            us, cpu_us = (statistics.median(each) for each in zip(*times, strict=True))
+            points.append((4 * numel * (world - 1), us))
+            cpu.append((4 * numel * (world - 1), cpu_us))
+    slowest = ranks.slowest([us for _, us in (*points, *cpu)])
+    sizes = [sent for sent, _ in points]
+    link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
+    burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
+    on_one_node = _same_host(ranks, group) == world
+    return _Axis(link, on_one_node, 1 / burnt.bytes_per_us if ranks.device.type == "cpu" else 0.0)
+
+
+def _timed(ranks: _Ranks, run: Callable[[], object]) -> tuple[float, float]:
+    """Microseconds until the result is there, and of processors meanwhile, all threads of this process together."""
+    started, busy = time.perf_counter(), time.process_time()
+    run()
+    ranks.settle()
+    return 1e6 * (time.perf_counter() - started), 1e6 * (time.process_time() - busy)
+
+
+def _start_gather(ranks: _Ranks, group: ProcessGroup, numel: int) -> Callable[[], object]:
+    own = torch.ones(numel, device=ranks.device)
+    whole = own.new_empty(numel * dist.get_world_size(group))
+    return lambda: all_gather(whole, own, group)
+
+
+def _start_exchange(ranks: _Ranks, group: ProcessGroup, numel: int) -> Callable[[], object]:
+    pieces = torch.ones(numel * dist.get_world_size(group), device=ranks.device)
+    received = torch.empty_like(pieces)
+    return lambda: dist.all_to_all_single(received, pieces, group=group)
+
+
+def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
+    """The link behind measured (bytes, us); medians, so that a few disturbed points change little.
+
+    A line through sizes that differ a thousandfold is either the large ones' or the small ones': latency is what the
+    small ones take, and the rate is that of what the large ones take beyond it.
+
+    Args:
+        points: at least one of at most 4 KiB and one larger.
+        messages: that one point passes on, one after the other.
+    """
+    small, large = list[tuple[float, float]](), list[tuple[float, float]]()
+    for size, us in points:
+        (small if size <= 2 * max(_SMALL_BYTES) else large).append((size, us))
+    latency_us, us_per_byte = 0.0, 0.0
+    for _ in range(3):  # each knows the other better
+        latency_us = statistics.median(max(us - size * us_per_byte, 1e-3 * us) for size, us in small)
+        us_per_byte = statistics.median(max(us - latency_us, 1e-3 * us) / size for size, us in large)
+    return Link(latency_us=latency_us / messages, bytes_per_us=1 / us_per_byte)
+
+
+def _same_host(ranks: _Ranks, group: ProcessGroup) -> int:
+    """How many ranks of a group are on one host; the most of any."""
+    host = zlib.crc32(platform.node().encode())
+    hosts = _gathered(torch.tensor([float(host)], dtype=torch.float64, device=ranks.device), group)
+    return int(ranks.slowest([float((hosts == host).sum())])[0])
+
+
+def _local_ranks(ranks: _Ranks) -> int:
+    return math.prod(_same_host(ranks, group) for group in ranks.groups)
+
+
+def _capacity_bytes(device: torch.device) -> int:
+    """Memory of the device; of a CPU what this host or its container has for all processes."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).mem_get_info()[1]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+            limits.append(int(Path(name).read_text()))
+    return min(limits)
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def _cache_path(ranks: _Ranks, directory: Path) -> Path:
+    module: Any = torch.get_device_module(ranks.device)
+    groups = [
+        (dist.get_backend(group), [member - members[0] for member in members])
+        for group in ranks.groups
+        for members in [dist.get_process_group_ranks(group)]
+    ]
+    key = [
+        platform.node(),
+        platform.machine(),
+        os.cpu_count(),
+        module.get_device_name(ranks.device) if ranks.device.type != "cpu" else "cpu",
+        torch.__version__,
+        torch.get_num_threads(),
+        groups,
+    ]
+    return directory / f"hardware-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
+
+
+def _read(path: Path) -> Hardware | None:
+    try:
+        return Hardware.from_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, hardware: Hardware) -> None:
+    """Whole or not at all; ranks of one host write the same."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(hardware.to_json())
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise

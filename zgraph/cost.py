@@ -1,0 +1,511 @@
+"""Bytes, flops and microseconds of every node of a graph on a machine, as numbers and as formulas."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from zgraph import meta, nodes
+from zgraph.hardware import Hardware
+from zgraph.ops import accumulate_dtype, group_size
+from zgraph.torch_compat import (
+    flop_formula,
+    resolve_group,
+    returns_alias,
+    size_expression,
+    size_hint,
+    written_arguments,
+)
+from zgraph.traffic import SizeOf, transfers_of
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+COMPUTE = "compute"
+# What Inductor takes for a size that only data decides.
+DATA_DEPENDENT_SIZE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """What one node takes.
+
+    Attributes:
+        lane: "compute", "group:<group name>", "host_to_device", "device_to_host", "disk", or "" for what takes no time.
+        us: on that lane; of a collective from its start to its result, and its wait is free.
+        flops: of matrix products.
+        moved_bytes: memory traffic, or bytes on the wire.
+    """
+
+    lane: str
+    us: float
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+FREE = NodeCost("", 0.0)
+
+
+def costs_of(
+    graph: fx.Graph, hardware: Hardware, measured: Mapping[str, float] | None = None
+) -> dict[fx.Node, NodeCost]:
+    """The cost of every node, in program order.
+
+    Args:
+        graph: with the fake values that passes leave.
+        hardware: one rank's.
+        measured: microseconds by node name, as `measure_nodes` returns them; they replace the estimates of the nodes
+            that are still in the graph, and nothing where a node takes no time.
+
+    Raises:
+        ValueError: a measured time is no time.
+    """
+    measured = measured or {}
+    for name, us in measured.items():
+        if not (math.isfinite(us) and us >= 0):
+            raise ValueError(f"zgraph.cost: {name} was measured to take {us} us; pass times of zero or more.")
+    estimator = _Estimator(hardware)
+    costs = {node: estimator.cost(node) for node in graph.nodes}
+    for node, cost in costs.items():
+        if cost.lane and node.name in measured:
+            costs[node] = replace(cost, us=measured[node.name])
+    return costs
+
+
+def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
+    """The cost of one node; never an exception for an operator that is not known, which counts by its bytes.
+
+    A gather that a window keeps costs what its first run costs. Nodes count one by one: what a compiler fuses moves
+    fewer bytes.
+    """
+    return _Estimator(hardware).cost(node)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of one graph.
+
+    Attributes:
+        sent_bytes: on the wire, by one rank.
+        lane_us: how long each lane is busy.
+    """
+
+    sent_bytes: int
+    lane_us: Mapping[str, float]
+
+    @classmethod
+    def of(cls, costs: Iterable[NodeCost]) -> Totals:
+        sent, lane_us = 0, dict[str, float]()
+        for cost in costs:
+            if cost.lane:
+                lane_us[cost.lane] = lane_us.get(cost.lane, 0.0) + cost.us
+            if cost.lane.startswith("group:"):
+                sent += cost.moved_bytes
+        return cls(sent, lane_us)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """`Totals` as expressions: what the same plan costs on other numbers of ranks, and for other batches.
+
+    Symbols are "N", the ranks of a group of neighbours; "N8", those of a group whose members are 8 ranks apart; and the
+    graph's own symbolic sizes. The number of collectives is that of the graph at hand. Bytes of collectives count the
+    padding on every number of ranks; times of copies do where the graph at hand has the copies.
+    The parts are those of rank 0, whose shards are never shorter than another's.
+
+    Attributes:
+        sent_bytes, lane_us: see `Totals`.
+        sizes: present values of the symbols, by name.
+    """
+
+    sent_bytes: sympy.Expr
+    lane_us: Mapping[str, sympy.Expr]
+    sizes: Mapping[str, int]
+
+    def at(self, **sizes: int) -> Totals:
+        """The totals for these values; symbols that are not named keep the present ones.
+
+        Raises:
+            ValueError: a name is none of the symbols, or a value is no positive number.
+        """
+        for name, value in sizes.items():
+            if name != "N" and name not in self.sizes:  # a graph without collectives costs the same on any number
+                known = ", ".join(self.sizes) or "none"
+                raise ValueError(f"zgraph.cost: the formula has no symbol {name!r}; its symbols are: {known}.")
+            if value < 1:
+                raise ValueError(f"zgraph.cost: {name}={value}; write a positive number.")
+        values = {**self.sizes, **sizes}
+
+        def evaluate(expression: sympy.Expr) -> Any:
+            return expression.subs({symbol: values[str(symbol)] for symbol in expression.free_symbols})
+
+        return Totals(int(evaluate(self.sent_bytes)), {lane: float(evaluate(us)) for lane, us in self.lane_us.items()})
+
+    def __str__(self) -> str:
+        """Bytes and link times without padding, which hides the structure; `at` counts it."""
+        lines = [f"sent bytes: {_without_padding(self.sent_bytes)}"]
+        lines += [f"{lane} us: {_without_padding(us)}" for lane, us in self.lane_us.items()]
+        return "\n".join(lines)
+
+
+def formula(graph: fx.Graph, hardware: Hardware) -> Formula:
+    """What a graph costs, as expressions; at the present sizes they equal `costs_of`."""
+    symbols = _Symbols.of(graph)
+    exact = _Estimator(hardware)
+    symbolic = _Estimator(hardware, symbols)
+    sent = Counter[Any]()
+    constant = dict[str, float]()
+    counted = Counter[tuple[str, Any]]()
+    for node in graph.nodes:
+        cost = symbolic.cost(node) if symbols.concern(node) else exact.cost(node)
+        if cost.lane.startswith("group:"):
+            sent[cost.moved_bytes] += 1
+        us = cast(Any, cost.us)
+        if isinstance(us, sympy.Expr):
+            counted[cost.lane, us] += 1
+        elif cost.lane:
+            constant[cost.lane] = constant.get(cost.lane, 0.0) + us
+    terms = {lane: [sympy.Float(us)] for lane, us in constant.items()}
+    for (lane, us), count in counted.items():
+        terms.setdefault(lane, []).append(count * us)
+    lane_us = {lane: sympy.Add(*found) for lane, found in terms.items()}
+    sent_bytes = sympy.Add(*(count * moved for moved, count in sent.items()))
+    free = {str(symbol) for expression in (sent_bytes, *lane_us.values()) for symbol in expression.free_symbols}
+    return Formula(sent_bytes, lane_us, {name: symbols.sizes.get(name, DATA_DEPENDENT_SIZE) for name in sorted(free)})
+
+
+def _without_padding(expression: sympy.Expr) -> Any:
+    smooth: Any = expression.replace(sympy.floor, lambda inner: inner).replace(sympy.ceiling, lambda inner: inner)
+    return smooth.expand()
+
+
+def group_stride(group_name: str) -> int:
+    """Distance of a group's first two members in global ranks: the same for all groups along one axis of a mesh."""
+    members = dist.get_process_group_ranks(resolve_group(group_name)) if group_name else [0]
+    return abs(members[1] - members[0]) if len(members) > 1 else 1
+
+
+# --- symbols --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Symbols:
+    """Which sizes of a graph are symbols.
+
+    Attributes:
+        groups: symbol of a group's size, by its name.
+        sizes: present value of each symbol, by its name.
+        scale: of nodes whose result grows or shrinks with a group: by how much, 1 at present.
+        world_of: symbol behind the number of ranks that a node sums over.
+    """
+
+    groups: dict[str, sympy.Symbol]
+    sizes: dict[str, int]
+    scale: dict[fx.Node, Any]
+    world_of: dict[fx.Node, sympy.Symbol]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _Symbols:
+        found = cls({}, {}, {}, {})
+        for node in graph.nodes:
+            for value in _tensors(node):
+                for size in value.shape:
+                    found.add_size(size)
+            found.add_size(meta.value(node))
+            if nodes.is_start(node):
+                found.add_group(nodes.group_of(node))
+                found.add_start(node)
+            elif nodes.is_marker(node):
+                for group_name in node.args[-2:]:  # the replicas', and its own
+                    found.add_group(cast(str, group_name))
+        return found
+
+    def add_size(self, size: object) -> None:
+        expression = size_expression(size)
+        if isinstance(expression, sympy.Symbol):
+            self.sizes[str(expression)] = size_hint(size, DATA_DEPENDENT_SIZE)
+
+    def add_group(self, group_name: str) -> None:
+        if group_name and group_name not in self.groups and group_size(group_name) > 1:
+            stride = group_stride(group_name)
+            name = "N" if stride == 1 else f"N{stride}"
+            self.groups[group_name] = sympy.Symbol(name, positive=True, integer=True)
+            self.sizes[name] = group_size(group_name)
+
+    def size_of(self, group_name: str) -> Any:
+        return self.groups.get(group_name, 1)
+
+    def add_start(self, start: fx.Node) -> None:
+        """Follow what a collective carries into the copies before and behind it."""
+        symbol = self.groups.get(nodes.group_of(start))
+        if symbol is None or not meta.parameters(start):
+            return
+        now = next(transfers_of(start)).payload_bytes
+        whole = shard = next(transfers_of(start, self.size_of)).payload_bytes / sympy.Integer(now)
+        world = group_size(nodes.group_of(start))
+        if nodes.is_gather(start):
+            whole = shard * symbol / world
+            copies = nodes.copy_in(start) or []
+            for node in [*copies, *(source for copy in copies for source in copy.all_input_nodes)]:
+                self.scale.setdefault(node, shard)
+            self.scale.setdefault(start.all_input_nodes[0], shard)
+        else:
+            shard = whole * world / symbol
+        wait = nodes.wait_of(start)
+        if wait is None:
+            return
+        if nodes.is_reduce_scatter(start):
+            self._follow(wait, shard)
+        elif nodes.is_gather(start):
+            self.scale[wait] = whole
+        else:
+            self.scale[wait] = whole
+            for total in wait.users:
+                if nodes.is_sum_ranks(total):
+                    self.world_of[total] = symbol
+                    self._follow(total, shard)
+
+    def _follow(self, node: fx.Node, scale: Any) -> None:
+        pending = [node]
+        while pending:
+            reached = pending.pop()
+            self.scale[reached] = scale
+            pending.extend(user for user in reached.users if nodes.is_communication(user) and not nodes.is_start(user))
+
+    def concern(self, node: fx.Node) -> bool:
+        """Whether the cost of a node depends on a symbol."""
+        if nodes.is_start(node) or nodes.is_marker(node):
+            return True
+        around = (node, *node.all_input_nodes)
+        return any(
+            near in self.scale
+            or any(
+                isinstance(size, torch.SymInt)
+                for value in _tensors(near)
+                for size in cast("tuple[Any, ...]", value.shape)
+            )
+            for near in around
+        )
+
+
+# --- costs ----------------------------------------------------------------------------------------------------------
+
+
+# Operators without an entry in torch's flop registry, and those they count like.
+_COUNTED_LIKE = (
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default),
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+    ),
+)
+# They read as many rows of their first argument as they return.
+_READ_ROWS = frozenset(
+    {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default}
+)
+# They do not read their first argument, but only write it or take its shape.
+_OVERWRITE = frozenset({aten.copy_.default, aten.copy.default, aten.fill_.Scalar, aten.zero_.default})
+_MAKE_NO_VALUES = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten._unsafe_view.default,
+    }
+)
+_COPY_DEVICE = frozenset({aten._to_copy.default, aten.copy_.default, prims.device_put.default})
+
+
+class _Estimator:
+    """Costs of nodes on one machine; equal nodes are looked at once.
+
+    Args:
+        hardware: one rank's.
+        symbols: where given, sizes are expressions, and so are the costs.
+    """
+
+    def __init__(self, hardware: Hardware, symbols: _Symbols | None = None) -> None:
+        self.hardware = hardware
+        self.symbols = symbols
+        self.size_of: SizeOf = group_size if symbols is None else symbols.size_of
+        self.known: dict[Any, NodeCost] = {}
+        self.described: dict[fx.Node, Any] = {}
+        self.strides: dict[str, int] = {}
+
+    def cost(self, node: fx.Node) -> NodeCost:
+        if node.op in ("placeholder", "get_attr", "output") or nodes.is_wait(node) or nodes.is_getitem(node):
+            return FREE
+        if nodes.is_start(node) or nodes.is_marker(node):
+            return self._communication(node)
+        key = (node.target, self._key(node), self._key(node.args), self._key(node.kwargs), meta.lane(node))
+        try:
+            found = self.known.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            return self._local(node)
+        if found is None:
+            found = self.known[key] = self._local(node)
+        return found
+
+    def _key(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            if argument not in self.described:
+                scale = None if self.symbols is None else self.symbols.scale.get(argument)
+                self.described[argument] = (*map(self._layout, _tensors(argument)), scale)
+            return self.described[argument]
+        if isinstance(argument, list | tuple):
+            return tuple(map(self._key, cast("tuple[Any, ...]", argument)))
+        if isinstance(argument, dict):
+            return tuple((name, self._key(value)) for name, value in cast("dict[Any, Any]", argument).items())
+        return argument
+
+    def _layout(self, tensor: Tensor) -> Any:
+        strides = () if tensor.layout != torch.strided else tuple(map(size_expression, tensor.stride()))
+        return tuple(map(size_expression, tensor.shape)), strides, tensor.dtype, tensor.device.type
+
+    # --- collectives
+
+    def _communication(self, node: fx.Node) -> NodeCost:
+        us: Any = 0.0
+        sent: Any = 0
+        found = list(transfers_of(node, self.size_of))
+        for transfer in found:
+            sent_bytes = self._number(transfer.sent_bytes)
+            stride = self._stride(transfer.group_name)
+            us += self.hardware.collective_us(transfer.kind, sent_bytes, transfer.group_size, stride)
+            sent += sent_bytes
+        if nodes.is_marker(node):  # its kernel casts, pads and sums as well, one after the other
+            local = self._kernel(node)
+            if not found:
+                return local
+            us += local.us
+        return NodeCost(f"group:{nodes.group_of(node)}", us, 0, sent)
+
+    def _stride(self, group_name: str) -> int:
+        if group_name not in self.strides:
+            self.strides[group_name] = group_stride(group_name)
+        return self.strides[group_name]
+
+    # --- everything else
+
+    def _local(self, node: fx.Node) -> NodeCost:
+        results = _tensors(node)
+        lane = meta.lane(node) or _copy_lane(node)
+        if lane is not None:
+            moved = sum(self._bytes(node, value) for value in results) or self._read_bytes(node)
+            links = {
+                "host_to_device": self.hardware.host_to_device,
+                "device_to_host": self.hardware.device_to_host,
+                "disk": self.hardware.disk,
+            }
+            return NodeCost(lane, links[lane].us(moved), 0, moved)
+        if not results or node.target in _MAKE_NO_VALUES:
+            return FREE
+        if returns_alias(node.target) and not written_arguments(node):
+            return FREE
+        if nodes.is_sum_ranks(node):
+            return self._sum_ranks(node)
+        return self._kernel(node)
+
+    def _kernel(self, node: fx.Node) -> NodeCost:
+        """One that reads its inputs and writes its results once."""
+        results = _tensors(node)
+        moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
+        if node.target in (torch.ops.zgraph.accumulate_grad.default, torch.ops.zgraph.add_accumulated.default):
+            # The sum so far is read as well, and written where that is not the result.
+            grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])
+            moved += 2 * self._numel(grad, meta.tensor_value(grad)) * dtype.itemsize
+        flops = self._flops(node)
+        dtype = next((value.dtype for source in node.all_input_nodes for value in _tensors(source)), torch.float32)
+        return NodeCost(COMPUTE, self.hardware.compute_us(flops, moved, dtype), flops, moved)
+
+    def _sum_ranks(self, node: fx.Node) -> NodeCost:
+        """Its kernel adds one rank's piece after the other to a sum, which is read and written each time."""
+        received, result = node.all_input_nodes[0], meta.tensor_value(node)
+        world: Any = cast(int, node.args[1]) if self.symbols is None else self.symbols.world_of.get(node, node.args[1])
+        wire = meta.tensor_value(received)
+        total_bytes = self._numel(node, result) * accumulate_dtype(wire.dtype).itemsize
+        moved = self._read_bytes(node) + (2 * world - 1) * total_bytes
+        launches: Any = world
+        if cast(int, node.args[2]) > 1:
+            moved, launches = moved + 2 * total_bytes, launches + 1
+        if result.dtype != accumulate_dtype(wire.dtype):
+            moved, launches = moved + total_bytes + self._bytes(node, result), launches + 1
+        return NodeCost(COMPUTE, self.hardware.compute_us(0, moved, wire.dtype, launches), 0, moved)
+
+    def _flops(self, node: fx.Node) -> Any:
+        target = next((like for target, like in _COUNTED_LIKE if target is node.target), node.target)
+        count = _grouped_flops if target is aten._grouped_mm.default else flop_formula(target)
+        if count is None:
+            return 0
+        try:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda source: self._shape(meta.value(source)))
+            return count(*args, **kwargs, out_val=self._shape(meta.value(node)))
+        except Exception:  # formulas assert what they know; an estimate by bytes is left
+            return 0
+
+    def _shape(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tuple(map(self._number, value.shape))
+        if isinstance(value, tuple | list):
+            return tuple(map(self._shape, cast("tuple[Any, ...]", value)))
+        return value
+
+    def _read_bytes(self, node: fx.Node) -> Any:
+        sources = node.all_input_nodes[1:] if node.target in _OVERWRITE else node.all_input_nodes
+        read = [sum(self._bytes(source, value) for value in _tensors(source)) for source in sources]
+        if node.target in _READ_ROWS and read:
+            read[0] = self._bytes(node, meta.tensor_value(node))
+        return sum(read)
+
+    def _bytes(self, node: fx.Node, tensor: Tensor) -> Any:
+        return self._numel(node, tensor) * tensor.dtype.itemsize
+
+    def _numel(self, node: fx.Node, tensor: Tensor) -> Any:
+        """Elements that are in memory: an expanded dim repeats the same ones."""
+        sizes = [self._number(size) for size in tensor.shape]
+        if tensor.layout == torch.strided:
+            strides = map(size_expression, tensor.stride())
+            sizes = [size for size, stride in zip(sizes, strides, strict=True) if stride != 0]
+        return math.prod(sizes) * (1 if self.symbols is None else self.symbols.scale.get(node, 1))
+
+    def _number(self, size: Any) -> Any:
+        """A size as what this estimator counts with."""
+        return size_hint(size, DATA_DEPENDENT_SIZE) if self.symbols is None else size_expression(size)
+
+
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
+    """Of a product for each expert: a group's rows, columns or inner elements, counted together."""
+    groups = a[0] if len(a) == 3 and len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
+def _copy_lane(node: fx.Node) -> meta.Lane | None:
+    if node.target not in _COPY_DEVICE:
+        return None
+    source, result = _tensors(node.all_input_nodes[-1]), _tensors(node)
+    if not source or not result:
+        return None
+    kinds = source[0].device.type, result[0].device.type
+    if kinds[0] == kinds[1] or "cpu" not in kinds:
+        return None
+    return "host_to_device" if kinds[0] == "cpu" else "device_to_host"
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    found = meta.value(node)
+    if isinstance(found, Tensor):
+        return [found]
+    if isinstance(found, tuple | list):
+        return [value for value in cast("tuple[object, ...]", found) if isinstance(value, Tensor)]
+    return []

@@ -53,7 +53,7 @@ def parse_options() -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0 does not clip")
     add("--seed", type=int, default=0, help="of the initial weights, the batches and the sample")
     add("--eval-every", type=int, default=100, help="steps between held-out evaluations; 0 evaluates at the end only")
-    add("--lowering", default="fx", help="how zgraph turns the final graph into a callable")
+    add("--lowering", default="fx", help="inductor computes faster, and compiles for a minute before the first step")
     add("--no-compile", dest="compile", action="store_false", help="run eagerly, without any pass")
     add("--dump", metavar="DIR", help="write the graph after each pass to this folder")
     add("--checkpoint", metavar="DIR", help="save the run to this folder, and keep the newest two checkpoints")
@@ -298,7 +298,6 @@ def main() -> int:
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
 
     # zgraph: shard, then compile. What follows is plain PyTorch.
-    report = zgraph.Report()
     how = "one process, so --zero-stage and --param-dtype have nothing to do"
     if dist.is_initialized():
         mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("dp",))
@@ -306,7 +305,7 @@ def main() -> int:
         model = zgraph.shard(model, mesh, zero_stage=options.zero_stage, param_dtype=dtype, reduce_dtype=torch.float32)
         how = f"{world} ranks on {dist.get_backend()}, ZeRO stage {options.zero_stage}, {options.param_dtype}"
     if options.compile:
-        backend_options: dict[str, Any] = {"lowering": options.lowering, "report": report}
+        backend_options: dict[str, Any] = {"lowering": options.lowering}
         if options.dump is not None:
             backend_options["dump"] = options.dump
         # Three kinds of call (training, evaluation, generation), each with one shape: nothing to make dynamic.
@@ -331,6 +330,7 @@ def main() -> int:
         else:  # other ranks draw from other generators: new ones, or two would draw the same
             batches.manual_seed((options.seed + rank) * 1_000_003 + done)
         progress.write(f"resumed from {latest}, saved by {checkpoint.ranks} ranks")
+    summarized = options.compile and dist.is_initialized()  # there is a summary for what is sharded and compiled
     clock, steps_timed = time.perf_counter(), 0
     for step in range(done + 1, options.steps + 1):
         starts = torch.randint(len(train_text) - options.sequence, (options.batch,), generator=batches)
@@ -353,7 +353,8 @@ def main() -> int:
                 speed = f"first step{' and compiling' if options.compile else ''} {step_s:.1f} s"
             else:
                 speed = f"{world * options.batch * options.sequence / step_s:,.0f} tokens/s  {step_s * 1e3:.0f} ms"
-            wire = f"  wire {report.step_bytes / 2**20:.2f} MiB" if report.step_bytes else ""
+            sent_bytes = zgraph.summary(model).step_bytes if summarized else 0
+            wire = f"  wire {sent_bytes / 2**20:.2f} MiB" if sent_bytes else ""
             progress.show(step, f"loss {train_loss:.3f}  {speed}{wire}  {peak_memory(device)}")
             clock, steps_timed = time.perf_counter(), 0
         if last or (options.eval_every and step % options.eval_every == 0):
@@ -370,8 +371,8 @@ def main() -> int:
 
     text = generate(model, b"import ", SAMPLE_BYTES, options.sequence, options.seed, device)
     progress.write(f"\n--- sample\n{text}")
-    if options.compile:
-        progress.write(f"\n--- zgraph\n{report}")
+    if summarized:
+        progress.write(f"\n--- zgraph\n{zgraph.summary(model)}")
     seconds = time.perf_counter() - started
     # Nine digits name one float32: two runs that end alike show that they are equal bit for bit.
     progress.write(f"\nloss {first_loss:.9g} -> held-out {held_out_loss:.9g} nats per byte, {seconds:.0f} s in all")

@@ -191,9 +191,22 @@ def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
     A function that Dynamo compiles alone has its integers turned into symbols as soon as two calls differ in them.
     2.11 - 2.13: `torch._dynamo.eval_frame.skip_code` does the same, and would load Dynamo at import.
     """
+    from torch._C._dynamo.eval_frame import _FrameAction
+
+    return _skip_frames(function, inside=_FrameAction.DEFAULT)
+
+
+def no_frames_inside(function: Callable[P, R]) -> Callable[P, R]:
+    """As `never_a_frame`, and what the function calls is run as it is too, such as `DTensor.to_local` (2.11 - 2.13)."""
+    from torch._C._dynamo.eval_frame import _FrameAction
+
+    return _skip_frames(function, inside=_FrameAction.SKIP)
+
+
+def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, inside)
     set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore[reportFunctionMemberAccess]
     return function
 

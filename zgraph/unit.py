@@ -24,7 +24,14 @@ from zgraph.ops import unshard
 from zgraph.rehearsal import load_whole_or_nothing
 from zgraph.report.summary import Report
 from zgraph.runtime.window import ALONE, CLOSING, OPEN, state_behind
-from zgraph.torch_compat import is_in_backward, local_parameters, never_a_frame, tree_flatten, tree_unflatten
+from zgraph.torch_compat import (
+    is_in_backward,
+    local_parameters,
+    never_a_frame,
+    no_frames_inside,
+    tree_flatten,
+    tree_unflatten,
+)
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
 
@@ -87,12 +94,14 @@ class Scope:
         self.gathered: dict[Read, Tensor] | None = None
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
+    @no_frames_inside
     def begin(self) -> None:
         self.active = True
         self.window = self._next_window()
         if not torch.compiler.is_compiling():
             self.gathered = {}
 
+    @no_frames_inside
     def end(self) -> None:
         self.active = False
         if not torch.compiler.is_compiling():
@@ -216,7 +225,7 @@ def scope_behind(handle: object) -> Scope | None:
     return None if state is None else state.scope
 
 
-@never_a_frame
+@no_frames_inside
 def gather(read: Read, scope: Scope) -> Tensor:
     """The whole parameter, through the marker.
 
@@ -238,7 +247,7 @@ def gather(read: Read, scope: Scope) -> Tensor:
     return share[read]
 
 
-@never_a_frame
+@no_frames_inside
 def _unshard(parameter: DTensor, read: Read, window: str) -> Tensor:
     spec = read.spec
     return unshard(
@@ -278,6 +287,7 @@ class _Tie(torch.autograd.Function):
         return (None, None, *grads, *none)
 
 
+@no_frames_inside
 def _tie(result: Any, whole: list[Tensor]) -> Any:
     trainable = [tensor for tensor in whole if tensor.requires_grad]
     leaves, spec = tree_flatten(result)
@@ -292,6 +302,7 @@ def _tie(result: Any, whole: list[Tensor]) -> Any:
     return tree_unflatten(leaves, spec)
 
 
+@no_frames_inside
 def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     leaves, spec = tree_flatten((args, kwargs))
     leaves = [
@@ -360,6 +371,8 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run_unit(base.forward, self, args, kwargs)
 
+    # Dynamo keeps what it compiles, and counts recompiles against its limit, by code object: each class needs its own.
+    forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:

@@ -217,6 +217,12 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
 
 
+def window_is_open(module: nn.Module) -> bool:
+    """Whether gradients, or copies at stages 1 and 2, wait for a closing forward of some part."""
+    states = (state_of(part) for part in module.modules())
+    return any(state is not None and state.scope.opened for state in states)
+
+
 def scope_behind(handle: object) -> Scope | None:
     """The scope of the model whose parameter a handle stands for; None for anything else."""
     if not isinstance(handle, Tensor) or name_of(handle) == "?":

@@ -109,8 +109,8 @@ def _accept(
         return
     if state.scope.opened:  # found by the rehearsal, so nothing was loaded yet
         raise ZgraphError(
-            f"zgraph: load_state_dict in an open no_sync window (at {prefix or type(module).__name__}). What the window "
-            "has gathered would hide the new values, and its gradients are of the old ones; run the last forward and "
+            f"zgraph: load_state_dict in an open no_sync window (at {prefix or type(module).__name__}). What it has "
+            "gathered would hide the new values, and its gradients are of the old ones; run the last forward and "
             "backward outside of no_sync first."
         )
     if not state.by_attribute:

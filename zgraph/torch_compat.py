@@ -292,13 +292,13 @@ def compile_id() -> str:
 def recompile_reason() -> str:
     """The guard that failed, when the frame being compiled was compiled before; "" else.
 
-    Dynamo notes it for its own metrics (`get_metrics_context`, 2.11 - 2.13), of the variant it asked first. Both wording
-    and place are Dynamo's affair: where there is none, "" is the answer.
+    Dynamo notes it for its own metrics (`get_metrics_context`, 2.11 - 2.13), of the variant it asked first. "" also
+    where it has noted nothing: wording and place are Dynamo's affair.
     """
     from torch._dynamo.utils import get_metrics_context
 
     noted = get_metrics_context()._metrics.get("recompile_reason")
-    # "0/1: guard    # line of code that it comes from", then a stack; the number is a variant's, and no guard has " # ".
+    # "0/1: guard    # line of code that it comes from", and then lines of a stack; 0/1 is the variant.
     return "" if noted is None else str(noted).partition("\n")[0].partition(": ")[2].partition(" # ")[0].strip()
 
 
@@ -320,8 +320,8 @@ def graph_breaks() -> dict[str, int]:
 def raise_through_dynamo(message: str) -> NoReturn:
     """Raise a ValueError out of a backend so that the caller of the compiled model gets it as it is.
 
-    Dynamo wraps what backends raise in BackendCompilerFailed. 2.11 - 2.13: only a ShortenTraceback passes, less Dynamo's
-    own part of the traceback, and with a hint for Dynamo's developers added to its arguments.
+    Dynamo wraps what backends raise in BackendCompilerFailed. 2.11 - 2.13: a ShortenTraceback passes, less Dynamo's own
+    part of the traceback, and with a hint for Dynamo's developers added to its arguments.
     """
     from torch._dynamo.exc import ShortenTraceback
 

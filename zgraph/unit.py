@@ -373,12 +373,12 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     a model prints, and is found by its class name, as before.
     """
 
-    @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run_unit(base.forward, self, args, kwargs)
 
     # Dynamo keeps what it compiles, and counts recompiles against its limit, by code object: each class needs its own.
     forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
+
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -386,7 +386,7 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
 
     body: dict[str, Any] = {attribute: _read_property(attribute) for attribute in attributes}
     body |= {
-        "forward": forward,
+        "forward": functools.wraps(base.forward)(forward),
         "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
         "_zgraph_attributes": attributes,
         "__module__": base.__module__,

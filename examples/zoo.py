@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -34,6 +35,7 @@ from zgraph.torch_compat import graph_breaks
 
 LOWERINGS = ("fx", "inductor")
 STEPS = 5
+LAYERS = 2  # of each stack of equal blocks
 VOCABULARY = 97
 LEARNING_RATE = 0.05
 LOSS_TOLERANCE = 1e-6  # relative, under Inductor, which sums in another order
@@ -45,13 +47,13 @@ class Entry:
     """A model of the zoo.
 
     Attributes:
-        build: the model, with random weights.
+        build: (layers) -> the model, with random weights.
         batch: (generator) -> keyword arguments of its forward, with which it returns a loss.
         units: names of module classes that have to gather as a whole.
         traced: why the reference goes through AOTAutograd too (aot_eager); "": it runs as it is.
     """
 
-    build: Callable[[], nn.Module]
+    build: Callable[[int], nn.Module]
     batch: Callable[[torch.Generator], dict[str, Tensor]]
     units: tuple[str, ...] = ()
     traced: str = ""
@@ -71,13 +73,13 @@ def labelled_images(generator: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": images, "labels": torch.randint(0, 5, (4,), generator=generator)}
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int) -> nn.Module:
     return hf.GPT2LMHeadModel(
         hf.GPT2Config(
             vocab_size=VOCABULARY,
             n_positions=16,
             n_embd=32,
-            n_layer=2,
+            n_layer=layers,
             n_head=2,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
@@ -86,25 +88,25 @@ def gpt2() -> nn.Module:
     )
 
 
-def llama() -> nn.Module:
+def llama(layers: int) -> nn.Module:
     return hf.LlamaForCausalLM(
         hf.LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=32,
             intermediate_size=56,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
         )
     )
 
 
-def mixtral(implementation: str) -> nn.Module:
+def mixtral(layers: int, implementation: str) -> nn.Module:
     config = hf.MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=4,
@@ -112,12 +114,12 @@ def mixtral(implementation: str) -> nn.Module:
     return hf.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
 
 
-def bert() -> nn.Module:
+def bert(layers: int) -> nn.Module:
     return hf.BertForMaskedLM(
         hf.BertConfig(
             vocab_size=VOCABULARY,
             hidden_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             intermediate_size=64,
             max_position_embeddings=16,
@@ -127,14 +129,14 @@ def bert() -> nn.Module:
     )
 
 
-def t5() -> nn.Module:
+def t5(layers: int) -> nn.Module:
     return hf.T5ForConditionalGeneration(
         hf.T5Config(
             vocab_size=VOCABULARY,
             d_model=32,
             d_kv=8,
             d_ff=64,
-            num_layers=2,
+            num_layers=layers,
             num_heads=4,
             dropout_rate=0.0,
             decoder_start_token_id=0,
@@ -142,11 +144,11 @@ def t5() -> nn.Module:
     )
 
 
-def vit() -> nn.Module:
+def vit(layers: int) -> nn.Module:
     return hf.ViTForImageClassification(
         hf.ViTConfig(
             hidden_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             intermediate_size=64,
             image_size=16,
@@ -156,20 +158,20 @@ def vit() -> nn.Module:
     )
 
 
-def resnet() -> nn.Module:
+def resnet(layers: int) -> nn.Module:
     return hf.ResNetForImageClassification(
-        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=5)
+        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, layers], layer_type="basic", num_labels=5)
     )
 
 
-def whisper() -> nn.Module:
+def whisper(layers: int) -> nn.Module:
     return hf.WhisperForConditionalGeneration(
         hf.WhisperConfig(
             vocab_size=VOCABULARY,
             num_mel_bins=8,
             d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
+            encoder_layers=layers,
+            decoder_layers=layers,
             encoder_attention_heads=2,
             decoder_attention_heads=2,
             encoder_ffn_dim=64,
@@ -190,8 +192,8 @@ def whisper_batch(generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_features": torch.randn(2, 8, 24, generator=generator), "labels": tokens(generator, 2, 10)}
 
 
-def clip() -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+def clip(layers: int) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2}
     text = {**sizes, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 2}
     vision = {**sizes, "image_size": 16, "patch_size": 4}
     return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24))
@@ -206,8 +208,12 @@ def clip_batch(generator: torch.Generator) -> dict[str, Any]:
 ZOO = {
     "gpt2": Entry(gpt2, language_batch),
     "llama": Entry(llama, language_batch),
-    "mixtral-eager": Entry(lambda: mixtral("eager"), language_batch, units=("MixtralSparseMoeBlock",)),
-    "mixtral-grouped": Entry(lambda: mixtral("grouped_mm"), language_batch, units=("MixtralSparseMoeBlock",)),
+    "mixtral-eager": Entry(
+        functools.partial(mixtral, implementation="eager"), language_batch, units=("MixtralSparseMoeBlock",)
+    ),
+    "mixtral-grouped": Entry(
+        functools.partial(mixtral, implementation="grouped_mm"), language_batch, units=("MixtralSparseMoeBlock",)
+    ),
     "bert": Entry(bert, language_batch),
     "t5": Entry(t5, language_batch),
     "vit": Entry(vit, labelled_images),
@@ -271,12 +277,12 @@ def batches_of(entry: Entry, step: int) -> list[dict[str, Tensor]]:
     return [entry.batch(torch.Generator().manual_seed(100 * step + rank)) for rank in range(dist.get_world_size())]
 
 
-def train_reference(name: str) -> Reference:
+def train_reference(name: str, layers: int) -> Reference:
     """On every rank, with the batches of all ranks."""
     torch.compiler.reset()
     torch.manual_seed(0)
     entry = ZOO[name]
-    model = entry.build().train()
+    model = entry.build(layers).train()
     start = copy.deepcopy(model)
     call = torch.compile(model, backend="aot_eager") if entry.traced else model
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -292,14 +298,13 @@ def train_reference(name: str) -> Reference:
     return Reference(start, losses, gradients, {name: value.detach() for name, value in model.named_parameters()})
 
 
-def check(name: str, zero_stage: int, lowering: str, reference: Reference | None = None) -> dict[str, Any]:
+def check(name: str, reference: Reference, zero_stage: int, lowering: str) -> dict[str, Any]:
     """Five SGD steps beside the reference, on every rank of the default group.
 
     Returns:
         A row of the table: the largest relative errors of losses, gradients and parameters (0.0: equal in every bit),
         and what was compiled.
     """
-    reference = reference or train_reference(name)
     torch.compiler.reset()
     entry, rank = ZOO[name], dist.get_rank()
     model = copy.deepcopy(reference.start)
@@ -333,6 +338,7 @@ def check(name: str, zero_stage: int, lowering: str, reference: Reference | None
     newest = {(graph.frame.split("/")[0], graph.direction): graph for graph in report.graphs}
     row["graphs"] = len(report.graphs)
     row["recompiles"] = report.recompiles
+    row["reasons"] = list(dict.fromkeys(graph.reason for graph in report.graphs if graph.reason))
     row["gathers"] = sum("gather" in transfer.kind for graph in newest.values() for transfer in graph.transfers)
     row["breaks"] = {
         reason: count - breaks_before.get(reason, 0)
@@ -352,10 +358,10 @@ def run_rank(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for name in options.models:
-        reference = train_reference(name)
+        reference = train_reference(name, LAYERS)
         for lowering in options.lowerings:
             for zero_stage in options.stages:
-                row = check(name, zero_stage, lowering, reference)
+                row = check(name, reference, zero_stage, lowering)
                 rows: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(rows, row)
                 if dist.get_rank() == 0:
@@ -423,7 +429,8 @@ def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
             if lowering == "inductor" and some:
                 cells[-1] += ": " + ", ".join(f"{max(row[key] for row in some):.0e}" for key in ("loss", "parameter"))
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-        notes += [f"{name}: {count} x {reason}" for reason, count in shown["breaks"].items()]
+        notes += [f"{name}: {count} graph breaks: {reason}" for reason, count in shown["breaks"].items()]
+        notes += [f"{name}: recompiled: {reason}" for reason in shown["reasons"]]
         if ZOO[name].traced:
             notes.append(f"{name}: compared with aot_eager, for {ZOO[name].traced}")
     return "\n".join([*lines, "", *notes])

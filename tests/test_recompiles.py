@@ -19,7 +19,7 @@ OTHER_LENGTHS = (4, 5, 7, 8, 9, 11, 13, 15, 16, 17)
 
 def build() -> nn.Module:
     """[batch, length] -> [batch, length, 3]"""
-    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 3))
+    return nn.Sequential(nn.Embedding(7, 4), nn.Dropout(0.1), nn.Linear(4, 3))
 
 
 def step(call: Any, length: int, *, closes: bool = True) -> None:

@@ -15,6 +15,7 @@ import argparse
 import copy
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -252,6 +253,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def relative(found: Tensor, expected: Tensor, scale: float) -> float:
+    """The largest difference by scale; 0.0 only where all entries are equal, inf where one is not a number."""
+    if torch.equal(found, expected):
+        return 0.0
+    error = ((found - expected).abs().max() / max(scale, 1e-30)).item()
+    return math.inf if math.isnan(error) else error
+
+
 @dataclass(frozen=True)
 class Reference:
     """Five SGD steps of the replicated model.
@@ -270,10 +279,9 @@ class Reference:
 
     def error(self, name: str, found: Tensor, expected: Tensor) -> float:
         """The largest difference, relative to the largest entry; where all there is is rounding, as it is."""
-        largest = [gradients[name].abs().max() for gradients in self.gradients if name in gradients]
+        largest = [gradients[name].abs().max().item() for gradients in self.gradients if name in gradients]
         only_rounding = bool(largest) and max(largest) <= ROUNDING
-        scale = 1.0 if only_rounding else expected.abs().max().clamp_min(1e-30)
-        return ((found - expected).abs().max() / scale).item()
+        return relative(found, expected, 1.0 if only_rounding else expected.abs().max().item())
 
 
 def batches_of(entry: Entry, step: int) -> list[dict[str, Tensor]]:
@@ -322,8 +330,8 @@ def check(name: str, reference: Reference, zero_stage: int, lowering: str) -> di
     for step in range(STEPS):
         loss = called(**batches_of(entry, step)[rank]).loss
         loss.backward()
-        expected_loss, expected = reference.losses[step][rank], reference.gradients[step]
-        row["loss"] = max(row["loss"], abs(loss.item() - expected_loss) / abs(expected_loss))
+        expected_loss, expected = torch.tensor(reference.losses[step][rank]), reference.gradients[step]
+        row["loss"] = max(row["loss"], relative(loss.detach(), expected_loss, expected_loss.abs().item()))
         for parameter_name, parameter in model.named_parameters():
             if (parameter.grad is None) != (parameter_name not in expected):
                 # A unit gives a gradient of zeros to what no rank has read.
@@ -376,7 +384,7 @@ def run_rank(options: argparse.Namespace) -> None:
 def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Rank 0's row, with the largest errors of all ranks."""
     errors = {key: max(row[key] for row in rows) for key in ("loss", "gradient", "parameter")}
-    return {**rows[0], **errors, "missing": rows[0]["missing"], "good": all(row["good"] for row in rows)}
+    return {**rows[0], **errors, "good": all(row["good"] for row in rows)}
 
 
 def parse_options() -> argparse.Namespace:

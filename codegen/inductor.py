@@ -56,8 +56,8 @@ def _layout(node: fx.Node) -> object:
     value = meta.value(node)
     if not isinstance(value, Tensor):
         return str(value)
-    # As text: symbolic sizes have no hash.
-    return str(value.shape), str(value.stride()), value.dtype, value.device
+    # As text: symbolic sizes cannot be hashed.
+    return str(tuple(value.shape)), str(value.stride()), value.dtype, value.device
 
 
 def hand_over(*values: Any) -> list[Any]:

@@ -783,6 +783,25 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(two_ranks: Ranks, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
+def load_in_a_window(folder: str) -> dict[str, Any]:
+    model, optimizer = make(zero_stage=1)
+    zgraph.save_checkpoint(folder, model, optimizer, step=1)
+    train(model, optimizer, 1)
+    with zgraph.no_sync(model):
+        model(torch.randn(3, 6)).sum().backward()
+    before = snapshot(model, optimizer)
+    try:
+        zgraph.load_checkpoint(f"{folder}/step_00000001", model, optimizer)
+    except zgraph.CheckpointError as error:
+        return {"text": str(error), "changed": difference(snapshot(model, optimizer), before)}
+    return {"text": "loaded"}
+
+
+def test_nothing_is_loaded_into_an_open_window(two_ranks: Ranks, tmp_path: Path) -> None:
+    for found in two_ranks.run(load_in_a_window, str(tmp_path)):
+        assert "zgraph.load_checkpoint: a no_sync window is open" in found["text"] and found["changed"] == []
+
+
 def save_many(folder: str) -> list[str]:
     model, optimizer = make()
     for step in (1, 2, 2, 10):

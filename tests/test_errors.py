@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import traceback
 from typing import Any
 
 import pytest
@@ -178,8 +179,8 @@ EXPECTED = {
     "dtype": r"ValueError: .*param_dtype=torch\.int8 is no floating-point dtype",
     "unit": r"ValueError: .*units names LayerNorm, which the model does not contain",
     "recurrent": r"ValueError: .*belongs to a LSTM.*nn\.LSTMCell",
-    "unknown_option": r"ValueError: .*unknown option 'lowring'; did you mean 'lowering'\?",
-    "lowering": r"ValueError: .*lowering='tvm' is not available; write \{\"lowering\": \"inductor\"\} or",
+    "unknown_option": r"OptionError: .*unknown option 'lowring'; did you mean 'lowering'\?",
+    "lowering": r"OptionError: .*lowering='tvm' is not available; write \{\"lowering\": \"inductor\"\} or",
 }
 
 
@@ -187,6 +188,16 @@ EXPECTED = {
 def test_the_message_says_what_was_found_and_what_to_do(two_ranks: Ranks, scenario: str) -> None:
     for text in two_ranks.run(message_of, scenario):
         assert re.search(EXPECTED[scenario], text, re.DOTALL), text
+
+
+def test_an_option_error_is_a_value_error_whose_last_line_says_what_to_do() -> None:
+    called = torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowring": "fx"})  # type: ignore[dict-item]
+    for _ in range(2):  # the frame is not skipped afterwards
+        with pytest.raises(ValueError) as caught:
+            called(torch.ones(1, 2))
+        assert str(caught.value) == "zgraph: unknown option 'lowring'; did you mean 'lowering'?"
+        shown = "".join(traceback.format_exception(caught.value)).rstrip()
+        assert shown.endswith(f"OptionError: {caught.value}") and "BackendCompilerFailed" not in shown
 
 
 def test_without_a_process_group_shard_says_how_to_get_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import re
 import time
 from collections import Counter
 from typing import Any
@@ -292,6 +293,40 @@ def _step_in_an_open_window() -> None:
     with zgraph.no_sync(with_fx(model)):
         model(torch.ones(2, ROWS)).sum().backward()
     optimizer.step()
+
+
+def refused_load(zero_stage: int, compiled: bool) -> dict[str, Any]:
+    """In an open window, and after it has closed: was anything loaded?"""
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    call = with_fx(model) if compiled else model
+    before = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    given = {name: torch.full_like(value, 2.0) for name, value in before.items()}
+    with zgraph.no_sync(call):
+        call(torch.ones(2, ROWS)).sum().backward()
+    try:
+        call.load_state_dict(given)
+        text = "loaded"
+    except zgraph.ZgraphError as error:
+        text = str(error)
+    unchanged = all(torch.equal(whole(value), before[name]) for name, value in model.state_dict().items())
+    call(torch.ones(2, ROWS)).sum().backward()
+    call.load_state_dict(given)
+    loaded = all(torch.equal(whole(value), given[name]) for name, value in model.state_dict().items())
+    return {"text": text, "unchanged": unchanged, "loaded": loaded}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_nothing_is_loaded_into_an_open_window(two_ranks: Ranks, zero_stage: int, compiled: bool) -> None:
+    for found in two_ranks.run(refused_load, zero_stage, compiled):
+        assert found["loaded"]
+        if zero_stage == 3:  # keeps nothing from one forward to the next
+            assert found["text"] == "loaded"
+            continue
+        assert found["unchanged"]
+        assert re.search(
+            r"load_state_dict in an open no_sync window .*run the last forward and backward", found["text"]
+        )
 
 
 REFUSED = {

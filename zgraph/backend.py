@@ -38,9 +38,13 @@ def zgraph(
         options: see `zgraph.config.CompileOptions`.
 
     Raises:
-        ValueError: an option is unknown or cannot be honoured (torch.compile wraps it in its own error).
+        ValueError: an option is unknown or cannot be honoured.
     """
-    return FrameCompiler(gm, CompileOptions.parse(options)).compile(gm, example_inputs)
+    try:
+        parsed = CompileOptions.parse(options)
+    except ValueError as error:
+        torch_compat.raise_through_dynamo(str(error))
+    return FrameCompiler(gm, parsed).compile(gm, example_inputs)
 
 
 class FrameCompiler:
@@ -50,6 +54,7 @@ class FrameCompiler:
         self.options = options
         self.pipeline = options.pipeline or Pipeline(presets.default())
         self.frame = torch_compat.compile_id()
+        self.reason = torch_compat.recompile_reason()
         self.ctx = PassContext()
         self.names = _handle_names(gm)
         self.report = _report_of(gm, options.report)
@@ -127,7 +132,13 @@ class FrameCompiler:
         if self.options.report is not None:  # somebody wants to read them
             self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
         self.report.graphs.extend(
-            GraphReport(frame=self.frame, direction=direction, nodes=len(gm.graph.nodes), transfers=found[direction])
+            GraphReport(
+                frame=self.frame,
+                direction=direction,
+                nodes=len(gm.graph.nodes),
+                transfers=found[direction],
+                reason=self.reason,
+            )
             for direction, gm in graphs.items()
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from zgraph.errors import ZgraphError
 from zgraph.ops import chunk_rows, local_rows, pad_rows
 from zgraph.rehearsal import COMPILED, rehearsal_of
 from zgraph.torch_compat import is_distributed_ready, local_parameters, without_compile
@@ -104,7 +105,15 @@ def _accept(
         for key in [key for key in state_dict if key.startswith(compiled)]:
             state_dict[prefix + key.removeprefix(compiled)] = state_dict.pop(key)
     state = state_of(module)
-    if state is None or not state.by_attribute:
+    if state is None:
+        return
+    if state.scope.opened:  # found by the rehearsal, so nothing was loaded yet
+        raise ZgraphError(
+            f"zgraph: load_state_dict in an open no_sync window (at {prefix or type(module).__name__}). What it has "
+            "gathered would hide the new values, and its gradients are of the old ones; run the last forward and "
+            "backward outside of no_sync first."
+        )
+    if not state.by_attribute:
         return
     # Copied, never assigned: a new tensor would be strange to the optimizer, and would tear tied parameters apart.
     assign = bool(local_metadata.pop(ASSIGN, False))

@@ -8,9 +8,10 @@ adopted by running the suite and reading this page, nothing else.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -234,9 +235,22 @@ def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
     A function that Dynamo compiles alone has its integers turned into symbols as soon as two calls differ in them.
     2.11 - 2.13: `torch._dynamo.eval_frame.skip_code` does the same, and would load Dynamo at import.
     """
+    from torch._C._dynamo.eval_frame import _FrameAction
+
+    return _skip_frames(function, inside=_FrameAction.DEFAULT)
+
+
+def no_frames_inside(function: Callable[P, R]) -> Callable[P, R]:
+    """As `never_a_frame`, and what the function calls is run as it is too, such as `DTensor.to_local` (2.11 - 2.13)."""
+    from torch._C._dynamo.eval_frame import _FrameAction
+
+    return _skip_frames(function, inside=_FrameAction.SKIP)
+
+
+def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, inside)
     set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
@@ -321,6 +335,51 @@ def compile_id() -> str:
 
     current = CompileContext.current_compile_id()
     return "manual" if current is None else str(current)
+
+
+def recompile_reason() -> str:
+    """The guard that failed, when the frame being compiled was compiled before; "" else.
+
+    Dynamo notes it for its own metrics (`get_metrics_context`, 2.11 - 2.13), of the variant it asked first. "" also
+    where it has noted nothing: wording and place are Dynamo's affair.
+    """
+    from torch._dynamo.utils import get_metrics_context
+
+    noted = get_metrics_context()._metrics.get("recompile_reason")
+    # "0/1: guard    # line of code that it comes from", and then lines of a stack; 0/1 is the variant.
+    return "" if noted is None else str(noted).partition("\n")[0].partition(": ")[2].partition(" # ")[0].strip()
+
+
+def graph_breaks() -> dict[str, int]:
+    """Graph breaks that Dynamo has met in this process, by reason (`counters`, 2.11 - 2.13).
+
+    A break counts each time Dynamo traces up to it: once for the outermost frame, again for each frame inside it that
+    Dynamo then compiles alone.
+    """
+    from torch._dynamo.utils import counters
+
+    found: dict[str, int] = {}
+    for text, count in counters["graph_break"].items():
+        reason = text.partition("\n")[0]
+        found[reason] = found.get(reason, 0) + count
+    return found
+
+
+def raise_through_dynamo(message: str) -> NoReturn:
+    """Raise a ValueError out of a backend so that the caller of the compiled model gets it as it is.
+
+    Dynamo wraps what backends raise in BackendCompilerFailed. 2.11 - 2.13: a ShortenTraceback passes, less Dynamo's own
+    part of the traceback, and with a hint for Dynamo's developers added to its arguments.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    class OptionError(ShortenTraceback, ValueError):
+        __qualname__ = "OptionError"
+
+        def __str__(self) -> str:
+            return message
+
+    raise OptionError(message, first_useful_frame=inspect.currentframe()) from None
 
 
 def fake_mode_of(values: Sequence[object]) -> Any:

@@ -24,7 +24,14 @@ from zgraph.ops import unshard
 from zgraph.rehearsal import load_whole_or_nothing
 from zgraph.report.summary import Report
 from zgraph.runtime.window import ALONE, CLOSING, OPEN, state_behind
-from zgraph.torch_compat import is_in_backward, local_parameters, never_a_frame, tree_flatten, tree_unflatten
+from zgraph.torch_compat import (
+    is_in_backward,
+    local_parameters,
+    never_a_frame,
+    no_frames_inside,
+    tree_flatten,
+    tree_unflatten,
+)
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
 
@@ -87,12 +94,14 @@ class Scope:
         self.gathered: dict[Read, Tensor] | None = None
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
+    @no_frames_inside
     def begin(self) -> None:
         self.active = True
         self.window = self._next_window()
         if not torch.compiler.is_compiling():
             self.gathered = {}
 
+    @no_frames_inside
     def end(self) -> None:
         self.active = False
         if not torch.compiler.is_compiling():
@@ -208,6 +217,12 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
 
 
+def window_is_open(module: nn.Module) -> bool:
+    """Whether gradients, or copies at stages 1 and 2, wait for a closing forward of some part."""
+    states = (state_of(part) for part in module.modules())
+    return any(state is not None and state.scope.opened for state in states)
+
+
 def scope_behind(handle: object) -> Scope | None:
     """The scope of the model whose parameter a handle stands for; None for anything else."""
     if not isinstance(handle, Tensor) or name_of(handle) == "?":
@@ -216,7 +231,7 @@ def scope_behind(handle: object) -> Scope | None:
     return None if state is None else state.scope
 
 
-@never_a_frame
+@no_frames_inside
 def gather(read: Read, scope: Scope) -> Tensor:
     """The whole parameter, through the marker.
 
@@ -238,7 +253,7 @@ def gather(read: Read, scope: Scope) -> Tensor:
     return share[read]
 
 
-@never_a_frame
+@no_frames_inside
 def _unshard(parameter: DTensor, read: Read, window: str) -> Tensor:
     spec = read.spec
     return unshard(
@@ -278,6 +293,7 @@ class _Tie(torch.autograd.Function):
         return (None, None, *grads, *none)
 
 
+@no_frames_inside
 def _tie(result: Any, whole: list[Tensor]) -> Any:
     trainable = [tensor for tensor in whole if tensor.requires_grad]
     leaves, spec = tree_flatten(result)
@@ -292,6 +308,7 @@ def _tie(result: Any, whole: list[Tensor]) -> Any:
     return tree_unflatten(leaves, spec)
 
 
+@no_frames_inside
 def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     leaves, spec = tree_flatten((args, kwargs))
     leaves = [
@@ -356,9 +373,11 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     a model prints, and is found by its class name, as before.
     """
 
-    @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run_unit(base.forward, self, args, kwargs)
+
+    # Dynamo keeps what it compiles, and counts recompiles against its limit, by code object: each class needs its own.
+    forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
 
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -367,7 +386,7 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
 
     body: dict[str, Any] = {attribute: _read_property(attribute) for attribute in attributes}
     body |= {
-        "forward": forward,
+        "forward": functools.wraps(base.forward)(forward),
         "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
         "_zgraph_attributes": attributes,
         "__module__": base.__module__,

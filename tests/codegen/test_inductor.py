@@ -150,3 +150,23 @@ def test_a_language_model_without_ranks_runs_under_inductor() -> None:
     tokens = torch.randint(0, 23, (2, 7))
     expected = model(tokens)
     torch.testing.assert_close(with_inductor(model)(tokens), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_of_another_size_is_compiled_once_more_for_all_sizes() -> None:
+    """What is handed to an island has sizes that are symbols from then on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
+    report = zgraph.Report()
+    called = with_inductor(model, report=report)
+    for rows in (3, 4, 5, 6):
+        x = torch.randn(rows, 6)
+        outputs, gradients = zip(
+            *[
+                (output := call(x), torch.autograd.grad(output.square().sum(), model.parameters()))
+                for call in (called, model)
+            ],
+            strict=True,
+        )
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    assert report.recompiles == 1

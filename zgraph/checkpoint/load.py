@@ -24,6 +24,7 @@ from zgraph.checkpoint.together import dcp_errors, gathered, rank_and_world, tog
 from zgraph.errors import CheckpointError
 from zgraph.rehearsal import COMPILED
 from zgraph.torch_compat import is_distributed_ready, without_compile
+from zgraph.unit import window_is_open
 
 SHOWN = 5  # names of a kind in one error
 
@@ -66,6 +67,11 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     rank, world = rank_and_world()
 
     def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], str]:
+        if window_is_open(module):
+            raise CheckpointError(
+                "zgraph.load_checkpoint: a no_sync window is open, whose gradients are of the old values; run the last "
+                "forward and backward outside of no_sync first."
+            )
         page = read_page(folder)
         metadata = read_metadata(folder)
         wanted = _wanted(folder, metadata, module, optimizer)

@@ -20,7 +20,7 @@ from zgraph.checkpoint.safe_reader import METADATA, check_plain, encode
 from zgraph.checkpoint.together import dcp_errors, gathered, rank_and_world, together
 from zgraph.errors import CheckpointError
 from zgraph.torch_compat import is_distributed_ready, without_compile
-from zgraph.unit import state_of
+from zgraph.unit import window_is_open
 
 
 def save_checkpoint(
@@ -109,7 +109,11 @@ def _state_to_save(module: nn.Module, optimizer: Optimizer | None, extra: dict[s
             "strings, None, and dicts, lists and tuples of them."
         )
 
-    _check_no_window(module)
+    if window_is_open(module):
+        raise CheckpointError(
+            "zgraph.save_checkpoint: a no_sync window is open, and its gradients would be lost; save after the "
+            "optimizer step that closes it."
+        )
     check_plain(extra, "extra", refuse)
     state: dict[str, Any] = {"model": module.state_dict()}
     for name, value in state["model"].items():
@@ -130,13 +134,3 @@ def _state_to_save(module: nn.Module, optimizer: Optimizer | None, extra: dict[s
             "param_groups": groups,
         }
     return state
-
-
-def _check_no_window(module: nn.Module) -> None:
-    for part in module.modules():
-        state = state_of(part)
-        if state is not None and state.scope.opened:
-            raise CheckpointError(
-                "zgraph.save_checkpoint: a no_sync window is open, and its gradients would be lost; save after the "
-                "optimizer step that closes it."
-            )

@@ -32,12 +32,14 @@ class GraphReport:
         direction: "forward", "backward" or "inference".
         nodes: of the final graph.
         transfers: its collectives in program order.
+        reason: the guard that failed, if the frame was compiled before; "" where Dynamo does not say.
     """
 
     frame: str
     direction: Direction
     nodes: int
     transfers: tuple[Transfer, ...]
+    reason: str = ""
 
     @property
     def buckets(self) -> int:
@@ -116,6 +118,8 @@ class Report:
             f"zgraph compiled {len(self.graphs)} graphs of {len(frames)} frames, {self.recompiles} recompiles, "
             f"{sum(graph.buckets for graph in self.graphs)} buckets"
         ]
+        reasons = {graph.frame: graph.reason for graph in self.graphs if graph.reason}
+        lines.extend(f"  frame {frame} compiled again: {reason}" for frame, reason in reasons.items())
         for graph in self.graphs:
             lines.append(f"  frame {graph.frame} {graph.direction}: {graph.nodes} nodes, {_mib(graph.sent_bytes)} sent")
             lines.extend(f"    {line}" for line in _transfer_lines(graph.transfers))

@@ -19,10 +19,10 @@ from zgraph.hardware import Hardware
 from zgraph.ops import accumulate_dtype, group_size
 from zgraph.torch_compat import (
     flop_formula,
+    hint_of,
     resolve_group,
     returns_alias,
     size_expression,
-    size_hint,
     written_arguments,
 )
 from zgraph.traffic import SizeOf, transfers_of
@@ -232,7 +232,7 @@ class _Symbols:
     def add_size(self, size: object) -> None:
         expression = size_expression(size)
         if isinstance(expression, sympy.Symbol):
-            self.sizes[str(expression)] = size_hint(size, DATA_DEPENDENT_SIZE)
+            self.sizes[str(expression)] = _hint(size)
 
     def add_group(self, group_name: str) -> None:
         if group_name and group_name not in self.groups and group_size(group_name) > 1:
@@ -481,7 +481,7 @@ class _Estimator:
 
     def _number(self, size: Any) -> Any:
         """A size as what this estimator counts with."""
-        return size_hint(size, DATA_DEPENDENT_SIZE) if self.symbols is None else size_expression(size)
+        return _hint(size) if self.symbols is None else size_expression(size)
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
@@ -500,6 +500,11 @@ def _copy_lane(node: fx.Node) -> meta.Lane | None:
     if kinds[0] == kinds[1] or "cpu" not in kinds:
         return None
     return "host_to_device" if kinds[0] == "cpu" else "device_to_host"
+
+
+def _hint(size: object) -> int:
+    hint = hint_of(size)
+    return DATA_DEPENDENT_SIZE if hint is None else hint
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

@@ -65,6 +65,11 @@ class Chunk:
         return numel
 
 
+def group_backend(group_name: str) -> str:
+    """ "gloo", "nccl", ...; "" of the group "", which sends nothing."""
+    return dist.get_backend(resolve_group(group_name)) if group_name else ""
+
+
 def accumulate_dtype(wire: torch.dtype) -> torch.dtype:
     """Sums over ranks run in fp32, or in fp64 when that is what travels."""
     return torch.float64 if wire == torch.float64 else torch.float32

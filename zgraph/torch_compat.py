@@ -154,6 +154,32 @@ def returns_alias(target: object) -> bool:
     return any(returned.alias_info is not None for returned in target._schema.returns)
 
 
+def alias_positions(target: object) -> tuple[int | None, ...]:
+    """For each result of an operator which argument it shares storage with, by its schema (`_schema`, 2.11 - 2.13)."""
+    if not isinstance(target, OpOverload):
+        return ()
+    arguments = target._schema.arguments
+    return tuple(
+        next(
+            (
+                position
+                for position, argument in enumerate(arguments)
+                if argument.alias_info is not None and argument.alias_info.before_set & returned.alias_info.before_set
+            ),
+            None,
+        )
+        if returned.alias_info is not None
+        else None
+        for returned in target._schema.returns
+    )
+
+
+def is_binary(target: OpOverload) -> bool:
+    """Whether the operator computes with two tensors alike, self and other, by its schema (`_schema`, 2.11 - 2.13)."""
+    arguments = target._schema.arguments
+    return len(arguments) > 1 and arguments[1].name == "other" and torch.Tag.pointwise in target.tags
+
+
 def is_higher_order(target: object) -> bool:
     """Whether a node's target calls other graphs, as torch.cond does (HigherOrderOperator, 2.11 - 2.13)."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -165,17 +191,6 @@ def is_higher_order(target: object) -> bool:
 def size_expression(size: Any) -> Any:
     """An integer as it is, a symbolic one (or a product of some) as its sympy expression (`node.expr`, 2.11 - 2.13)."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def size_hint(size: Any, unknown: int) -> int:
-    """The integer a symbolic size had while tracing, without a guard; `unknown` where only data decides it.
-
-    `node.hint` is None for those, 2.11 - 2.13.
-    """
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    hint = size.node.hint
-    return unknown if hint is None else int(hint)
 
 
 def flop_formula(target: object) -> Callable[..., Any] | None:
@@ -224,6 +239,28 @@ def storage_key(tensor: Tensor) -> int | None:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage()._cdata
+
+
+# --- fake values --------------------------------------------------------------------------------------------------
+
+
+def fake_storage_key(value: Tensor) -> int:
+    """One number for all fake tensors that share storage, good while they are alive (`_cdata`, 2.11 - 2.13).
+
+    Sparse tensors, which have no storage of their own, share none.
+    """
+    return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
+
+
+def hint_of(size: object) -> int | None:
+    """A size as a number, without a guard; None for one that only the data will tell (`SymNode.hint`, 2.11 - 2.13)."""
+    if not isinstance(size, torch.SymInt):
+        return cast(int, size)
+    try:
+        hint = size.node.hint
+    except Exception:  # 2.11 - 2.13 raise errors of their own, of the shape environment, for data-dependent sizes
+        return None
+    return hint if isinstance(hint, int) else None
 
 
 # --- Dynamo -------------------------------------------------------------------------------------------------------

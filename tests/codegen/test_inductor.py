@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
-from examples.benchmarks.heap import Heap, HeapPeak
 from tests import models
+from tests.allocations import counted
 from tests.compiled import with_fx
-from tests.peak import SLACK_BYTES
+from tests.graphs import Keep, fake_world
 from tests.ranks import Ranks
 from tests.replicated import whole
+from zgraph.liveness import step_curve
+from zgraph.passes import presets
 
 pytestmark = pytest.mark.slow  # a C++ compiler takes seconds for each kernel
 
@@ -93,29 +95,47 @@ def test_it_equals_fx_up_to_the_order_of_sums(two_ranks: Ranks, zero_stage: int)
         assert islands > distinct >= 2  # equal blocks share theirs
 
 
-WIDE = 512
+WIDE = 512  # a weight has 1 MiB, an activation half of one
+REMAINDERS = 64 * 1024  # the loss and what belongs to it
 
 
-def peak_of(lower: Callable[..., Any]) -> int:
+def peaks_of(lower: Callable[..., Any], steps: int = 1) -> tuple[int, list[int]]:
+    """The predicted peak of a step, and what some steps really reached."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = zgraph.shard(Network(width=WIDE, layers=6))
-    called = lower(model)
+    keep = Keep()
+    called = lower(model, pipeline=zgraph.Pipeline([*presets.default(), keep]))
     x = torch.randn(256, 6)
-    for _ in range(2):
-        called(x).square().mean().backward()
-    model.zero_grad()
-    with HeapPeak(Heap()) as peak:
-        called(x).square().mean().backward()
-    return peak.rise_bytes
+    peaks: list[int] = []
+    for _ in range(2 + steps):
+        model.zero_grad()
+        with counted() as count:
+            called(x).square().mean().backward()
+        peaks.append(count.rise_bytes)
+    forward, backward, ctx = (keep.kept[key] for key in ("forward", "backward", "ctx"))
+    curve = step_curve(forward.graph, backward.graph, user_outputs=ctx.user_outputs, late_peers=True)
+    return curve.peak_bytes, peaks[2:]
 
 
 def test_the_peak_is_not_above_that_of_fx() -> None:
-    with contextlib.closing(Ranks(2)) as ranks:
-        plain, compiled = ranks.run(peak_of, with_fx), ranks.run(peak_of, with_inductor)
-    for fx_bytes, inductor_bytes in zip(plain, compiled, strict=True):
-        assert fx_bytes > 4 * WIDE * WIDE  # at least one gathered weight is seen
-        assert inductor_bytes <= fx_bytes + SLACK_BYTES
+    """Byte by byte: every request is counted, and the collectives of this group have neither threads nor buffers.
+
+    With real ranks two runs of the same program differ by whole weights: gloo gathers into copies that are there for as
+    long as the other rank lets it wait, and gives buffers back when its threads come to run.
+    """
+    with fake_world(2):
+        predicted, (fx_bytes,) = peaks_of(with_fx)
+        predicted_inductor, (inductor_bytes,) = peaks_of(with_inductor)
+    assert fx_bytes > 4 * WIDE * WIDE  # at least one gathered weight is seen
+    assert inductor_bytes <= fx_bytes
+    assert fx_bytes <= predicted + REMAINDERS and inductor_bytes <= predicted_inductor + REMAINDERS
+
+
+def test_the_peak_on_real_ranks_is_what_was_planned(two_ranks: Ranks) -> None:
+    """What gloo's threads hold too long comes on top in one step or the other: the lowest of some is the program's."""
+    for predicted, peaks in two_ranks.run(peaks_of, with_inductor, 8):
+        assert 0.7 * predicted < min(peaks) <= predicted + REMAINDERS
 
 
 def cached_run(folders: list[str]) -> dict[str, Any]:

@@ -90,6 +90,15 @@ def test_the_first_line_names_the_pass_and_its_options(tmp_path: Path) -> None:
     assert first.startswith(f"# after {used!r}, forward graph, ")
 
 
+def test_the_second_line_is_the_predicted_peak_and_the_one_before(tmp_path: Path) -> None:
+    """f32: the forward makes [3, 6] twice and [3, 2]; backward starts with what it is given."""
+    compile_small(tmp_path)
+    (captured,) = tmp_path.rglob("*_captured.forward.py")
+    assert captured.read_text().splitlines()[1] == "# peak 144 bytes at tanh: addmm 72, tanh 72"
+    (last,) = tmp_path.rglob("*_sink_waits.forward.py")
+    assert last.read_text().splitlines()[1].endswith(" (before: peak 144 bytes at tanh)")
+
+
 def test_a_diff_shows_what_the_pass_changed(tmp_path: Path) -> None:
     class Rename(GraphPass):
         name = "swap_tanh"
@@ -168,7 +177,8 @@ def test_poison_at_any_pass_boundary_does_not_stop_a_compile(tmp_path: Path, pos
             (path,) = tmp_path.rglob(f"*_{entry.name}.{direction}.py")
             assert "aten.mm(" in path.read_text() or "aten.addmm(" in path.read_text()
             if entry.name == "plant_poison":
-                title, *notes = path.read_text().splitlines()[:3]
+                title, peak, *notes = path.read_text().splitlines()[:4]
+                assert peak.startswith("# peak ")
                 assert title.startswith(f"# after plant_poison, {direction} graph, ")
                 assert notes == ["# ?", "# two lines"]
                 assert "<node that cannot be shown>" in path.read_text()

@@ -1,4 +1,4 @@
-"""Dumps: per graph and pass the readable code after it, and a diff against the code before."""
+"""Dumps: per graph and pass the readable code and the peak memory after it, and a diff against the code before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import fx
 
 from zgraph.graph_pass import Direction, GraphPass
+from zgraph.liveness import memory_curve
 from zgraph.report.text import graph_text, safely
 
 _log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Dumper:
     rank: int
     frame: str
     _before: dict[Direction, list[str]] = field(default_factory=dict[Direction, list[str]])
+    _peaks: dict[Direction, str] = field(default_factory=dict[Direction, str])
     _count: int = 0
     _failed: bool = False
 
@@ -46,13 +48,20 @@ class Dumper:
         self._before[direction] = lines
         stem = f"{self._count:02}_{label}.{direction}"
         self._count += 1
-        comments = [f"{title}, {direction} graph, {len(lines)} nodes", *notes]
+        comments = [f"{title}, {direction} graph, {len(lines)} nodes", self._peak(direction, graph), *notes]
         head = [f"# {' '.join(safely(lambda text=text: str(text), '?').split())}" for text in comments]
         files = {f"{stem}.py": [*head, *lines]}
         if before is not None:
             # Unmoved context is of no use here: a pass that moves nodes shows as lines taken out and put in.
             files[f"{stem}.diff"] = list(difflib.unified_diff(before, lines, "before", label, lineterm="", n=2))
         self._save(files)
+
+    def _peak(self, direction: Direction, graph: fx.Graph) -> str:
+        """The predicted peak, beside the inputs; in a backward, which drops them as it runs, with them."""
+        owned = graph.find_nodes(op="placeholder") if direction == "backward" else ()
+        found = safely(lambda: memory_curve(graph, owned=frozenset(owned)).explain(), "peak unknown")
+        before, self._peaks[direction] = self._peaks.get(direction), found
+        return found if before is None else f"{found} (before: {before.partition(':')[0]})"
 
     def _save(self, files: dict[str, list[str]]) -> None:
         if self._failed:

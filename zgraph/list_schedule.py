@@ -9,12 +9,14 @@ copies into their buffers, and the waits with the copies out of them:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -293,15 +295,23 @@ class Builder:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.clock = Clock(problem.work)
-        self.ledger = problem.ledger.fresh()
+        self.ledger = problem.ledger.copy()
         self.order: list[int] = []
         self.peaks: list[int] = []  # by node issued
         self.excess_bytes = 0
+        self.spent_us = 0.0
         self.under_way: dict[int, int] = {}  # whole bytes by start
         self._placed = [False] * len(problem.work.nodes)
         for number, given in enumerate(problem.given):
             if given:
                 self._issue(number)
+
+    def copy(self) -> Builder:
+        new = copy.copy(self)
+        new.clock, new.ledger = self.clock.copy(), self.ledger.copy()
+        new.order, new.peaks, new._placed = self.order.copy(), self.peaks.copy(), self._placed.copy()
+        new.under_way = self.under_way.copy()
+        return new
 
     def is_placed(self, number: int) -> bool:
         return self._placed[number]
@@ -326,6 +336,8 @@ class Builder:
         problem = self.problem
         self.clock.issue(number)
         peak = self.ledger.issue(number)
+        if problem.work.lane[number] == Work.ON_COMPUTE:
+            self.spent_us += problem.work.us[number]
         self.peaks.append(peak)
         self.order.append(number)
         self._placed[number] = True
@@ -513,6 +525,88 @@ def greedy(problem: Problem) -> Iterator[Builder]:
         yield Greedy(problem, style, jit_peaks).run()
 
 
+class Beam:
+    """Fills slot after slot in several ways at once, and goes on with the most promising."""
+
+    def __init__(self, problem: Problem, width: int) -> None:
+        self.problem = problem
+        self.width = width
+        self.compute_us = sum(us for us, lane in zip(problem.work.us, problem.work.lane, strict=True) if lane == Work.ON_COMPUTE)
+
+    def run(self) -> Builder:
+        problem = self.problem
+        states = [Builder(problem)]
+        for slot, number in enumerate(problem.spine):
+            last = slot == len(problem.spine) - 1
+            if not last and not problem.work.us[number] and all(states[0].is_placed(s) or not problem.movable[s] for s in problem.needs[number]):
+                for state in states:
+                    state.pull(number)
+                continue
+            found: list[Builder] = []
+            layer = states
+            for _ in range(len(problem.work.nodes) if last else 4):
+                following: list[Builder] = []
+                for state in layer:
+                    for option in self._options(state, slot, last):
+                        new = state.copy()
+                        if new.pull(option):
+                            following.append(new)
+                    new = state.copy()
+                    new.pull(number)
+                    found.append(new)
+                layer = self._best(following)
+                if not layer:
+                    break
+            states = self._best(found)
+        return states[0]
+
+    def _options(self, state: Builder, slot: int, last: bool) -> Iterator[int]:
+        problem = self.problem
+        for queue in problem.queues:
+            start = next((start for start in queue if not state.is_placed(start)), None)
+            if start is None or problem.release[start] > slot:
+                continue
+            if all(state.clock.is_done(before) or last and state.is_placed(before) for before in problem.after[start]):
+                yield start
+        for after, tail in problem.tails.items():
+            if all(map(state.is_placed, after)):
+                left = [number for number in tail if not state.is_placed(number)]
+                if left:
+                    yield left[0]
+
+    def _best(self, states: list[Builder]) -> list[Builder]:
+        unique: dict[bytes, tuple[Any, Builder]] = {}
+        for state in states:
+            key = bytes(state._placed)
+            score = self._bound(state)
+            if key not in unique or score < unique[key][0]:
+                unique[key] = (score, state)
+        return [state for _, state in sorted(unique.values(), key=lambda entry: entry[0])[: self.width]]
+
+    def _bound(self, state: Builder) -> tuple[float, ...]:
+        problem, clock = self.problem, state.clock
+        left = self.compute_us - state.spent_us
+        end = clock.now + left
+        lanes: dict[str, float] = {}
+        for lane, name in enumerate(problem.work.lanes):
+            link = problem.work.sharing.link_of(name)
+            lanes[link] = lanes.get(link, clock.now) + clock.backlog_us(lane)
+        todo = 0.0
+        for link, free in lanes.items():
+            time = free
+            for queue in problem.queues:
+                if problem.link(queue[0]) != link: continue
+                at = free
+                for start in queue:
+                    if not state.is_placed(start):
+                        at += problem.work.us[start]
+                        time += problem.work.us[start]
+                        todo += problem.work.us[start]
+                        end = max(end, at + problem.clock_at[-1] - problem.clock_at[problem.use[start]])
+            end = max(end, time)
+        return (state.excess_bytes, end, todo, state.ledger.alive_bytes)
+
+
 class Search:
     """Improves a schedule by moving one thing at a time.
 
@@ -579,5 +673,8 @@ def plan_order(problem: Problem, *, effort: int) -> tuple[list[fx.Node], Score]:
         if best is None or built.score().beats(best.score()):
             best = built
     assert best is not None
+    wide = Beam(problem, 16).run()
+    if wide.score().beats(best.score()):
+        best = wide
     best = Search(problem, effort).improve(best)
     return [problem.work.nodes[number] for number in best.order], best.score()

@@ -11,6 +11,7 @@ Host and disk copies are queued on lanes of their own in the same way; whoever r
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -266,6 +267,20 @@ class Clock:
                     self.last = node
             self.end[node] = self.now
 
+    def copy(self) -> Clock:
+        """The same state, to go on from in another way."""
+        new = copy.copy(self)
+        new.begin, new.end = self.begin.copy(), self.end.copy()
+        new.exposed, new.hidden, new.cause = self.exposed.copy(), self.hidden.copy(), self.cause.copy()
+        new._queues = [queue.copy() for queue in self._queues]
+        new._left = self._left.copy()
+        return new
+
+    def backlog_us(self, lane: int) -> float:
+        """How long a lane would take for what it has been given, on a link of its own."""
+        running = max(0.0, self._left[lane] - (self.now - self._stamp) * self._speed(lane)) if lane in self._left else 0.0
+        return running + sum(self.work.us[node] for node in self._queues[lane] if node != self._queues[lane][0])
+
     def is_done(self, node: int) -> bool:
         return self.end[node] <= self.now
 
@@ -403,9 +418,11 @@ class Ledger:
             readers.append(len({storage.first, *storage.readers}) + storage.outlives)
         return cls(allocates, reads, sizes, readers)
 
-    def fresh(self) -> Ledger:
-        """The same storages before anything is issued; only to be called then."""
-        return Ledger(self.allocates, self.reads, self.sizes, list(self._readers))
+    def copy(self) -> Ledger:
+        """The same state, to go on from in another way."""
+        new = Ledger(self.allocates, self.reads, self.sizes, self._readers.copy())
+        new.alive_bytes = self.alive_bytes
+        return new
 
     def issue(self, node: int) -> int:
         """The bytes alive while the node runs; what it reads last is released behind it."""

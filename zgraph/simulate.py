@@ -213,6 +213,7 @@ def _cost_of(node: fx.Node, costs: Mapping[fx.Node, NodeCost]) -> NodeCost:
 
 
 _FREE = NodeCost("", 0.0)
+_NOTHING = -1
 
 
 class Clock:
@@ -232,8 +233,8 @@ class Clock:
         self.end = [math.inf] * count
         self.exposed: dict[int, float] = {}
         self.hidden: dict[int, float] = {}
-        self.cause: dict[int, int] = {}
-        self.last: int | None = None  # what the program was held up by last
+        self.cause = [_NOTHING] * count  # what had to end before each could begin
+        self.last = _NOTHING  # what the program was held up by last
         links = [work.sharing.link_of(name) for name in work.lanes]
         self._link = [links.index(link) for link in links]
         self._takes = [work.sharing.compute_share if name.startswith(_GROUP) else 0.0 for name in work.lanes]
@@ -256,8 +257,7 @@ class Clock:
                 self._finish_due()
         else:
             self.begin[node] = self.now
-            if self.last is not None:
-                self.cause[node] = self.last
+            self.cause[node] = self.last
             for start in self.work.pending[node]:
                 self._wait(node, start)
             if lane == Work.ON_COMPUTE:
@@ -277,9 +277,12 @@ class Clock:
         return new
 
     def backlog_us(self, lane: int) -> float:
-        """How long a lane would take for what it has been given, on a link of its own."""
-        running = max(0.0, self._left[lane] - (self.now - self._stamp) * self._speed(lane)) if lane in self._left else 0.0
-        return running + sum(self.work.us[node] for node in self._queues[lane] if node != self._queues[lane][0])
+        """How long a lane would take for what it has been given, with its link to itself."""
+        given = sum(self.work.us[node] for node in self._queues[lane])
+        if lane not in self._left:
+            return given
+        left = self._left[lane] - (self.now - self._stamp) * self._speed(lane)
+        return given - self.work.us[self._queues[lane][0]] + max(0.0, left)
 
     def is_done(self, node: int) -> bool:
         return self.end[node] <= self.now
@@ -311,7 +314,7 @@ class Clock:
             hidden_us={work.nodes[start]: us for start, us in self.hidden.items()},
             busy_us=busy,
             memory=memory,
-            causes={work.nodes[node]: work.nodes[cause] for node, cause in self.cause.items()},
+            causes={work.nodes[n]: work.nodes[cause] for n, cause in enumerate(self.cause) if cause != _NOTHING},
             last=None if last is None else work.nodes[last],
         )
 
@@ -339,7 +342,7 @@ class Clock:
         self.now = self._next
         self._finish_due()
 
-    def _begin(self, lane: int, cause: int | None) -> None:
+    def _begin(self, lane: int, cause: int) -> None:
         """Run the first of a lane's queue, if what it reads is there."""
         node = self._queues[lane][0]
         if any(self.end[start] > self.now for start in self.work.pending[node]):
@@ -347,8 +350,7 @@ class Clock:
         self._catch_up()
         self.begin[node] = self.now
         self.hidden[node] = self._idle
-        if cause is not None:
-            self.cause[node] = cause
+        self.cause[node] = cause
         self._left[lane] = self.work.us[node]
         self._look_ahead()
 

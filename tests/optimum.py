@@ -1,7 +1,7 @@
 """The best order of a small graph by exhaustive search (OR-tools CP-SAT), on the machine of `zgraph.simulate`.
 
-A judge of the scheduler that shares none of its code: a node has a place, any two have an order, and what the machine does
-follows from these.
+A judge of the scheduler that shares none of its code: every node has a place, any two have an order, and what the
+machine does follows from these.
 """
 
 from __future__ import annotations

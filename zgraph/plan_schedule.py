@@ -5,30 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import torch
 
 from zgraph.schedule import Builder, Problem, choose
-from zgraph.simulate import Work
 
-WIDTH = 24  # schedules that the beam search goes on with
-EFFORT = 150_000_000  # nodes that it may copy while it does: a few seconds
+WIDTH = 24  # schedules that the beam search goes on with, 4 at the least
+SLOTS = 600  # that it may fill, in all of them together: a second or two
+AHEAD = 16  # collectives of each queue that a promise looks at one by one
 
 
 def plan_schedule(problem: Problem) -> Builder:
     """A schedule within the limits, if one was found, that is as fast as one was found.
 
-    Deterministic: decides by the problem alone. Takes time nearly linear in nodes.
+    Deterministic: decides by the problem alone, and not by how many copies of its own rows a rank makes. Takes time
+    nearly linear in nodes.
     """
     frugal = Greedy(problem, FRUGAL)
     found = [frugal.run()]
     if problem.queues:
         found += [Greedy(problem, style, frugal.slot_peaks).run() for style in STYLES]
-        width = min(WIDTH, EFFORT // (6 * len(problem.spine) * len(problem.work.nodes)))
-        if width > 1:
+        width = min(WIDTH, SLOTS // len(problem.spine))
+        if width >= 4 and not _is_perfect(choose(found)):
             found.append(Beam(problem, width).run())
     return choose(found)
+
+
+def _is_perfect(found: Builder) -> bool:
+    """Whether nothing can be faster."""
+    score = found.score()
+    least = _Promise.of(Builder(found.problem)).end_us
+    return not score.excess_bytes and math.isclose(score.step_us, least, rel_tol=1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +45,8 @@ class Style:
     """One way to fill the slots.
 
     Attributes:
-        gathers: start each where its result is needed ("at_use"), early enough to be hidden ("ahead"), or as soon as the
-            limits allow ("at_once").
+        gathers: start each where its result is needed ("at_use"), early enough to be hidden ("ahead"), or as soon as
+            the limits allow ("at_once").
         finish: when to compute what only leaves the graph: "at_once", as soon as its collective is "done", or "late":
             when others need the room, or the time for which they would wait.
     """
@@ -119,8 +128,7 @@ class Greedy:
     def _fits_in_flight(self, start: int) -> bool:
         under_way, problem = self.builder.under_way, self.problem
         return (
-            len(under_way) < 2
-            or sum(under_way.values()) + problem.whole_bytes[start] <= problem.limits.in_flight_bytes
+            len(under_way) < 2 or sum(under_way.values()) + problem.whole_bytes[start] <= problem.limits.in_flight_bytes
         )
 
     def _fits_in_memory(self, start: int, slot: int) -> bool:
@@ -249,6 +257,28 @@ class _Promise:
     left_us: float
     alive_bytes: int
 
+    @classmethod
+    def of(cls, state: Builder) -> _Promise:
+        problem, clock = state.problem, state.clock
+        total = problem.compute_at[-1]
+        end = clock.now + total - state.compute_us
+        free: dict[str, float] = {}
+        for lane, name in enumerate(problem.work.lanes):
+            link = problem.work.sharing.link_of(name)
+            free[link] = free.get(link, clock.now) + clock.backlog_us(lane)
+        done = dict(free)
+        left = 0.0
+        for queue, head in zip(problem.queues, state.heads, strict=True):
+            link = problem.link_of(queue[0])
+            at = free.get(link, clock.now)
+            for start in queue[head : head + AHEAD]:
+                at += problem.work.us[start]
+                end = max(end, at + total - problem.compute_at[problem.use[start]])
+            todo = sum(problem.work.us[start] for start in queue[head:])
+            left += todo
+            done[link] = done.get(link, clock.now) + todo
+        return cls(state.excess_bytes, max(end, *done.values()), left, state.ledger.alive_bytes)
+
     @property
     def eager(self) -> tuple[float, ...]:
         return (self.excess_bytes, self.end_us, self.left_us, self.alive_bytes)
@@ -265,7 +295,7 @@ class Beam:
     """
 
     STEPS = 5  # that may be put into one slot
-    AHEAD = 16  # gathers that a promise looks at
+    OLDEST = 3  # of each kind of option that are looked at
 
     def __init__(self, problem: Problem, width: int) -> None:
         self.problem = problem
@@ -304,45 +334,24 @@ class Beam:
                 state.is_there(after) or (last and all(state.placed[one] for one in after))
             ):
                 yield [start]
-        for start in state.under_way:
+        for start in islice(state.under_way, self.OLDEST):
             # To wait for what is not there yet only pays where it makes room.
             pays = state.clock.is_done(start) or problem.limits.budget_bytes is not None or last
             if pays and problem.movable[problem.wait_of[start]]:
                 yield [problem.wait_of[start]]
-        yield from ([number] for number in state.loose if problem.release[number] <= slot)
-        yield from (problem.tails[after] for after in state.unfinished)
+        yield from ([number] for number in islice(state.loose, self.OLDEST) if problem.release[number] <= slot)
+        yield from (problem.tails[after] for after in islice(state.unfinished, self.OLDEST))
 
     def _best(self, states: list[Builder]) -> list[Builder]:
         unique: dict[bytes, tuple[_Promise, Builder]] = {}
         for state in states:
-            key, promise = bytes(state.placed), self._promise(state)
+            key, promise = bytes(state.placed), _Promise.of(state)
             if key not in unique or promise.eager < unique[key][0].eager:
                 unique[key] = (promise, state)
         eager = sorted(unique.values(), key=lambda entry: entry[0].eager)
         taken, rest = eager[: self.width // 2], eager[self.width // 2 :]
         taken += sorted(rest, key=lambda entry: entry[0].frugal)[: self.width - len(taken)]
         return [state for _, state in taken]
-
-    def _promise(self, state: Builder) -> _Promise:
-        problem, clock = self.problem, state.clock
-        total = problem.compute_at[-1]
-        end = clock.now + total - state.compute_us
-        free: dict[str, float] = {}
-        for lane, name in enumerate(problem.work.lanes):
-            link = problem.work.sharing.link_of(name)
-            free[link] = free.get(link, clock.now) + clock.backlog_us(lane)
-        done = dict(free)
-        left = 0.0
-        for queue, head in zip(problem.queues, state.heads, strict=True):
-            link = problem.link_of(queue[0])
-            at = free.get(link, clock.now)
-            for start in queue[head : head + self.AHEAD]:
-                at += problem.work.us[start]
-                end = max(end, at + total - problem.compute_at[problem.use[start]])
-            todo = sum(problem.work.us[start] for start in queue[head:])
-            left += todo
-            done[link] = done.get(link, clock.now) + todo
-        return _Promise(state.excess_bytes, max(end, *done.values()), left, state.ledger.alive_bytes)
 
 
 def _with(state: Builder, option: Sequence[int]) -> Builder:

@@ -350,7 +350,7 @@ SAME = 1e-3  # of the step: no prediction is that good
 
 
 def choose(found: Sequence[Builder]) -> Builder:
-    """The best of several schedules: within the limits, fast, and of those that are as fast the one with the least peak."""
+    """The best of several schedules: within the limits, fast, and of equally fast ones that with the least peak."""
     scores = [builder.score() for builder in found]
     excess = min(score.excess_bytes for score in scores)
     fastest = min(score.step_us for score in scores if score.excess_bytes == excess)

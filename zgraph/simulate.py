@@ -398,7 +398,9 @@ class Ledger:
         alive_bytes: behind the last node that was issued.
     """
 
-    def __init__(self, allocates: list[list[int]], reads: list[list[int]], sizes: list[int], readers: list[int]) -> None:
+    def __init__(
+        self, allocates: list[list[int]], reads: list[list[int]], sizes: list[int], readers: list[int]
+    ) -> None:
         self.allocates = allocates
         self.reads = reads
         self.sizes = sizes

@@ -319,15 +319,11 @@ class Clock:
         )
 
     def _compute(self, us: float) -> None:
-        while True:
+        while us > 0:
             end = self.now + us / self._rate if self._rate > 0 else math.inf
-            if end <= self._next:
-                self.now = end
-                break
-            us -= (self._next - self.now) * self._rate
-            self.now = self._next
+            us -= (self._next - self.now) * self._rate if end > self._next else us
+            self.now = min(end, self._next)
             self._finish_due()
-        self._finish_due()
 
     def _wait(self, node: int, start: int) -> None:
         since = self.now

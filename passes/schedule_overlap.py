@@ -114,13 +114,12 @@ def plan_overlap(
             present.issue(number)
     before = present.score()
     found = plan_schedule(problem)
-    if found.score().excess_bytes:
-        # Some moment needs more than the limits; all others should still use what that one holds.
-        limits = replace(limits, budget_bytes=found.score().peak_bytes)
-        found = plan_schedule(problem_of(order, costs, sharing, storages, limits))
-    if is_no_better(found.score(), before):
-        return Plan(list(order), before, before)
-    return Plan(found.nodes(), before, found.score())
+    if limits.budget_bytes is not None and found.peak_bytes > limits.budget_bytes:
+        # Some moment needs more than the budget; all others may use as much.
+        relaxed = replace(limits, budget_bytes=found.peak_bytes)
+        found = plan_schedule(problem_of(order, costs, sharing, storages, relaxed))
+    after = found.score(limits)
+    return Plan(list(order), before, before) if is_no_better(after, before) else Plan(found.nodes(), before, after)
 
 
 def rows_of_its_own(order: Sequence[fx.Node]) -> list[fx.Node]:

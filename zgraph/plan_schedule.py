@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-import torch
-
 from zgraph.schedule import Builder, Problem, choose
 
 WIDTH = 24  # schedules that the beam search goes on with, 4 at the least
@@ -81,7 +79,7 @@ class Greedy:
         # What each slot will hold at least, gathers that are ahead of their use included.
         self._expected = None
         if frugal_peaks is not None and problem.limits.budget_bytes is not None:
-            self._expected = torch.tensor(frugal_peaks)
+            self._expected = Skyline(frugal_peaks)
 
     def run(self) -> Builder:
         problem, builder = self.problem, self.builder
@@ -142,11 +140,11 @@ class Greedy:
             return not problem.gathers_parameter(start) and not builder.under_way
         if self._expected is None or not problem.gathers_parameter(start):
             return True
-        return int(self._expected[slot : max(slot + 1, problem.use[start])].max()) + needed <= budget
+        return self._expected.highest(slot, max(slot + 1, problem.use[start])) + needed <= budget
 
     def _start(self, start: int, slot: int) -> None:
         if self._expected is not None and self.problem.gathers_parameter(start):
-            self._expected[slot : self.problem.use[start]] += self.builder.new_bytes([start])
+            self._expected.raise_by(self.builder.new_bytes([start]), slot, self.problem.use[start])
         self.builder.pull(start)
 
     def _make_room(self, number: int) -> None:
@@ -188,6 +186,52 @@ class Greedy:
     def _ready(self, start: int) -> float:
         """When the last of the collectives began that the start waits for."""
         return max((self.builder.clock.begin[before] for before in self.problem.after[start]), default=0.0)
+
+
+class Skyline:
+    """Heights in a row, of which ranges can be raised and asked for their highest, each in logarithmic time."""
+
+    def __init__(self, heights: Sequence[int]) -> None:
+        self.size = len(heights)
+        # A binary tree: the leaves behind the inner nodes, each the highest of its two children plus what it was raised.
+        self._highest = [0] * self.size + list(heights)
+        self._raised = [0] * self.size
+        for node in reversed(range(1, self.size)):
+            self._highest[node] = max(self._highest[2 * node], self._highest[2 * node + 1])
+
+    def raise_by(self, amount: int, begin: int, end: int) -> None:
+        """Raise the heights begin ... end - 1."""
+        left, right = begin + self.size, end + self.size
+        for node in self._cover(begin, end):
+            self._highest[node] += amount
+            if node < self.size:
+                self._raised[node] += amount
+        for node in (left, right - 1) if begin < end else ():
+            while node > 1:
+                node >>= 1
+                below = max(self._highest[2 * node], self._highest[2 * node + 1])
+                self._highest[node] = below + self._raised[node]
+
+    def highest(self, begin: int, end: int) -> int:
+        """The highest of begin ... end - 1, which are not none."""
+        found = [self._raised_above(node) + self._highest[node] for node in self._cover(begin, end)]
+        return max(found)
+
+    def _cover(self, begin: int, end: int) -> Iterator[int]:
+        left, right = begin + self.size, end + self.size
+        while left < right:
+            if left & 1:
+                yield left
+            if right & 1:
+                yield right - 1
+            left, right = (left + 1) >> 1, right >> 1
+
+    def _raised_above(self, node: int) -> int:
+        raised = 0
+        while node > 1:
+            node >>= 1
+            raised += self._raised[node]
+        return raised
 
 
 def latest_starts(problem: Problem) -> dict[int, float]:
@@ -277,7 +321,7 @@ class _Promise:
             todo = sum(problem.work.us[start] for start in queue[head:])
             left += todo
             done[link] = done.get(link, clock.now) + todo
-        return cls(state.excess_bytes, max(end, *done.values()), left, state.ledger.alive_bytes)
+        return cls(state.excess_bytes(problem.limits), max(end, *done.values()), left, state.ledger.alive_bytes)
 
     @property
     def eager(self) -> tuple[float, ...]:

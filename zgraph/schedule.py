@@ -224,7 +224,7 @@ class Builder:
             these, the oldest first.
         loose: copies out of buffers that are there, not issued yet.
         compute_us: compute issued so far.
-        excess_bytes: by how much the limits were exceeded at worst.
+        most_under_way: whole bytes in flight at worst, where more than two were.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -238,7 +238,8 @@ class Builder:
         self.unfinished: dict[tuple[int, ...], None] = {}
         self.loose: dict[int, None] = {}
         self.compute_us = 0.0
-        self.excess_bytes = 0
+        self.peak_bytes = 0
+        self.most_under_way = 0
         self.placed = bytearray(len(problem.work.nodes))
         self._queue_of = {start: place for place, queue in enumerate(problem.queues) for start in queue}
         for number, given in enumerate(problem.given):
@@ -302,6 +303,7 @@ class Builder:
         problem = self.problem
         self.clock.issue(number)
         self.peaks.append(self.ledger.issue(number))
+        self.peak_bytes = max(self.peak_bytes, self.peaks[-1])
         self.order.append(number)
         self.placed[number] = True
         if problem.work.lane[number] == Work.ON_COMPUTE:
@@ -312,16 +314,13 @@ class Builder:
             self.under_way.pop(problem.start_of[number], None)
         if problem.movable[number]:
             self._note_copies(number)
-        if problem.limits.budget_bytes is not None:
-            self.excess_bytes = max(self.excess_bytes, self.peaks[-1] - problem.limits.budget_bytes)
 
     def _note_start(self, start: int) -> None:
         problem = self.problem
         self.heads[self._queue_of[start]] += 1
         self.under_way[start] = problem.whole_bytes[start]
         if len(self.under_way) > 2:
-            in_flight = sum(self.under_way.values())
-            self.excess_bytes = max(self.excess_bytes, in_flight - problem.limits.in_flight_bytes)
+            self.most_under_way = max(self.most_under_way, sum(self.under_way.values()))
         for after in problem.tails_of.get(start, ()):
             if all(self.placed[one] for one in after):
                 self.unfinished[after] = None
@@ -340,10 +339,15 @@ class Builder:
     def nodes(self) -> list[fx.Node]:
         return [self.problem.work.nodes[number] for number in self.order]
 
-    def score(self) -> Score:
-        """Of the whole, when everything is issued."""
+    def excess_bytes(self, limits: Limits) -> int:
+        """By how much limits were exceeded at worst, so far."""
+        memory = 0 if limits.budget_bytes is None else self.peak_bytes - limits.budget_bytes
+        return max(0, memory, self.most_under_way - limits.in_flight_bytes)
+
+    def score(self, limits: Limits | None = None) -> Score:
+        """Of the whole, when everything is issued, against the problem's limits or others."""
         self.clock.drain()
-        return Score(self.excess_bytes, self.clock.now, max(self.peaks, default=0))
+        return Score(self.excess_bytes(limits or self.problem.limits), self.clock.now, self.peak_bytes)
 
 
 SAME = 1e-3  # of the step: no prediction is that good

@@ -7,6 +7,7 @@ from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
+from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "HoistStarts",
     "LowerGathers",
     "LowerReductions",
+    "ScheduleOverlap",
     "SinkWaits",
     "presets",
 ]

@@ -35,7 +35,7 @@ class BucketCollectives(GraphPass):
     name: ClassVar[str] = "bucket_collectives"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
     provides: ClassVar[frozenset[str]] = frozenset({Fact.COLLECTIVES_BUCKETED})
-    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED, Fact.OVERLAP_SCHEDULED})
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:

@@ -31,6 +31,7 @@ class SinkWaits(GraphPass):
     name: ClassVar[str] = "sink_waits"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
     provides: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.OVERLAP_SCHEDULED})
 
     def __post_init__(self) -> None:
         if self.reductions_in_flight < 1:

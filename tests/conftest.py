@@ -13,6 +13,7 @@ WORLDS = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=20, help="how often test_kills.py kills its run")
+    parser.addoption("--graphs", type=int, default=20, help="how many schedules test_plan_schedule.py compares")
 
 
 @pytest.fixture(scope="session", params=WORLDS, ids=lambda world: f"ranks{world}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Literal
@@ -10,6 +10,8 @@ from typing import ClassVar, Literal
 import torch.distributed as dist
 from torch import fx
 
+from zgraph.cost import NodeCost
+from zgraph.simulate import Sharing
 from zgraph.torch_compat import resolve_group
 
 Phase = Literal["joint", "graph"]
@@ -26,6 +28,7 @@ class Fact(StrEnum):
     COLLECTIVES_BUCKETED = "collectives_bucketed"
     STARTS_HOISTED = "starts_hoisted"
     WAITS_SUNK = "waits_sunk"
+    OVERLAP_SCHEDULED = "overlap_scheduled"
 
 
 @dataclass(kw_only=True)
@@ -38,6 +41,10 @@ class PassContext:
         parameters: name of the parameter behind each marker's handle, by placeholder name of the joint graph.
         user_outputs: how many outputs of the joint and forward graph are the user's; the others are gradients, or
             saved for backward. None in inference.
+        budget_bytes: what may be alive at any moment, of what a graph allocates; None: no limit.
+        cost_of: what a call costs, in any graph; the same on all ranks, for plans follow from it. None: unknown, and a
+            pass that plans by it is refused.
+        sharing: what the lanes of these costs take from one another.
         notes: what passes had to say, as (pass, direction, text); shown in dumps and reports.
     """
 
@@ -45,6 +52,9 @@ class PassContext:
     graphs: dict[Direction, fx.GraphModule] = field(default_factory=dict[Direction, fx.GraphModule])
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
     user_outputs: int | None = None
+    budget_bytes: int | None = None
+    cost_of: Callable[[fx.Node], NodeCost] | None = None
+    sharing: Sharing = field(default_factory=Sharing)
     notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])
 
     def note(self, graph_pass: GraphPass, text: str) -> None:

@@ -447,6 +447,11 @@ class BoxedCodeGen(CodeGen):
         return "\n".join(lines)
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value that a size had when it was traced, without a guard on it (`SymNode.hint`, 2.11 - 2.13)."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
 # --- Inductor -------------------------------------------------------------------------------------------------------
 
 

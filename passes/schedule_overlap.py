@@ -1,0 +1,181 @@
+"""Put collectives, and the copies in and out of their buffers, where compute hides them, within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zgraph import meta, nodes
+from zgraph.cost import NodeCost
+from zgraph.errors import PreconditionError
+from zgraph.graph_pass import Fact, GraphPass, PassContext
+from zgraph.ops import MIB, payload_bytes
+from zgraph.plan_schedule import plan_schedule
+from zgraph.schedule import Builder, Limits, Score, is_movable, is_no_better, problem_of
+from zgraph.simulate import Sharing, Timeline, simulate
+from zgraph.storages import Storage, storages_of
+
+aten = torch.ops.aten
+NOTES = 5  # exposed collectives that are explained, the longest first
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOverlap(GraphPass):
+    """Start gathers early enough and reductions at once, wait late, and hold no more than the budget, on the simulator.
+
+    Never slower on paper than the order it finds: it keeps that one where it knows none better, unless it exceeds the
+    limits. Decides by costs, which must be equal on all ranks; those of a rank's own rows, which may not be, are left
+    out. On each group gathers keep their order, and so do reductions; their interleaving is planned.
+    Leaves alone: the order of compute, and collectives of the model's own.
+
+    Attributes:
+        in_flight_bytes: of whole parameters and gradients whose collectives may be under way at once; two may be in any
+            case. The budget is the context's.
+    """
+
+    in_flight_bytes: int = 64 * MIB
+
+    name: ClassVar[str] = "schedule_overlap"
+    requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.OVERLAP_SCHEDULED})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED})
+
+    def __post_init__(self) -> None:
+        if self.in_flight_bytes < 1:
+            raise ValueError(
+                f"schedule_overlap: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
+                "bytes."
+            )
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if ctx.cost_of is None:
+            raise PreconditionError(
+                f"schedule_overlap on the {ctx.direction} graph: the PassContext has no cost_of to plan by; set it, or "
+                "use sink_waits and hoist_starts, which need none."
+            )
+        order = list(gm.graph.nodes)
+        if not any(is_movable(node) and nodes.is_start(node) for node in order):
+            ctx.note(self, "no collectives here")
+            return False
+        own = rows_of_its_own(order)
+        costs = {node: ctx.cost_of(node) for node in order if node.op == "call_function"}
+        costs |= {node: NodeCost("", 0.0) for node in own}
+        storages = agreed_storages(order, own, inputs_die=ctx.direction == "backward")
+        limits = Limits(budget_bytes=ctx.budget_bytes, in_flight_bytes=self.in_flight_bytes)
+        plan = plan_overlap(order, costs, ctx.sharing, storages, limits)
+        self._note(plan, simulate(plan.order, costs, ctx.sharing, storages), limits, ctx)
+        nodes.relink(plan.order)
+        return plan.order != order
+
+    def _note(self, plan: Plan, timeline: Timeline, limits: Limits, ctx: PassContext) -> None:
+        before, after = plan.before, plan.after
+        ctx.note(
+            self,
+            f"predicted {after.step_us:.0f} us, {before.step_us:.0f} us before; peak {after.peak_bytes} bytes, "
+            f"{before.peak_bytes} before",
+        )
+        if after.excess_bytes:
+            ctx.note(self, f"no order was found within the limits: {after.excess_bytes} bytes above them at worst")
+        exposed = [start for start, us in timeline.exposed_us.items() if us and is_movable(start)]
+        exposed.sort(key=lambda start: -timeline.exposed_us[start])
+        for start in exposed[:NOTES]:
+            ctx.note(self, explain(start, plan.order, timeline, limits))
+        if len(exposed) > NOTES:
+            left = sum(timeline.exposed_us[start] for start in exposed[NOTES:])
+            ctx.note(self, f"{len(exposed) - NOTES} more collectives are exposed for {left:.0f} us together")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The order to run a graph in, and how it and the one before score."""
+
+    order: list[fx.Node]
+    before: Score
+    after: Score
+
+
+def plan_overlap(
+    order: Sequence[fx.Node],
+    costs: Mapping[fx.Node, NodeCost],
+    sharing: Sharing,
+    storages: Sequence[Storage],
+    limits: Limits,
+) -> Plan:
+    """The best order found, or the one given where none is better."""
+    problem = problem_of(order, costs, sharing, storages, limits)
+    present = Builder(problem)
+    for node in order:
+        number = problem.work.numbers[node]
+        if not present.placed[number]:
+            present.issue(number)
+    before = present.score()
+    found = plan_schedule(problem)
+    if limits.budget_bytes is not None and found.peak_bytes > limits.budget_bytes:
+        # Some moment needs more than the budget; all others may use as much.
+        relaxed = replace(limits, budget_bytes=found.peak_bytes)
+        found = plan_schedule(problem_of(order, costs, sharing, storages, relaxed))
+    after = found.score(limits)
+    return Plan(list(order), before, before) if is_no_better(after, before) else Plan(found.nodes(), before, after)
+
+
+def rows_of_its_own(order: Sequence[fx.Node]) -> list[fx.Node]:
+    """Copies of this rank's rows on their way into a gather.
+
+    Ranks hold different numbers of rows, and pad them or not. What they have packed, or send, is alike again.
+    """
+    found: dict[fx.Node, None] = {}
+    for start in order:
+        if nodes.is_gather(start) and is_movable(start):
+            copies = nodes.copy_in(start) or []
+            packed = dict.fromkeys(node for node in copies if node.target is aten.cat.default)
+            found |= dict.fromkeys(node for node in copies if node not in packed)
+    return list(found)
+
+
+def agreed_storages(order: Sequence[fx.Node], own: Sequence[fx.Node], *, inputs_die: bool) -> list[Storage]:
+    """What a graph allocates, as all ranks count it: of copies of own rows the chunk that is sent."""
+    left_out = set(own)
+    found = [one for one in storages_of(order, inputs_die=inputs_die) if one.first not in left_out]
+    for start in order:
+        wait = nodes.wait_of(start) if nodes.is_gather(start) else None
+        if wait is not None and start.all_input_nodes[0] in left_out:
+            sent = meta.tensor_value(start.all_input_nodes[0])
+            found.append(Storage(payload_bytes(sent.shape, sent.dtype), start, (wait,)))
+    return found
+
+
+def explain(start: fx.Node, plan: Sequence[fx.Node], timeline: Timeline, limits: Limits) -> str:
+    """Why a collective could not be hidden."""
+    place_of = {node: place for place, node in enumerate(plan)}
+    span = timeline.spans[start]
+    names = ", ".join(meta.parameters(start)[:3])
+    about = f"{start.name} ({names}): {timeline.exposed_us[start]:.0f} us of {span.us:.0f} us exposed: "
+    cause = timeline.causes.get(start)
+    if cause is not None and timeline.spans[cause].lane == span.lane:
+        wait = nodes.wait_of(cause)
+        if wait is None or place_of[wait] > place_of[start]:  # else the program itself waited for it
+            return about + f"queued behind {cause.name} on {span.lane}"
+    if nodes.copy_in(start) is None:
+        return about + "too little to compute once what it carries is ready"
+    before = plan[: place_of[start]]
+    ahead = next((node for node in reversed(before) if timeline.spans[node].us and not is_movable(node)), None)
+    if ahead is None:
+        return about + "too little to compute before its result is needed"
+    whole = nodes.whole_bytes(start)
+    if limits.budget_bytes is not None and timeline.memory.alive_bytes[place_of[ahead]] + whole > limits.budget_bytes:
+        return about + f"the budget of {limits.budget_bytes} bytes has no room for {whole} bytes beside {ahead.name}"
+    under_way = [nodes.whole_bytes(node) for node in before if _is_under_way(node, place_of, place_of[ahead])]
+    if len(under_way) > 1 and sum(under_way) + whole > limits.in_flight_bytes:
+        return about + f"in_flight_bytes={limits.in_flight_bytes} has no room for {whole} bytes beside {ahead.name}"
+    return about + f"too little to compute between {ahead.name} and its result's first reader"
+
+
+def _is_under_way(node: fx.Node, place_of: Mapping[fx.Node, int], place: int) -> bool:
+    if not (nodes.is_start(node) and is_movable(node)):
+        return False
+    wait = nodes.wait_of(node)
+    return place_of[node] < place and (wait is None or place_of[wait] > place)

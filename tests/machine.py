@@ -1,0 +1,121 @@
+"""A second account of the machine that schedules are simulated on: the world goes on from one change to the next.
+
+A judge of `zgraph.simulate`: exact fractions, one loop for the program and all lanes, memory counted anew at each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from torch import fx
+
+from zgraph import nodes
+from zgraph.cost import NodeCost
+from zgraph.simulate import Sharing
+from zgraph.storages import Storage
+
+
+@dataclass
+class World:
+    """What has happened so far.
+
+    Attributes:
+        now: microseconds.
+        left: of what is queued on each lane, the first of which runs.
+        done: nodes whose results are there.
+        exposed: how long the program stood still for each collective or copy.
+    """
+
+    now: Fraction = Fraction(0)
+    left: dict[str, list[list[object]]] = field(default_factory=dict)
+    done: dict[fx.Node, None] = field(default_factory=dict)
+    exposed: dict[fx.Node, Fraction] = field(default_factory=dict)
+
+
+def replay(order: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], sharing: Sharing | None = None) -> World:
+    """Run a schedule; `now` is the step's time."""
+    sharing = sharing or Sharing()
+    share = Fraction(sharing.compute_share)
+    world = World()
+    program = list(order)
+    computing: Fraction | None = None
+    while program or any(world.left.values()):
+        blocked: fx.Node | None = None
+        if program and computing is None:
+            node = program[0]
+            cost = costs.get(node, NodeCost("", 0.0))
+            blocked = _blocked(node, cost, world)
+            if blocked is None:
+                program.pop(0)
+                if cost.lane == "compute":
+                    computing = Fraction(cost.us)
+                elif cost.lane:
+                    world.left.setdefault(cost.lane, []).append([node, Fraction(cost.us)])
+                elif all(_is_there(source, world) for source in node.all_input_nodes):
+                    world.done[node] = None
+                if computing is None:
+                    continue
+        running = {lane: queue[0] for lane, queue in world.left.items() if queue and _may_run(queue[0][0], world)}
+        links = [sharing.link_of(lane) for lane in running]
+        speed = {lane: Fraction(1, links.count(sharing.link_of(lane))) for lane in running}
+        taken = sum((speed[lane] * share for lane in running if lane.startswith("group:")), Fraction(0))
+        pace = max(Fraction(0), 1 - taken)
+        changes = [entry[1] / speed[lane] for lane, entry in running.items()]
+        if computing is not None and (pace or not computing):
+            changes.append(computing / pace if computing else Fraction(0))
+        step = min(changes)
+        world.now += step
+        if blocked is not None:
+            world.exposed[blocked] = world.exposed.get(blocked, Fraction(0)) + step
+        if computing is not None:
+            computing -= step * pace
+            if not computing:
+                computing = None
+        for lane, entry in running.items():
+            entry[1] -= step * speed[lane]
+            if not entry[1]:
+                world.done[entry[0]] = None
+                world.left[lane].pop(0)
+    return world
+
+
+def _blocked(node: fx.Node, cost: NodeCost, world: World) -> fx.Node | None:
+    """Whom the program stands still for at this node."""
+    if cost.lane not in ("", "compute") or (not cost.lane and not nodes.is_wait(node)):
+        return None
+    queued = {entry[0] for queue in world.left.values() for entry in queue}
+    pending = list(node.all_input_nodes)
+    while pending:
+        source = pending.pop(0)
+        if source in queued:
+            return source
+        if nodes.is_getitem(source):
+            pending.extend(source.all_input_nodes)
+    return None
+
+
+def _is_there(node: fx.Node, world: World) -> bool:
+    return all(entry[0] is not node for queue in world.left.values() for entry in queue)
+
+
+def _may_run(node: object, world: World) -> bool:
+    assert isinstance(node, fx.Node)
+    return all(_is_there(source, world) for source in node.all_input_nodes)
+
+
+def peak_bytes(order: Sequence[fx.Node], storages: Sequence[Storage]) -> int:
+    """The most that is alive while any node runs, by the meaning of each storage."""
+    place = {node: number for number, node in enumerate(order)}
+    intervals = [
+        (
+            place[one.first],
+            len(order) if one.outlives else max(map(place.__getitem__, (one.first, *one.readers))),
+            one.nbytes,
+        )
+        for one in storages
+    ]
+    return max(
+        (sum(size for begin, end, size in intervals if begin <= now <= end) for now in range(len(order))), default=0
+    )

@@ -1,0 +1,388 @@
+"""Communication stands where compute hides it, within the budget, and the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.testing import FileCheck
+
+import zgraph
+from tests import models
+from tests.compiled import with_fx
+from tests.graphs import Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
+from tests.lockstep import assert_same_results
+from tests.machine import peak_bytes, replay
+from tests.ranks import Ranks
+from tests.replicated import whole
+from zgraph import PassContext, Pipeline, PreconditionError, meta, nodes
+from zgraph.cost import NodeCost
+from zgraph.graph_pass import GraphPass, Phase
+from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, ScheduleOverlap, SinkWaits
+from zgraph.passes.sink_waits import is_exchange
+from zgraph.report.text import graph_text
+from zgraph.simulate import Sharing
+from zgraph.storages import storages_of
+
+aten = torch.ops.aten
+LOWERED = (LowerGathers(), LowerReductions())
+
+
+def cost_of(node: fx.Node) -> NodeCost:
+    """5 us a collective, 7 us a matmul, 1 us a sum over ranks, nothing else."""
+    if nodes.is_start(node):
+        return NodeCost("group:0", 5.0)
+    if node.target in (aten.mm.default, aten.addmm.default):
+        return NodeCost("compute", 7.0)
+    return NodeCost("compute", 1.0) if nodes.is_sum_ranks(node) else NodeCost("", 0.0)
+
+
+def cost_by_size(node: fx.Node) -> NodeCost:
+    """Every element that a node reads or yields takes some time: of own rows not the same on all ranks."""
+    values = [meta.value(one) for one in (node, *node.all_input_nodes)]
+    numel = sum(math.prod(value.shape) for value in values if isinstance(value, torch.Tensor))
+    if nodes.is_start(node):
+        return NodeCost("group:0", 1.0 + 0.3 * numel)
+    if nodes.is_wait(node) or node.target in (aten.view.default, aten.t.default, aten.slice.Tensor):
+        return NodeCost("", 0.0)
+    return NodeCost("compute", 0.1 + 0.2 * numel)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UseCosts(GraphPass):
+    """Puts costs and a budget into the context, as the backend would."""
+
+    budget_bytes: int | None = None
+    name: ClassVar[str] = "use_costs"
+    phase: ClassVar[Phase] = "joint"
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        ctx.cost_of, ctx.budget_bytes = cost_by_size, self.budget_bytes
+        return False
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(2):
+        yield
+
+
+def with_costs(found: Traced, budget_bytes: int | None = None, sharing: Sharing | None = None) -> Traced:
+    found.ctx.cost_of, found.ctx.budget_bytes, found.ctx.sharing = cost_of, budget_bytes, sharing or Sharing()
+    return found
+
+
+def costs_in(graph: fx.Graph) -> Mapping[fx.Node, NodeCost]:
+    return {node: cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
+
+
+def step_us(graph: fx.Graph, sharing: Sharing | None = None) -> float:
+    return float(replay(list(graph.nodes), costs_in(graph), sharing).now)
+
+
+def exposed_us(graph: fx.Graph) -> float:
+    return float(sum(replay(list(graph.nodes), costs_in(graph)).exposed.values()))
+
+
+def notes_of(found: Traced) -> list[str]:
+    return [text for _, _, text in found.ctx.notes]
+
+
+@pytest.mark.usefixtures("world")
+def test_gathers_are_hidden_and_start_no_earlier_than_they_must() -> None:
+    """Before: G0 mm G1 mm ... G5 mm, all six exposed. After: only the first, each under the matmul ahead of its own."""
+    found = with_costs(traced(deep, LOWERED))
+    graph = found.graphs["forward"].graph
+    assert (step_us(graph), exposed_us(graph)) == (72, 30)
+    assert apply(ScheduleOverlap(), found, "forward")
+    assert (step_us(graph), exposed_us(graph)) == (47, 5)
+    (
+        FileCheck()
+        .check("all_gather_0_weight")
+        .check("wait_0_weight")
+        .check("all_gather_1_weight")
+        .check("aten.mm")
+        .check_not("all_gather_3_weight")
+        .check("wait_1_weight")
+        .check("all_gather_2_weight")
+        .check("aten.mm")
+        .run(graph_text(graph))
+    )
+    assert notes_of(found)[0].startswith("predicted 47 us, 72 us before; peak ")
+    assert notes_of(found)[1:] == [
+        "all_gather_0_weight (0.weight): 5 us of 5 us exposed: too little to compute before its result is needed"
+    ]
+
+
+@pytest.mark.usefixtures("world")
+def test_reductions_start_when_their_gradients_are_ready_and_fill_the_end() -> None:
+    """12 matmuls and 6 sums: of the reductions only what no sum can hide of the last one is left."""
+    found = with_costs(traced(deep, LOWERED))
+    graph = found.graphs["backward"].graph
+    assert apply(ScheduleOverlap(), found, "backward")
+    assert step_us(graph) <= 11 * 7 + 6 + 1
+    order = nodes.order_of(graph)
+    matmuls = [order[node] for node in graph.nodes if node.target is aten.mm.default]
+    for start in nodes.call_functions(graph, is_exchange):
+        ready = order[start.all_input_nodes[0]]
+        assert not [place for place in matmuls if ready < place < order[start]]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("bucket_bytes", [0, 512])
+def test_the_budget_is_kept_and_less_of_it_costs_time(direction: Any, bucket_bytes: int) -> None:
+    passes = [BucketCollectives(bucket_bytes=bucket_bytes)] if bucket_bytes else []
+    times: list[float] = []
+    before = traced(deep, [*LOWERED, *passes])
+    graph = before.graphs[direction].graph
+    storages = storages_of(graph.nodes, inputs_die=direction == "backward")
+    least = peak_bytes(list(graph.nodes), storages)
+    for budget in (None, least + 512, least + 256, least):
+        found = with_costs(traced(deep, [*LOWERED, *passes]), budget)
+        graph = found.graphs[direction].graph
+        apply(ScheduleOverlap(), found, direction)
+        storages = storages_of(graph.nodes, inputs_die=direction == "backward")
+        assert peak_bytes(list(graph.nodes), storages) <= (budget or 1 << 60)
+        times.append(step_us(graph))
+    assert times == sorted(times)
+    assert times[-1] <= step_us(before.graphs[direction].graph)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_budget_that_nothing_fits_is_said_and_approached() -> None:
+    found = with_costs(traced(deep, LOWERED), budget_bytes=100)
+    graph = found.graphs["forward"].graph
+    before = peak_bytes(list(graph.nodes), storages_of(graph.nodes))
+    apply(ScheduleOverlap(), found, "forward")
+    after = peak_bytes(list(graph.nodes), storages_of(graph.nodes))
+    assert after <= before
+    assert f"no order was found within the limits: {after - 100} bytes above them at worst" in notes_of(found)
+
+
+@pytest.mark.usefixtures("world")
+def test_an_order_that_is_the_best_already_is_kept() -> None:
+    """all_gather, mm, wait, add  stays; so does  mm, all_gather, wait, add  where the gather takes no time."""
+    for gather_us, late in ((5.0, False), (0.0, True)):
+        drawing = Drawing()
+        x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
+        start = None if late else drawing.start_gather(shard, "w")
+        product = drawing.call(aten.mm.default, x, x)
+        wait = drawing.wait(start or drawing.start_gather(shard, "w"))
+        gm = drawing.done(drawing.call(aten.add.Tensor, product, wait))
+        before = names_of(gm.graph)
+        ctx = PassContext(direction="forward")
+        ctx.cost_of = lambda node, us=gather_us: NodeCost("group:0", us) if nodes.is_start(node) else cost_of(node)
+        assert not apply(ScheduleOverlap(), Traced(gm, {"forward": gm}, ctx), "forward")
+        assert names_of(gm.graph) == before
+
+
+@pytest.mark.usefixtures("world")
+def test_what_is_not_a_parameters_stays_where_it_is() -> None:
+    """A gather of the model's own, with a matmul behind it that could hide the wait."""
+    drawing = Drawing()
+    x, shard, other = drawing.input("x", 8, 8), drawing.input("shard", 4, 8), drawing.input("other", 4, 8)
+    own = drawing.call(nodes.all_gather_op(), other, 2, drawing.group_name, name="all_gather_own")
+    waited = drawing.call(nodes.wait_op(), own, name="wait_own")
+    product = drawing.call(aten.mm.default, x, x)
+    total = drawing.call(aten.add.Tensor, product, waited)
+    gm = drawing.done(drawing.call(aten.mm.default, total, drawing.wait(drawing.start_gather(shard, "w"))))
+    found = with_costs(Traced(gm, {"forward": gm}, PassContext(direction="forward")))
+    assert apply(ScheduleOverlap(), found, "forward")
+    assert [name for name in names_of(gm.graph) if not name.endswith("_w")] == [
+        "all_gather_own", "wait_own", "mm_default", "add_tensor", "mm_default_1"
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("world")
+def test_a_copy_does_not_move_past_who_writes_to_its_source() -> None:
+    """shard.add_(1) stands before the gather that reads it, and stays there."""
+    drawing = Drawing()
+    x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
+    product = drawing.call(aten.mm.default, x, x)
+    drawing.call(aten.add_.Tensor, shard, 1)
+    start = drawing.start_gather(shard, "w")
+    gm = drawing.done(drawing.call(aten.mm.default, product, drawing.wait(start)))
+    found = with_costs(Traced(gm, {"forward": gm}, PassContext(direction="forward")))
+    apply(ScheduleOverlap(), found, "forward")
+    names = names_of(gm.graph)
+    assert names.index("add__tensor") < names.index("all_gather_w")
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 0}, {"zero_stage": 1}], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [0, 512])
+def test_second_run_changes_nothing(options: dict[str, int], bucket_bytes: int) -> None:
+    passes = [BucketCollectives(bucket_bytes=bucket_bytes)] if bucket_bytes else []
+    for budget in (None, 2600):
+        found = with_costs(traced(deep, [*LOWERED, *passes], **options), budget)
+        assert apply(ScheduleOverlap(in_flight_bytes=600), found, "backward")
+        assert not apply(ScheduleOverlap(in_flight_bytes=600), found, "backward")
+
+
+@pytest.mark.usefixtures("world")
+def test_shared_links_and_slow_cores_are_planned_for() -> None:
+    for sharing in (Sharing(compute_share=0.5), Sharing(compute_share=1.0)):
+        found = with_costs(traced(deep, LOWERED), sharing=sharing)
+        for direction in ("forward", "backward"):
+            graph = found.graphs[direction].graph
+            before = step_us(graph, sharing)
+            apply(ScheduleOverlap(), found, direction)
+            assert step_us(graph, sharing) <= before
+
+
+@pytest.mark.usefixtures("world")
+def test_why_a_collective_could_not_be_hidden() -> None:
+    least = 1408
+    found = with_costs(traced(deep, LOWERED), budget_bytes=least)
+    apply(ScheduleOverlap(), found, "forward")
+    assert any(f"the budget of {least} bytes has no room for 256 bytes beside mm" in text for text in notes_of(found))
+    found = with_costs(traced(deep, LOWERED))
+    found.ctx.cost_of = lambda node: NodeCost("group:0", 50.0) if nodes.is_start(node) else cost_of(node)
+    apply(ScheduleOverlap(), found, "forward")
+    texts = notes_of(found)
+    assert "exposed: queued behind all_gather_0_weight on group:0" in texts[2]
+    assert len(texts) == 7 and texts[-1].startswith("1 more collectives are exposed for ")
+    found = with_costs(traced(deep, LOWERED))
+    found.ctx.cost_of = lambda node: NodeCost("group:0", 20.0) if nodes.is_start(node) else cost_of(node)
+    apply(ScheduleOverlap(in_flight_bytes=1), found, "forward")
+    assert any("in_flight_bytes=1 has no room for 256 bytes beside mm" in text for text in notes_of(found))
+    found = with_costs(traced(deep, LOWERED, zero_stage=0))
+    apply(ScheduleOverlap(), found, "backward")
+    assert any("too little to compute once what it carries is ready" in text for text in notes_of(found))
+    assert not apply(ScheduleOverlap(), found, "forward")
+    assert found.ctx.notes[-1] == ("schedule_overlap", "forward", "no collectives here")
+
+
+def test_bad_limit_is_refused_when_the_pass_is_built() -> None:
+    with pytest.raises(ValueError, match="schedule_overlap: in_flight_bytes=0 holds nothing; write a positive number"):
+        ScheduleOverlap(in_flight_bytes=0)
+
+
+@pytest.mark.usefixtures("world")
+def test_it_is_refused_without_costs() -> None:
+    found = traced(deep, LOWERED)
+    with pytest.raises(
+        PreconditionError,
+        match=r"schedule_overlap on the forward graph: the PassContext has no cost_of to plan by; set it, or use",
+    ):
+        apply(ScheduleOverlap(), found, "forward")
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ([ScheduleOverlap()], "schedule_overlap requires gathers_lowered, reductions_lowered"),
+        ([*LOWERED, SinkWaits(), ScheduleOverlap()], "schedule_overlap cannot run after sink_waits"),
+        ([*LOWERED, ScheduleOverlap(), SinkWaits()], "sink_waits cannot run after schedule_overlap"),
+        ([*LOWERED, ScheduleOverlap(), HoistStarts()], "hoist_starts requires waits_sunk"),
+        (
+            [*LOWERED, ScheduleOverlap(), BucketCollectives(bucket_bytes=9)],
+            "bucket_collectives cannot run after schedule_overlap",
+        ),
+    ],
+)
+def test_one_pass_decides_the_order(passes: list[GraphPass], message: str) -> None:
+    with pytest.raises(PreconditionError, match=message):
+        Pipeline(passes)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 0}], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [0, 200])
+def test_ranks_with_uneven_shards_issue_the_same_collectives(options: dict[str, int], bucket_bytes: int) -> None:
+    """7 and 5 rows over four ranks: pads on some of them, and copies that do not take the same time on all."""
+    passes = [BucketCollectives(bucket_bytes=bucket_bytes)] if bucket_bytes else []
+    ranks = by_rank(mlp, [*LOWERED, *passes], world=4, **options)
+    for direction in ("forward", "backward"):
+        for budget in (None, 700):
+            before = [copy_of(found.graphs[direction]) for found in ranks]
+            for rank, found in enumerate(ranks):
+                found.ctx.cost_of, found.ctx.budget_bytes, found.ctx.direction = cost_by_size, budget, direction
+                with fake_world(4, rank):
+                    ScheduleOverlap().run(found.graphs[direction], found.ctx)
+            after = [found.graphs[direction] for found in ranks]
+            orders = [[n.name for n in gm.graph.nodes if nodes.is_start(n) or nodes.is_wait(n)] for gm in after]
+            assert orders == orders[:1] * 4
+            assert_same_results(before, after)
+
+
+def eager_and_scheduled(name: str, zero_stage: int, budget_bytes: int | None) -> tuple[int, int]:
+    """Train a step eagerly and scheduled, bitwise equal; how many gradients were compared, and what was moved."""
+    found: list[list[torch.Tensor | None]] = []
+    report = zgraph.Report()
+    for scheduled in (False, True):
+        torch.manual_seed(3)
+        model = zgraph.shard(getattr(models, name)(), zero_stage=zero_stage)
+        called: Any = model
+        if scheduled:
+            passes = [
+                entry for entry in zgraph.passes.presets.default(bucket_bytes=700) if entry.name != "hoist_starts"
+            ]
+            passes = [ScheduleOverlap() if entry.name == "sink_waits" else entry for entry in passes]
+            pipeline = Pipeline([UseCosts(budget_bytes=budget_bytes), *passes], replay_all=True)
+            called = with_fx(model, pipeline=pipeline, report=report)
+        torch.manual_seed(10 + dist.get_rank())
+        inputs = torch.randint(models.VOCABULARY, (2, 5)) if name == "Language" else torch.randn(4, 6)
+        output = called(inputs)
+        output.float().square().mean().backward()
+        grads = [None if one.grad is None else whole(one.grad) for one in model.parameters()]
+        found.append([output.detach(), *grads])
+    eager, compiled = found
+    for one, other in zip(eager, compiled, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
+    moved = sum(run.changed for run in report.passes if run.name == "schedule_overlap")
+    return sum(one is not None for one in eager), moved
+
+
+@pytest.mark.parametrize(("zero_stage", "budget_bytes"), [(0, None), (1, None), (3, 15_000)])
+def test_results_are_bitwise_those_of_eager_mode(two_ranks: Ranks, zero_stage: int, budget_bytes: int | None) -> None:
+    (compared, moved), other = two_ranks.run(eager_and_scheduled, "Language", zero_stage, budget_bytes)
+    assert (compared, moved) == other
+    assert compared > 20 and moved >= 1
+    assert min(two_ranks.run(eager_and_scheduled, "Uneven", zero_stage, budget_bytes))[0] > 6
+
+
+_PRINT_GRAPHS = """
+from tests.graphs import apply, fake_world, mlp, traced
+from tests.passes.test_schedule_overlap import LOWERED, cost_by_size
+from zgraph.passes import BucketCollectives, ScheduleOverlap
+from zgraph.report.text import graph_text
+
+with fake_world(3, 2):
+    for passes in ([], [BucketCollectives(bucket_bytes=120)]):
+        for budget in (None, 1500):
+            found = traced(mlp, [*LOWERED, *passes], world=3, rank=2)
+            found.ctx.cost_of, found.ctx.budget_bytes = cost_by_size, budget
+            for direction in ("forward", "backward"):
+                apply(ScheduleOverlap(), found, direction)
+                print(direction, graph_text(found.graphs[direction].graph), found.ctx.notes)
+"""
+
+
+def test_hash_seed_changes_nothing() -> None:
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _PRINT_GRAPHS],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    texts = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0, 0], texts[0][1]
+    assert texts[0][0].count("backward") >= 4
+    assert texts[0][0] == texts[1][0]

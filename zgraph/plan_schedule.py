@@ -1,0 +1,405 @@
+"""Finds a good schedule: one greedy look-ahead in several styles, and a beam search where the graph is small enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from zgraph.schedule import Builder, Problem, choose
+
+WIDTH = 24  # schedules that the beam search goes on with, 4 at the least
+SLOTS = 600  # that it may fill, in all of them together: a second or two
+AHEAD = 16  # collectives of each queue that a promise looks at one by one
+
+
+def plan_schedule(problem: Problem) -> Builder:
+    """A schedule within the limits, if one was found, that is as fast as one was found.
+
+    Deterministic: decides by the problem alone, and not by how many copies of its own rows a rank makes. Takes time
+    nearly linear in nodes.
+    """
+    frugal = Greedy(problem, FRUGAL)
+    found = [frugal.run()]
+    if problem.queues:
+        found += [Greedy(problem, style, frugal.slot_peaks).run() for style in STYLES]
+        width = min(WIDTH, SLOTS // len(problem.spine))
+        if width >= 4 and not _is_perfect(choose(found)):
+            found.append(Beam(problem, width).run())
+    return choose(found)
+
+
+def _is_perfect(found: Builder) -> bool:
+    """Whether nothing can be faster."""
+    score = found.score()
+    least = _Promise.of(Builder(found.problem)).end_us
+    return not score.excess_bytes and math.isclose(score.step_us, least, rel_tol=1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """One way to fill the slots.
+
+    Attributes:
+        gathers: start each where its result is needed ("at_use"), early enough to be hidden ("ahead"), or as soon as
+            the limits allow ("at_once").
+        finish: when to compute what only leaves the graph: "at_once", as soon as its collective is "done", or "late":
+            when others need the room, or the time for which they would wait.
+    """
+
+    gathers: Literal["at_use", "ahead", "at_once"]
+    finish: Literal["at_once", "done", "late"]
+
+
+FRUGAL = Style(gathers="at_use", finish="at_once")
+STYLES = (
+    Style(gathers="ahead", finish="late"),
+    Style(gathers="ahead", finish="done"),
+    Style(gathers="at_once", finish="late"),
+    Style(gathers="at_once", finish="done"),
+    Style(gathers="at_use", finish="done"),
+)
+
+
+class Greedy:
+    """Fills slot after slot in one style.
+
+    Attributes:
+        slot_peaks: the bytes alive in each slot at worst.
+    """
+
+    def __init__(self, problem: Problem, style: Style, frugal_peaks: Sequence[int] | None = None) -> None:
+        self.problem = problem
+        self.style = style
+        self.builder = Builder(problem)
+        self.slot_peaks: list[int] = []
+        self._latest = latest_starts(problem) if style.gathers == "ahead" else {}
+        # What each slot will hold at least, gathers that are ahead of their use included.
+        self._expected = None
+        if frugal_peaks is not None and problem.limits.budget_bytes is not None:
+            self._expected = Skyline(frugal_peaks)
+
+    def run(self) -> Builder:
+        problem, builder = self.problem, self.builder
+        last = len(problem.spine) - 1
+        for slot, number in enumerate(problem.spine):
+            issued = len(builder.peaks)
+            if slot == last:
+                self._wind_up(slot)
+            elif problem.work.us[number] or not all(builder.placed[source] for source in problem.needs[number]):
+                self._fill(slot)
+                self._make_room(number)
+            builder.pull(number)
+            self.slot_peaks.append(max(builder.peaks[issued:]))
+        return builder
+
+    def _fill(self, slot: int) -> None:
+        """Start what should start in this slot, gathers first: a gradient can wait, and compute cannot."""
+        again = True
+        while again:
+            again = False
+            while self.style.finish != "late" and self._finish_oldest(wait=self.style.finish == "at_once"):
+                pass
+            for start in self.builder.next_starts():
+                if self._is_due(start, slot) and self._fits(start, slot):
+                    self._start(start, slot)
+                    again = True
+                    break
+
+    def _is_due(self, start: int, slot: int) -> bool:
+        problem = self.problem
+        if problem.release[start] > slot:
+            return False
+        if problem.gathers_parameter(start) and self.style.gathers != "at_once":
+            return self._latest.get(start, math.inf) < problem.compute_at[slot + 1]
+        return self.builder.is_there(problem.after[start])
+
+    def _fits(self, start: int, slot: int) -> bool:
+        """Whether the limits let it start here, where need be after what is done has been finished."""
+        while not (self._fits_in_flight(start) and self._fits_in_memory(start, slot)):
+            if not self._finish_oldest(wait=False):
+                return False
+        return True
+
+    def _fits_in_flight(self, start: int) -> bool:
+        under_way, problem = self.builder.under_way, self.problem
+        return (
+            len(under_way) < 2 or sum(under_way.values()) + problem.whole_bytes[start] <= problem.limits.in_flight_bytes
+        )
+
+    def _fits_in_memory(self, start: int, slot: int) -> bool:
+        problem, builder = self.problem, self.builder
+        budget = problem.limits.budget_bytes
+        if budget is None:
+            return True
+        needed = builder.new_bytes([start])
+        if builder.ledger.alive_bytes + needed > budget:
+            # Where others will make room a reduction can wait for it; where nobody will, that only keeps its gradient.
+            return not problem.gathers_parameter(start) and not builder.under_way
+        if self._expected is None or not problem.gathers_parameter(start):
+            return True
+        return self._expected.highest(slot, max(slot + 1, problem.use[start])) + needed <= budget
+
+    def _start(self, start: int, slot: int) -> None:
+        if self._expected is not None and self.problem.gathers_parameter(start):
+            self._expected.raise_by(self.builder.new_bytes([start]), slot, self.problem.use[start])
+        self.builder.pull(start)
+
+    def _make_room(self, number: int) -> None:
+        """Finish reductions where what comes next needs their memory, or the time until it can run."""
+        problem, builder = self.problem, self.builder
+        missing = builder.missing([number])
+        waited_for = dict.fromkeys(problem.start_of[one] for one in missing if one in problem.start_of)
+        while not builder.is_there(waited_for) and self._finish_oldest(wait=False):
+            pass
+        for start in waited_for:
+            while not builder.placed[start] and not self._fits_in_flight(start) and self._finish_oldest(wait=True):
+                pass
+        budget = problem.limits.budget_bytes
+        if budget is not None:
+            needed = builder.new_bytes([number])
+            while builder.ledger.alive_bytes + needed > budget and self._finish_oldest(wait=True):
+                pass
+
+    def _finish_oldest(self, *, wait: bool) -> bool:
+        """Finish the oldest reduction; False where there is none, or where that would mean to wait and must not."""
+        after = next(iter(self.builder.unfinished), None)
+        if after is None or not (wait or self.builder.is_there(after)):
+            return False
+        self.builder.finish(after)
+        return True
+
+    def _wind_up(self, slot: int) -> None:
+        """Issue all that is left: what can start, then what fills the time, then whatever is there first."""
+        while True:
+            self._fill(slot)
+            if self._finish_oldest(wait=False):
+                continue
+            start = min(self.builder.next_starts(), key=self._ready, default=None)
+            if start is not None and (self._fits(start, slot) or not self._finish_oldest(wait=True)):
+                self.builder.pull(start)
+            elif start is None and not self._finish_oldest(wait=True):
+                return
+
+    def _ready(self, start: int) -> float:
+        """When the last of the collectives began that the start waits for."""
+        return max((self.builder.clock.begin[before] for before in self.problem.after[start]), default=0.0)
+
+
+class Skyline:
+    """Heights in a row, of which ranges can be raised and asked for their highest, each in logarithmic time."""
+
+    def __init__(self, heights: Sequence[int]) -> None:
+        self.size = len(heights)
+        # A binary tree: the leaves behind the inner nodes, each the highest of its two children plus what it was raised.
+        self._highest = [0] * self.size + list(heights)
+        self._raised = [0] * self.size
+        for node in reversed(range(1, self.size)):
+            self._highest[node] = max(self._highest[2 * node], self._highest[2 * node + 1])
+
+    def raise_by(self, amount: int, begin: int, end: int) -> None:
+        """Raise the heights begin ... end - 1."""
+        left, right = begin + self.size, end + self.size
+        for node in self._cover(begin, end):
+            self._highest[node] += amount
+            if node < self.size:
+                self._raised[node] += amount
+        for node in (left, right - 1) if begin < end else ():
+            while node > 1:
+                node >>= 1
+                below = max(self._highest[2 * node], self._highest[2 * node + 1])
+                self._highest[node] = below + self._raised[node]
+
+    def highest(self, begin: int, end: int) -> int:
+        """The highest of begin ... end - 1, which are not none."""
+        found = [self._raised_above(node) + self._highest[node] for node in self._cover(begin, end)]
+        return max(found)
+
+    def _cover(self, begin: int, end: int) -> Iterator[int]:
+        left, right = begin + self.size, end + self.size
+        while left < right:
+            if left & 1:
+                yield left
+            if right & 1:
+                yield right - 1
+            left, right = (left + 1) >> 1, right >> 1
+
+    def _raised_above(self, node: int) -> int:
+        raised = 0
+        while node > 1:
+            node >>= 1
+            raised += self._raised[node]
+        return raised
+
+
+def latest_starts(problem: Problem) -> dict[int, float]:
+    """When each gather must start at the latest to be hidden, as compute time gone by.
+
+    From the last to the first: before its result is needed, before the next gather of its link starts, and around the
+    reductions, which are taken to run as soon as they can.
+    """
+    starts: dict[str, list[int]] = {}
+    for start in problem.whole_bytes:
+        starts.setdefault(problem.link_of(start), []).append(start)
+    latest: dict[int, float] = {}
+    for on_link in starts.values():
+        busy = _reserved(problem, [start for start in on_link if not problem.gathers_parameter(start)])
+        until = math.inf
+        gathers = [start for start in on_link if problem.gathers_parameter(start)]
+        for start in sorted(gathers, key=problem.use.__getitem__, reverse=True):
+            until = _back(min(until, problem.compute_at[problem.use[start]]), _hides(problem, start), busy)
+            latest[start] = until
+    return latest
+
+
+def _hides(problem: Problem, start: int) -> float:
+    """How much compute fits beside a collective."""
+    return problem.work.us[start] * (1 - problem.work.sharing.compute_share)
+
+
+def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, float]]:
+    """When a link carries reductions, as compute time gone by."""
+    busy: list[tuple[float, float]] = []
+    free = 0.0
+    for start in sorted(reductions, key=problem.release.__getitem__):
+        begin = max(free, problem.compute_at[problem.release[start]])
+        free = begin + _hides(problem, start)
+        busy.append((begin, free))
+    return busy
+
+
+def _back(until: float, us: float, busy: list[tuple[float, float]]) -> float:
+    """The latest time from which `us` are free up to `until`; drops from busy what lies behind it."""
+    while busy:
+        begin, end = busy[-1]
+        if begin < until:
+            free = max(0.0, until - end)
+            if free >= us:
+                break
+            us -= free
+            until = begin
+        busy.pop()
+    return until - us
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """What a schedule that is not whole yet can still become: less is better.
+
+    Attributes:
+        excess_bytes: above the limits so far.
+        end_us: the step takes at least that long: what is left of compute, of each link, and of compute behind each
+            gather that has not started.
+        left_us: of collectives that have not started.
+        alive_bytes: at the moment.
+    """
+
+    excess_bytes: int
+    end_us: float
+    left_us: float
+    alive_bytes: int
+
+    @classmethod
+    def of(cls, state: Builder) -> _Promise:
+        problem, clock = state.problem, state.clock
+        total = problem.compute_at[-1]
+        end = clock.now + total - state.compute_us
+        free: dict[str, float] = {}
+        for lane, name in enumerate(problem.work.lanes):
+            link = problem.work.sharing.link_of(name)
+            free[link] = free.get(link, clock.now) + clock.backlog_us(lane)
+        done = dict(free)
+        left = 0.0
+        for queue, head in zip(problem.queues, state.heads, strict=True):
+            link = problem.link_of(queue[0])
+            at = free.get(link, clock.now)
+            for start in queue[head : head + AHEAD]:
+                at += problem.work.us[start]
+                end = max(end, at + total - problem.compute_at[problem.use[start]])
+            todo = sum(problem.work.us[start] for start in queue[head:])
+            left += todo
+            done[link] = done.get(link, clock.now) + todo
+        return cls(state.excess_bytes(problem.limits), max(end, *done.values()), left, state.ledger.alive_bytes)
+
+    @property
+    def eager(self) -> tuple[float, ...]:
+        return (self.excess_bytes, self.end_us, self.left_us, self.alive_bytes)
+
+    @property
+    def frugal(self) -> tuple[float, ...]:
+        return (self.excess_bytes, self.end_us, self.alive_bytes, self.left_us)
+
+
+class Beam:
+    """Fills slot after slot in many ways at once, and goes on with the most promising.
+
+    Half of these are those with the least left to communicate, half those that hold the least.
+    """
+
+    STEPS = 5  # that may be put into one slot
+    OLDEST = 3  # of each kind of option that are looked at
+
+    def __init__(self, problem: Problem, width: int) -> None:
+        self.problem = problem
+        self.width = width
+
+    def run(self) -> Builder:
+        problem = self.problem
+        states = [Builder(problem)]
+        last = len(problem.spine) - 1
+        for slot, number in enumerate(problem.spine):
+            free = slot < last and not problem.work.us[number]
+            if free and all(state.placed[source] for state in states for source in problem.needs[number]):
+                for state in states:
+                    state.pull(number)
+            else:
+                states = self._fill(states, slot, len(problem.work.nodes) if slot == last else self.STEPS)
+        return choose(states)
+
+    def _fill(self, states: list[Builder], slot: int, steps: int) -> list[Builder]:
+        """Every state with up to so many things put into the slot, and then the node behind it."""
+        filled: list[Builder] = []
+        for _ in range(steps + 1):
+            filled += [_with(state, [self.problem.spine[slot]]) for state in states]
+            states = self._best([_with(state, option) for state in states for option in self._options(state, slot)])
+            if not states:
+                break
+        return self._best(filled)
+
+    def _options(self, state: Builder, slot: int) -> Iterator[list[int]]:
+        """What can come next: the start of a collective, its wait, a copy out, the end of a reduction."""
+        problem = self.problem
+        last = slot == len(problem.spine) - 1
+        for start in state.next_starts():
+            after = problem.after[start]
+            if problem.release[start] <= slot and (
+                state.is_there(after) or (last and all(state.placed[one] for one in after))
+            ):
+                yield [start]
+        for start in islice(state.under_way, self.OLDEST):
+            # To wait for what is not there yet only pays where it makes room.
+            pays = state.clock.is_done(start) or problem.limits.budget_bytes is not None or last
+            if pays and problem.movable[problem.wait_of[start]]:
+                yield [problem.wait_of[start]]
+        yield from ([number] for number in islice(state.loose, self.OLDEST) if problem.release[number] <= slot)
+        yield from (problem.tails[after] for after in islice(state.unfinished, self.OLDEST))
+
+    def _best(self, states: list[Builder]) -> list[Builder]:
+        unique: dict[bytes, tuple[_Promise, Builder]] = {}
+        for state in states:
+            key, promise = bytes(state.placed), _Promise.of(state)
+            if key not in unique or promise.eager < unique[key][0].eager:
+                unique[key] = (promise, state)
+        eager = sorted(unique.values(), key=lambda entry: entry[0].eager)
+        taken, rest = eager[: self.width // 2], eager[self.width // 2 :]
+        taken += sorted(rest, key=lambda entry: entry[0].frugal)[: self.width - len(taken)]
+        return [state for _, state in taken]
+
+
+def _with(state: Builder, option: Sequence[int]) -> Builder:
+    new = state.copy()
+    for number in option:
+        new.pull(number)
+    return new

@@ -1,0 +1,436 @@
+"""Runs a schedule on paper: lanes, exposed time, memory curve.
+
+The machine: one host program issues nodes in order. Compute runs in that order on its lane; a collective's start puts
+it at the end of its group's queue, where it runs concurrently, and a wait blocks the compute lane until it is done:
+
+    compute   [mm][mm]......[mm]          . exposed: the compute lane waits
+    group:0    [-----gather----]
+
+Host and disk copies are queued on lanes of their own in the same way; whoever reads their result waits for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zgraph import nodes
+from zgraph.cost import NodeCost
+from zgraph.storages import Storage, storages_of
+
+COMPUTE = "compute"
+_GROUP = "group:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What lanes take from one another.
+
+    Attributes:
+        links: the link behind a lane. What runs at once on n lanes of one link runs at 1/n of its speed. A lane that is
+            not listed has a link to itself.
+        compute_share: the part of a collective's time that it takes from compute which runs beside it: 0 where copies
+            have engines of their own, up to 1 where one core does both (gloo).
+    """
+
+    links: Mapping[str, str] = field(default_factory=dict[str, str])
+    compute_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.compute_share <= 1:
+            raise ValueError(
+                f"simulate: compute_share={self.compute_share} is the part of a collective's time that it takes from "
+                "compute; write a number from 0 to 1."
+            )
+
+    def link_of(self, lane: str) -> str:
+        return self.links.get(lane, lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a node ran, in microseconds from the beginning, and on which lane ("" for waits and views)."""
+
+    begin_us: float
+    end_us: float
+    lane: str
+
+    @property
+    def us(self) -> float:
+        return self.end_us - self.begin_us
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes alive while each node runs, in program order: what it reads, what it yields, and what others still need."""
+
+    alive_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.alive_bytes, default=0)
+
+    @property
+    def peak_position(self) -> int:
+        """Where the peak is, as an index into the order; the first of several."""
+        return self.alive_bytes.index(self.peak_bytes) if self.alive_bytes else 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What became of a schedule.
+
+    Attributes:
+        step_us: until every lane is done.
+        spans: of every node. A wait's is the time for which it blocked.
+        exposed_us: for each collective or copy how long the compute lane waited for it.
+        hidden_us: for each how long it ran while the compute lane did not wait.
+        busy_us: by lane.
+        memory: over the order.
+        causes: for each node that took time or blocked: the node that had to end before it could begin.
+        last: the node that ended last, None where nothing takes time.
+    """
+
+    step_us: float
+    spans: Mapping[fx.Node, Span]
+    exposed_us: Mapping[fx.Node, float]
+    hidden_us: Mapping[fx.Node, float]
+    busy_us: Mapping[str, float]
+    memory: MemoryCurve
+    causes: Mapping[fx.Node, fx.Node]
+    last: fx.Node | None
+
+    def utilisation(self, lane: str) -> float:
+        """The part of the step for which a lane is busy."""
+        return self.busy_us.get(lane, 0.0) / self.step_us if self.step_us else 0.0
+
+    def critical_path(self, end: fx.Node | None = None) -> list[fx.Node]:
+        """Nodes each of which began when the one before it ended, up to `end`, by default the end of the step."""
+        node = self.last if end is None else end
+        path: list[fx.Node] = []
+        while node is not None:
+            path.append(node)
+            node = self.causes.get(node)
+        return path[::-1]
+
+
+def simulate(
+    order: Sequence[fx.Node],
+    costs: Mapping[fx.Node, NodeCost],
+    sharing: Sharing | None = None,
+    storages: Iterable[Storage] | None = None,
+) -> Timeline:
+    """Run nodes in an order on paper.
+
+    Args:
+        order: all nodes of a graph, each behind its inputs.
+        costs: of every call; what is not a call takes no time.
+        sharing: what lanes take from one another; None: nothing.
+        storages: as the memory curve counts them; None: `storages_of(order)`.
+
+    Raises:
+        ValueError: a call has no cost, or a node stands before what it reads.
+    """
+    work = Work.of(order, costs, sharing or Sharing())
+    clock = Clock(work)
+    for node in range(len(work.nodes)):
+        clock.issue(node)
+    clock.drain()
+    curve = Ledger.of(work, storages_of(order) if storages is None else storages)
+    alive = MemoryCurve(tuple(map(curve.issue, range(len(work.nodes)))))
+    return clock.timeline(alive)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The nodes of a graph by number, with what the machine must know of each.
+
+    Attributes:
+        nodes: in the order of the numbers.
+        numbers: the same, the other way round.
+        us: of each node.
+        lanes: the names of the lanes beside compute.
+        lane: of each node: a position in `lanes`, or one of the constants below.
+        pending: of each node: the collectives and copies whose results it reads, directly or through views.
+        sharing: of the lanes.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    numbers: Mapping[fx.Node, int]
+    us: list[float]
+    lanes: tuple[str, ...]
+    lane: list[int]
+    pending: list[tuple[int, ...]]
+    sharing: Sharing
+
+    ON_COMPUTE = -1
+    IN_NO_TIME = -2
+    WAITS = -3
+
+    @classmethod
+    def of(cls, order: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], sharing: Sharing) -> Work:
+        numbers = {node: number for number, node in enumerate(order)}
+        lanes: dict[str, int] = {}
+        us: list[float] = []
+        lane: list[int] = []
+        pending: list[tuple[int, ...]] = []
+        for number, node in enumerate(order):
+            cost = _cost_of(node, costs)
+            us.append(cost.us)
+            if cost.lane == COMPUTE:
+                lane.append(cls.ON_COMPUTE)
+            elif cost.lane:
+                lane.append(lanes.setdefault(cost.lane, len(lanes)))
+            else:
+                lane.append(cls.WAITS if nodes.is_wait(node) else cls.IN_NO_TIME)
+            behind: dict[int, None] = {}
+            for source in node.all_input_nodes:
+                position = numbers.get(source, number)
+                if position >= number:
+                    raise ValueError(f"simulate: {node.name} stands before {source.name}, which it reads.")
+                if lane[position] >= 0:
+                    behind[position] = None
+                elif lane[position] == cls.IN_NO_TIME:
+                    behind |= dict.fromkeys(pending[position])
+            pending.append(tuple(behind))
+        return cls(tuple(order), numbers, us, tuple(lanes), lane, pending, sharing)
+
+
+def _cost_of(node: fx.Node, costs: Mapping[fx.Node, NodeCost]) -> NodeCost:
+    cost = costs.get(node)
+    if cost is None:
+        if node.op == "call_function":
+            raise ValueError(f"simulate: {node.name} has no cost; give one to every call, NodeCost('', 0.0) if free.")
+        return _FREE
+    if not (math.isfinite(cost.us) and cost.us >= 0):
+        raise ValueError(f"simulate: {node.name} costs {cost.us} us; write a finite number that is not negative.")
+    return cost
+
+
+_FREE = NodeCost("", 0.0)
+_NOTHING = -1
+
+
+class Clock:
+    """The machine while nodes are issued to it, one after the other; times are in microseconds.
+
+    Attributes:
+        now: when the program issues its next node.
+        end: of each node, infinite until it is known.
+        exposed: for each collective or copy that was waited for, how long.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        count = len(work.nodes)
+        self.now = 0.0
+        self.begin = [math.inf] * count
+        self.end = [math.inf] * count
+        self.exposed: dict[int, float] = {}
+        self.hidden: dict[int, float] = {}
+        self.cause = [_NOTHING] * count  # what had to end before each could begin
+        self.last = _NOTHING  # what the program was held up by last
+        links = [work.sharing.link_of(name) for name in work.lanes]
+        self._link = [links.index(link) for link in links]
+        self._takes = [work.sharing.compute_share if name.startswith(_GROUP) else 0.0 for name in work.lanes]
+        self._queues: list[deque[int]] = [deque() for _ in work.lanes]
+        self._left: dict[int, float] = {}  # by lane that is running: what is left of it at `_stamp`, at full speed
+        self._stamp = 0.0
+        self._next = math.inf  # when the first of those running ends, at present speeds
+        self._rate = 1.0  # of compute, while they run
+        self._idle = 0.0  # for how long the compute lane has waited
+
+    def issue(self, node: int) -> None:
+        """Let the program come to a node, and go past it."""
+        lane = self.work.lane[node]
+        if lane == Work.IN_NO_TIME:
+            self.begin[node] = self.end[node] = self.now
+        elif lane >= 0:
+            self._queues[lane].append(node)
+            if len(self._queues[lane]) == 1:
+                self._begin(lane, self.last)
+                self._finish_due()
+        else:
+            self.begin[node] = self.now
+            self.cause[node] = self.last
+            for start in self.work.pending[node]:
+                self._wait(node, start)
+            if lane == Work.ON_COMPUTE:
+                self.begin[node] = self.now
+                self._compute(self.work.us[node])
+                if self.work.us[node]:
+                    self.last = node
+            self.end[node] = self.now
+
+    def copy(self) -> Clock:
+        """The same state, to go on from in another way."""
+        new = copy.copy(self)
+        new.begin, new.end = self.begin.copy(), self.end.copy()
+        new.exposed, new.hidden, new.cause = self.exposed.copy(), self.hidden.copy(), self.cause.copy()
+        new._queues = [queue.copy() for queue in self._queues]
+        new._left = self._left.copy()
+        return new
+
+    def backlog_us(self, lane: int) -> float:
+        """How long a lane would take for what it has been given, with its link to itself."""
+        given = sum(self.work.us[node] for node in self._queues[lane])
+        if lane not in self._left:
+            return given
+        left = self._left[lane] - (self.now - self._stamp) * self._speed(lane)
+        return given - self.work.us[self._queues[lane][0]] + max(0.0, left)
+
+    def is_done(self, node: int) -> bool:
+        return self.end[node] <= self.now
+
+    def drain(self) -> None:
+        """Let everything under way come to its end."""
+        while self._left:
+            self._advance_idle()
+
+    def timeline(self, memory: MemoryCurve) -> Timeline:
+        """What became of the nodes, when all are issued and done."""
+        work = self.work
+        names = {Work.ON_COMPUTE: COMPUTE, Work.IN_NO_TIME: "", Work.WAITS: ""} | dict(enumerate(work.lanes))
+        spans = {
+            node: Span(begin, end, names[lane])
+            for node, begin, end, lane in zip(work.nodes, self.begin, self.end, work.lane, strict=True)
+        }
+        busy = dict.fromkeys([COMPUTE, *work.lanes], 0.0)
+        for span in spans.values():
+            if span.lane:
+                busy[span.lane] += span.us
+        last = max(
+            (number for number, us in enumerate(work.us) if us), key=lambda number: self.end[number], default=None
+        )
+        return Timeline(
+            step_us=self.now,
+            spans=spans,
+            exposed_us={work.nodes[start]: self.exposed.get(start, 0.0) for start in self.hidden},
+            hidden_us={work.nodes[start]: us for start, us in self.hidden.items()},
+            busy_us=busy,
+            memory=memory,
+            causes={work.nodes[n]: work.nodes[cause] for n, cause in enumerate(self.cause) if cause != _NOTHING},
+            last=None if last is None else work.nodes[last],
+        )
+
+    def _compute(self, us: float) -> None:
+        while us > 0:
+            end = self.now + us / self._rate if self._rate > 0 else math.inf
+            us -= (self._next - self.now) * self._rate if end > self._next else us
+            self.now = min(end, self._next)
+            self._finish_due()
+
+    def _wait(self, node: int, start: int) -> None:
+        since = self.now
+        while self.end[start] > self.now:
+            self._advance_idle()
+        if self.now > since:
+            self.exposed[start] = self.exposed.get(start, 0.0) + self.now - since
+            self.cause[node] = self.last = start
+
+    def _advance_idle(self) -> None:
+        self._idle += self._next - self.now
+        self.now = self._next
+        self._finish_due()
+
+    def _begin(self, lane: int, cause: int) -> None:
+        """Run the first of a lane's queue, if what it reads is there."""
+        node = self._queues[lane][0]
+        if any(self.end[start] > self.now for start in self.work.pending[node]):
+            return  # the end of what it reads will come back to it
+        self._catch_up()
+        self.begin[node] = self.now
+        self.hidden[node] = self._idle
+        self.cause[node] = cause
+        self._left[lane] = self.work.us[node]
+        self._look_ahead()
+
+    def _finish_due(self) -> None:
+        while self._next <= self.now:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """End what ends now, and let its lane go on."""
+        lane = min(self._left, key=lambda lane: self._left[lane] / self._speed(lane))
+        self._left[lane] = self._speed(lane) * (self._next - self._stamp)  # exactly, whatever was rounded
+        self._catch_up()
+        del self._left[lane]
+        node = self._queues[lane].popleft()
+        self.end[node] = self.now
+        self.hidden[node] = self.now - self.begin[node] - (self._idle - self.hidden[node])
+        self._look_ahead()
+        for other, queue in enumerate(self._queues):
+            if queue and other not in self._left:
+                self._begin(other, node)
+
+    def _catch_up(self) -> None:
+        """Bring what is left of those running up to now."""
+        for lane in self._left:
+            self._left[lane] = max(0.0, self._left[lane] - (self.now - self._stamp) * self._speed(lane))
+        self._stamp = self.now
+
+    def _look_ahead(self) -> None:
+        """When the first of those running ends, and how fast compute is until then."""
+        self._next, taken = math.inf, 0.0
+        for lane, left in self._left.items():
+            speed = self._speed(lane)
+            self._next = min(self._next, self._stamp + left / speed)
+            taken += self._takes[lane] * speed
+        self._rate = max(0.0, 1.0 - taken)
+
+    def _speed(self, lane: int) -> float:
+        return 1.0 / sum(self._link[other] == self._link[lane] for other in self._left)
+
+
+class Ledger:
+    """Which storages are alive while nodes are issued, one after the other.
+
+    Attributes:
+        alive_bytes: behind the last node that was issued.
+    """
+
+    def __init__(
+        self, allocates: list[list[int]], reads: list[list[int]], sizes: list[int], readers: list[int]
+    ) -> None:
+        self.allocates = allocates
+        self.reads = reads
+        self.sizes = sizes
+        self.alive_bytes = 0
+        self._readers = readers  # that are still to come
+
+    @classmethod
+    def of(cls, work: Work, storages: Iterable[Storage]) -> Ledger:
+        allocates: list[list[int]] = [[] for _ in work.nodes]
+        reads: list[list[int]] = [[] for _ in work.nodes]
+        sizes: list[int] = []
+        readers: list[int] = []
+        for number, storage in enumerate(storages):
+            first = work.numbers[storage.first]
+            allocates[first].append(number)
+            for reader in dict.fromkeys((storage.first, *storage.readers)):
+                reads[work.numbers[reader]].append(number)
+            sizes.append(storage.nbytes)
+            readers.append(len({storage.first, *storage.readers}) + storage.outlives)
+        return cls(allocates, reads, sizes, readers)
+
+    def copy(self) -> Ledger:
+        """The same state, to go on from in another way."""
+        new = Ledger(self.allocates, self.reads, self.sizes, self._readers.copy())
+        new.alive_bytes = self.alive_bytes
+        return new
+
+    def issue(self, node: int) -> int:
+        """The bytes alive while the node runs; what it reads last is released behind it."""
+        for storage in self.allocates[node]:
+            self.alive_bytes += self.sizes[storage]
+        peak = self.alive_bytes
+        for storage in self.reads[node]:
+            self._readers[storage] -= 1
+            if not self._readers[storage]:
+                self.alive_bytes -= self.sizes[storage]
+        return peak

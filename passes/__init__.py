@@ -8,6 +8,7 @@ from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.schedule_overlap import ScheduleOverlap
+from zgraph.passes.set_target import SetTarget
 from zgraph.passes.sink_waits import SinkWaits
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LowerGathers",
     "LowerReductions",
     "ScheduleOverlap",
+    "SetTarget",
     "SinkWaits",
     "presets",
 ]

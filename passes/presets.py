@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zgraph.graph_pass import GraphPass
+from zgraph.hardware import Hardware
 from zgraph.ops import MIB
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
@@ -10,22 +11,38 @@ from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
+from zgraph.passes.schedule_overlap import ScheduleOverlap
+from zgraph.passes.set_target import SetTarget
 from zgraph.passes.sink_waits import SinkWaits
 
 
-def default(*, bucket_bytes: int = 2 * MIB) -> list[GraphPass]:
+def default(
+    *, bucket_bytes: int = 2 * MIB, hardware: Hardware | None = None, budget_bytes: int | None = None
+) -> list[GraphPass]:
     """Gathers and reductions, bucketed and overlapped; the ZeRO stage comes from each parameter.
 
     Args:
         bucket_bytes: the most that one collective carries, counted on whole parameters and gradients.
             The default suits Ethernet, where it keeps both directions of a link busy; faster links want larger buckets.
+        hardware: plan the order by what it costs there: `zgraph.calibrate()`, or `zgraph.Hardware.preset(...)`. None:
+            by rules that need no costs: three gathers ahead, three reductions in flight.
+        budget_bytes: what a graph may hold at any moment, of what it allocates; needs `hardware`.
+
+    Raises:
+        ValueError: a budget without hardware, by which alone it can be kept.
     """
-    return [
+    lowered = [
         DedupeGathers(),
         ChooseLifetimes(),
         LowerGathers(),
         LowerReductions(),
         BucketCollectives(bucket_bytes=bucket_bytes),
-        SinkWaits(reductions_in_flight=3),
-        HoistStarts(prefetch=3),
     ]
+    if hardware is not None:
+        return [SetTarget(hardware=hardware, budget_bytes=budget_bytes), *lowered, ScheduleOverlap()]
+    if budget_bytes is not None:
+        raise ValueError(
+            f"presets.default: budget_bytes={budget_bytes} is kept by a schedule that needs costs; add "
+            'hardware=zgraph.calibrate(), or zgraph.Hardware.preset("h100").'
+        )
+    return [*lowered, SinkWaits(reductions_in_flight=3), HoistStarts(prefetch=3)]

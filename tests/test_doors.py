@@ -20,7 +20,7 @@ USERS = {
     for room in ("tests", "examples")
     for path in sorted((ROOT / room).rglob("*.py"))
 }
-FRONT_DOORS = ("zgraph/__init__.py", "zgraph/backend.py")
+FRONT_DOORS = ("zgraph/__init__.py", "zgraph/backend.py", "zgraph/planning.py")
 COMPAT = "zgraph/torch_compat.py"
 
 

@@ -32,6 +32,7 @@ from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.hardware import Hardware  # noqa: E402
 from zgraph.materialization import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
+from zgraph.planning import plan  # noqa: E402
 from zgraph.report.of_model import summary  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
 from zgraph.sharding import shard  # noqa: E402
@@ -67,6 +68,7 @@ __all__ = [
     "no_sync",
     "ops",
     "passes",
+    "plan",
     "runtime_state",
     "save_checkpoint",
     "shard",

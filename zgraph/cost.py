@@ -73,7 +73,7 @@ def costs_of(
     for name, us in measured.items():
         if not (math.isfinite(us) and us >= 0):
             raise ValueError(f"zgraph.cost: {name} was measured to take {us} us; pass times of zero or more.")
-    estimator = _Estimator(hardware)
+    estimator = CostModel(hardware)
     costs = {node: estimator.cost(node) for node in graph.nodes}
     for node, cost in costs.items():
         if cost.lane and node.name in measured:
@@ -87,7 +87,7 @@ def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
     A gather that a window keeps costs what its first run costs. Nodes count one by one: what a compiler fuses moves
     fewer bytes.
     """
-    return _Estimator(hardware).cost(node)
+    return CostModel(hardware).cost(node)
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class Formula:
 def formula(graph: fx.Graph, hardware: Hardware) -> Formula:
     """What a graph costs, as expressions; at the present sizes they equal `costs_of`."""
     symbols = _Symbols.of(graph)
-    exact = _Estimator(hardware)
-    symbolic = _Estimator(hardware, symbols)
+    exact = CostModel(hardware)
+    symbolic = CostModel(hardware, symbols)
     sent = Counter[Any]()
     constant = dict[str, float]()
     counted = Counter[tuple[str, Any]]()
@@ -327,7 +327,7 @@ _MAKE_NO_VALUES = frozenset(
 _COPY_DEVICE = frozenset({aten._to_copy.default, aten.copy_.default, prims.device_put.default})
 
 
-class _Estimator:
+class CostModel:
     """Costs of nodes on one machine; equal nodes are looked at once.
 
     Args:
@@ -344,6 +344,7 @@ class _Estimator:
         self.strides: dict[str, int] = {}
 
     def cost(self, node: fx.Node) -> NodeCost:
+        """As `node_cost`."""
         if node.op in ("placeholder", "get_attr", "output") or nodes.is_wait(node) or nodes.is_getitem(node):
             return FREE
         if nodes.is_start(node) or nodes.is_marker(node):

@@ -21,6 +21,7 @@ Direction = Literal["joint", "forward", "backward", "inference"]
 class Fact(StrEnum):
     """What holds of a graph after a pass has run. A pass of your own may use any other string."""
 
+    TARGET_SET = "target_set"
     GATHERS_DEDUPED = "gathers_deduped"
     LIFETIMES_CHOSEN = "lifetimes_chosen"
     GATHERS_LOWERED = "gathers_lowered"
@@ -45,6 +46,7 @@ class PassContext:
         cost_of: what a call costs, in any graph; the same on all ranks, for plans follow from it. None: unknown, and a
             pass that plans by it is refused.
         sharing: what the lanes of these costs take from one another.
+        planned_backend: what the groups of a planned cluster stand for; a real group knows better.
         notes: what passes had to say, as (pass, direction, text); shown in dumps and reports.
     """
 
@@ -55,6 +57,7 @@ class PassContext:
     budget_bytes: int | None = None
     cost_of: Callable[[fx.Node], NodeCost] | None = None
     sharing: Sharing = field(default_factory=Sharing)
+    planned_backend: str = "gloo"
     notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])
 
     def note(self, graph_pass: GraphPass, text: str) -> None:
@@ -70,7 +73,8 @@ class PassContext:
 
     def group_backend(self, group_name: str) -> str:
         """ "gloo", "nccl", ..."""
-        return dist.get_backend(resolve_group(group_name))
+        found = dist.get_backend(resolve_group(group_name))
+        return self.planned_backend if found == "fake" else found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,7 @@ class Hardware:
         links: of a mesh axis that differs from these two, by the distance of its neighbours in global ranks, which is
             1 for the innermost axis. All process groups along one axis have it in common; their names differ.
         host_to_device, device_to_host, disk: of one rank.
+        backend: of torch.distributed between its ranks.
         cpu_us_per_wire_byte: time of the compute lane that a byte costs where no device of its own moves it.
     """
 
@@ -68,6 +69,7 @@ class Hardware:
     device_to_host: Link
     disk: Link
     links: Mapping[int, Link] = field(default_factory=dict[int, Link], hash=False)
+    backend: str = "gloo"
     cpu_us_per_wire_byte: float = 0.0
 
     def __post_init__(self) -> None:
@@ -255,6 +257,7 @@ def _gpu(
         host_to_device=host,
         device_to_host=host,
         disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
+        backend="nccl",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph import meta, nodes
-from zgraph.torch_compat import returns_alias, size_hint
+from zgraph.torch_compat import hint_of, returns_alias
 
 aten = torch.ops.aten
 
@@ -106,7 +106,7 @@ def _feeds_parameter(placeholder: fx.Node) -> bool:
 
 def _sizes(value: object) -> list[int]:
     if isinstance(value, Tensor):
-        return [math.prod(map(size_hint, value.shape)) * value.dtype.itemsize]
+        return [math.prod(hint_of(size) or 0 for size in value.shape) * value.dtype.itemsize]
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [size for part in value for size in (_sizes(part) or [0])]
     return []

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -71,6 +72,33 @@ def default_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+@contextmanager
+def fake_world(world: int) -> Generator[None]:
+    """This process as rank 0 of a group of its own making, whose collectives return at once and move nothing.
+
+    torch.testing._internal.distributed.fake_pg, which registers the backend "fake" (2.11 - 2.13).
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_fake_world() -> bool:
+    """Whether the default group has nobody else in it (backend "fake", 2.11 - 2.13)."""
+    return dist.get_backend() == "fake"
+
+
+def fake_mode() -> Any:
+    """A mode whose tensors have shapes and no values; real ones may be beside them (FakeTensorMode, 2.11 - 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # --- DTensor --------------------------------------------------------------------------------------------------------
@@ -445,11 +473,6 @@ class BoxedCodeGen(CodeGen):
             lines.append(f"    {', '.join(names)}, = args_list")
         lines.append("    args_list.clear()")
         return "\n".join(lines)
-
-
-def size_hint(size: int | torch.SymInt) -> int:
-    """The value that a size had when it was traced, without a guard on it (`SymNode.hint`, 2.11 - 2.13)."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 # --- Inductor -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,128 @@
+"""Plans of a cluster on one machine: the same graphs as on real ranks, memory by the formulas, errors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zgraph
+from tests.compiled import with_fx
+from tests.graphs import fake_world
+from tests.ranks import Ranks
+from zgraph import nodes
+from zgraph.passes import BucketCollectives, presets
+from zgraph.planning import Plan
+
+WIDTH, LAYERS = 64, 6
+PARAMETER_BYTES = LAYERS * WIDTH * WIDTH * 4
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)])
+
+
+def planned(world: int, hardware: Any = "cpu", zero_stage: int = 3, **options: Any) -> Plan:
+    return zgraph.plan(
+        build,
+        world_size=world,
+        shard_fn=functools.partial(zgraph.shard, zero_stage=zero_stage),
+        hardware=hardware,
+        batch=lambda: (torch.zeros(8, WIDTH, requires_grad=True),),
+        **options,
+    )
+
+
+def compiled_for_real(zero_stage: int) -> tuple[int, list[int]]:
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    with_fx(model)(torch.zeros(8, WIDTH, requires_grad=True)).sum().backward()
+    report = zgraph.summary(model)
+    return report.step_bytes, [graph.nodes for graph in report.graphs]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_it_plans_what_real_ranks_compile(two_ranks: Ranks, zero_stage: int) -> None:
+    found = planned(2, zero_stage=zero_stage)
+    assert (found.sent_bytes, [graph.nodes for graph in found.graphs]) == two_ranks.run(compiled_for_real, zero_stage)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("world", [8, 64])
+def test_bytes_follow_the_formulas(world: int) -> None:
+    """3P (N-1)/N on the wire; P/N and two moments of it at rest; a gradient of each shard at the end."""
+    found = planned(world)
+    assert found.sent_bytes == 3 * PARAMETER_BYTES * (world - 1) // world
+    assert found.parameter_bytes == PARAMETER_BYTES // world
+    assert found.moment_bytes == 2 * found.parameter_bytes
+    assert found.peak_bytes == found.parameter_bytes + found.moment_bytes + found.step_bytes
+    assert found.curves[0].bytes_after[-1] >= PARAMETER_BYTES // world
+
+
+def test_without_another_wish_the_stage_is_3() -> None:
+    found = zgraph.plan(build, world_size=4, hardware="cpu", batch=lambda: (torch.zeros(8, WIDTH),))
+    assert found.parameter_bytes == PARAMETER_BYTES // 4
+
+
+def test_gpus_reduce_by_nccl() -> None:
+    def starts(found: Plan) -> list[bool]:
+        return [
+            nodes.is_reduce_scatter(node) for node in found.graphs[1].timeline.exposed_us if not nodes.is_gather(node)
+        ]
+
+    found = planned(8, "h100")
+    assert str(found).startswith("zgraph.plan for 8 ranks of h100")
+    assert all(starts(found)) and not any(starts(planned(8, "cpu")))
+
+
+def test_a_longer_step_on_a_slower_machine_and_the_plan_says_where_the_time_goes() -> None:
+    fast, slow = planned(8, "h100"), planned(8, "cpu")
+    assert fast.step_us < slow.step_us
+    for graph in slow.graphs:
+        assert graph.exposed_us <= graph.timeline.step_us
+        assert "group:0" in graph.timeline.busy_us
+    assert "ms exposed" in str(slow) and "of 256 GiB" in str(slow)
+
+
+def test_a_schedule_that_knows_the_machine_is_not_slower() -> None:
+    machine = zgraph.Hardware.preset("cpu")
+    rules = [BucketCollectives(bucket_bytes=20_000) if p.name == "bucket_collectives" else p for p in presets.default()]
+    costs = presets.default(hardware=machine, bucket_bytes=20_000)
+    by_rules = planned(8, machine, pipeline=zgraph.Pipeline(rules))
+    by_costs = planned(8, machine, pipeline=zgraph.Pipeline(costs))
+    assert by_costs.step_us <= by_rules.step_us
+
+
+@pytest.mark.parametrize("world", [0, True])
+def test_a_world_of_nobody_is_refused(world: Any) -> None:
+    with pytest.raises(ValueError, match=r"zgraph.plan: world_size=.*; write the number of ranks"):
+        planned(world)
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean 'h100'"):
+        planned(2, "h10")
+
+
+def test_it_needs_a_process_of_its_own() -> None:
+    with fake_world(2), pytest.raises(zgraph.ZgraphError, match="in a process group already"):
+        planned(2)
+
+
+def test_the_group_is_gone_afterwards_also_after_an_error() -> None:
+    def broken() -> tuple[Tensor]:
+        raise RuntimeError("no batch today")
+
+    with pytest.raises(RuntimeError, match="no batch today"):
+        zgraph.plan(build, world_size=2, batch=broken)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_budget_needs_costs() -> None:
+    with pytest.raises(ValueError, match=r"presets.default: budget_bytes=5 .* hardware=zgraph.calibrate\(\)"):
+        presets.default(budget_bytes=5)
+    with pytest.raises(ValueError, match="set_target: budget_bytes=0 holds nothing"):
+        presets.default(hardware=zgraph.Hardware.preset("h100"), budget_bytes=0)

@@ -137,14 +137,15 @@ def rows_of_its_own(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def agreed_storages(order: Sequence[fx.Node], own: Sequence[fx.Node], *, inputs_die: bool) -> list[Storage]:
-    """What a graph allocates, as all ranks count it: of copies of own rows the chunk that is sent."""
+    """What a graph allocates, as all ranks count it: of own rows the chunk that a gather sends, copied or not."""
     left_out = set(own)
     found = [one for one in storages_of(order, inputs_die=inputs_die) if one.first not in left_out]
     for start in order:
-        wait = nodes.wait_of(start) if nodes.is_gather(start) else None
-        if wait is not None and start.all_input_nodes[0] in left_out:
-            sent = meta.tensor_value(start.all_input_nodes[0])
-            found.append(Storage(payload_bytes(sent.shape, sent.dtype), start, (wait,)))
+        wait = nodes.wait_of(start) if nodes.is_gather(start) and is_movable(start) else None
+        sent = start.all_input_nodes[0] if wait is not None else None
+        if wait is not None and sent is not None and (sent in left_out or sent.op == "placeholder"):
+            chunk = meta.tensor_value(sent)
+            found.append(Storage(payload_bytes(chunk.shape, chunk.dtype), start, (wait,)))
     return found
 
 

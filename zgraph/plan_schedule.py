@@ -193,7 +193,7 @@ class Skyline:
 
     def __init__(self, heights: Sequence[int]) -> None:
         self.size = len(heights)
-        # A binary tree: the leaves behind the inner nodes, each the highest of its two children plus what it was raised.
+        # A binary tree, its leaves behind its inner nodes: each is the higher of two, plus what it was raised itself.
         self._highest = [0] * self.size + list(heights)
         self._raised = [0] * self.size
         for node in reversed(range(1, self.size)):

@@ -60,6 +60,8 @@ class Problem:
         inputs, users: of each node.
         needs: what must be issued before each node: its inputs, and of a start the one before it in its queue.
         is_start, whole_bytes: of each movable node, and of each start.
+        comes_along: whether each node is a view of what arrives, to be issued with it. Views are not for a schedule to
+            place: which ones there are differs between ranks.
         start_of, wait_of: the one of each wait for a movable start, the other of each such start.
         release: of each movable node: the first slot in which everything that it needs of the spine is there.
         use: of each movable node: the slot of the first node of the spine that needs it.
@@ -92,6 +94,10 @@ class Problem:
             for number, node in enumerate(work.nodes)
             if nodes.is_wait(node) and self.is_start[self.inputs[number][0]]
         }
+        self.comes_along = [
+            self.movable[number] and not self.is_start[number] and lane == Work.IN_NO_TIME
+            for number, lane in enumerate(work.lane)
+        ]
         self.wait_of = {start: wait for wait, start in self.start_of.items()}
         self.release, self.after, depth = self._look_back()
         self.queues = self._form_queues(depth)
@@ -326,13 +332,13 @@ class Builder:
                 self.unfinished[after] = None
 
     def _note_copies(self, number: int) -> None:
-        problem = self.problem
+        problem, after = self.problem, self.problem.after[number]
         self.loose.pop(number, None)
-        if problem.after[number]:
-            for user in problem.users[number]:
-                if problem.movable[user] and not problem.is_start[user] and problem.work.us[user]:
-                    self.loose[user] = None
-        after = problem.after[number]
+        for user in problem.users[number] if after else ():
+            if problem.comes_along[user] and all(self.placed[one] for one in problem.needs[user]):
+                self.issue(user)
+            elif problem.movable[user] and not problem.is_start[user] and user not in problem.start_of:
+                self.loose[user] = None
         if after in self.unfinished and all(self.placed[one] for one in problem.tails[after]):
             del self.unfinished[after]
 

@@ -253,15 +253,30 @@ def test_why_a_collective_could_not_be_hidden() -> None:
     texts = notes_of(found)
     assert "exposed: queued behind all_gather_0_weight on group:0" in texts[2]
     assert len(texts) == 7 and texts[-1].startswith("1 more collectives are exposed for ")
-    found = with_costs(traced(deep, LOWERED))
-    found.ctx.cost_of = lambda node: NodeCost("group:0", 20.0) if nodes.is_start(node) else cost_of(node)
-    apply(ScheduleOverlap(in_flight_bytes=1), found, "forward")
-    assert any("in_flight_bytes=1 has no room for 256 bytes beside mm" in text for text in notes_of(found))
     found = with_costs(traced(deep, LOWERED, zero_stage=0))
     apply(ScheduleOverlap(), found, "backward")
     assert any("too little to compute once what it carries is ready" in text for text in notes_of(found))
     assert not apply(ScheduleOverlap(), found, "forward")
     assert found.ctx.notes[-1] == ("schedule_overlap", "forward", "no collectives here")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_limit_that_keeps_a_collective_from_being_hidden_is_named() -> None:
+    """mm, mm (gathered a), mm (gathered b), mm (gathered c), whose gather takes 20 us and is the third."""
+    drawing = Drawing()
+    value = drawing.input("x", 8, 8)
+    shards = {name: drawing.input(f"shard_{name}", 4, 8) for name in "abc"}
+    value = drawing.call(aten.mm.default, value, value)
+    for name, shard in shards.items():
+        value = drawing.call(aten.mm.default, value, drawing.wait(drawing.start_gather(shard, name)))
+    gm = drawing.done(value)
+    found = with_costs(Traced(gm, {"forward": gm}, PassContext(direction="forward")))
+    long = {"all_gather_a": 1.0, "all_gather_b": 1.0, "all_gather_c": 20.0}
+    found.ctx.cost_of = lambda node: NodeCost("group:0", long[node.name]) if node.name in long else cost_of(node)
+    assert apply(ScheduleOverlap(in_flight_bytes=1), found, "forward")
+    assert notes_of(found)[1] == (
+        "all_gather_c (c): 6 us of 20 us exposed: in_flight_bytes=1 has no room for 256 bytes beside mm_default"
+    )
 
 
 def test_bad_limit_is_refused_when_the_pass_is_built() -> None:
@@ -345,12 +360,16 @@ def eager_and_scheduled(name: str, zero_stage: int, budget_bytes: int | None) ->
     return sum(one is not None for one in eager), moved
 
 
-@pytest.mark.parametrize(("zero_stage", "budget_bytes"), [(0, None), (1, None), (3, 15_000)])
-def test_results_are_bitwise_those_of_eager_mode(two_ranks: Ranks, zero_stage: int, budget_bytes: int | None) -> None:
-    (compared, moved), other = two_ranks.run(eager_and_scheduled, "Language", zero_stage, budget_bytes)
-    assert (compared, moved) == other
-    assert compared > 20 and moved >= 1
-    assert min(two_ranks.run(eager_and_scheduled, "Uneven", zero_stage, budget_bytes))[0] > 6
+@pytest.mark.parametrize(
+    ("name", "zero_stage", "budget_bytes", "compared"),
+    [("Uneven", 0, None, 9), ("Uneven", 1, None, 9), ("Uneven", 3, 1500, 9), ("Language", 3, 15_000, 27)],
+)
+def test_results_are_bitwise_those_of_eager_mode(
+    two_ranks: Ranks, name: str, zero_stage: int, budget_bytes: int | None, compared: int
+) -> None:
+    (found, moved), other = two_ranks.run(eager_and_scheduled, name, zero_stage, budget_bytes)
+    assert (found, moved) == other
+    assert found == compared and moved >= 1
 
 
 _PRINT_GRAPHS = """
@@ -361,12 +380,11 @@ from zgraph.report.text import graph_text
 
 with fake_world(3, 2):
     for passes in ([], [BucketCollectives(bucket_bytes=120)]):
-        for budget in (None, 1500):
-            found = traced(mlp, [*LOWERED, *passes], world=3, rank=2)
-            found.ctx.cost_of, found.ctx.budget_bytes = cost_by_size, budget
-            for direction in ("forward", "backward"):
-                apply(ScheduleOverlap(), found, direction)
-                print(direction, graph_text(found.graphs[direction].graph), found.ctx.notes)
+        found = traced(mlp, [*LOWERED, *passes], world=3, rank=2)
+        found.ctx.cost_of, found.ctx.budget_bytes = cost_by_size, 1500
+        for direction in ("forward", "backward"):
+            apply(ScheduleOverlap(), found, direction)
+            print(direction, graph_text(found.graphs[direction].graph), found.ctx.notes)
 """
 
 
@@ -384,5 +402,5 @@ def test_hash_seed_changes_nothing() -> None:
     ]
     texts = [process.communicate() for process in running]
     assert [process.returncode for process in running] == [0, 0], texts[0][1]
-    assert texts[0][0].count("backward") >= 4
+    assert texts[0][0].count("backward") >= 2
     assert texts[0][0] == texts[1][0]

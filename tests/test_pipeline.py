@@ -13,7 +13,7 @@ from torch import fx
 from tests.graphs import compile_model, fake_world, mlp, traced
 from zgraph import Fact, GraphPass, PassContext, Pipeline, PreconditionError, Report, VerifyError, meta
 from zgraph.graph_pass import Phase
-from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, SinkWaits, presets
+from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, ScheduleOverlap, SinkWaits, presets
 
 aten = torch.ops.aten
 
@@ -219,6 +219,6 @@ def test_passes_and_pipelines_are_values() -> None:
         SinkWaits().reductions_in_flight = 4  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_facts_of_the_default_passes_are_the_named_ones() -> None:
-    provided = {fact for entry in presets.default() for fact in entry.provides}
+def test_facts_of_the_passes_are_the_named_ones() -> None:
+    provided = {fact for entry in [*presets.default(), ScheduleOverlap()] for fact in entry.provides}
     assert provided == set(Fact)

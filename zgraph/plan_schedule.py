@@ -291,7 +291,7 @@ class _Promise:
     Attributes:
         excess_bytes: above the limits so far.
         end_us: the step takes at least that long: what is left of compute, of each link, and of compute behind each
-            gather that has not started.
+            collective that has not started.
         left_us: of collectives that have not started.
         alive_bytes: at the moment.
     """
@@ -304,8 +304,7 @@ class _Promise:
     @classmethod
     def of(cls, state: Builder) -> _Promise:
         problem, clock = state.problem, state.clock
-        total = problem.compute_at[-1]
-        end = clock.now + total - state.compute_us
+        end = clock.now + problem.compute_at[-1] - state.compute_us
         free: dict[str, float] = {}
         for lane, name in enumerate(problem.work.lanes):
             link = problem.work.sharing.link_of(name)
@@ -317,7 +316,7 @@ class _Promise:
             at = free.get(link, clock.now)
             for start in queue[head : head + AHEAD]:
                 at += problem.work.us[start]
-                end = max(end, at + total - problem.compute_at[problem.use[start]])
+                end = max(end, at + problem.spine_at[-1] - problem.spine_at[problem.use[start]])
             todo = sum(problem.work.us[start] for start in queue[head:])
             left += todo
             done[link] = done.get(link, clock.now) + todo

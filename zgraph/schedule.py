@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
@@ -70,7 +70,9 @@ class Problem:
             with as many collectives behind them. Gathers of parameters come first.
         tails: what only leaves the graph, by the starts that it is the result of.
         tails_of: the keys of `tails` that contain a start.
-        compute_at: microseconds of compute ahead of each slot, when each copy stands where its result is needed.
+        compute_at: microseconds of compute ahead of each slot, when each copy stands where its result is needed; all of
+            it in the last.
+        spine_at: the same without copies, which may stand elsewhere.
     """
 
     def __init__(self, work: Work, storages: Iterable[Storage], limits: Limits) -> None:
@@ -112,7 +114,9 @@ class Problem:
         for after in self.tails:
             for start in after:
                 self.tails_of.setdefault(start, []).append(after)
-        self.compute_at = self._sum_compute()
+        at_use = {n: self.use[n] if self.movable[n] else self.rank.get(n, 0) for n in range(count)}
+        self.compute_at = self._sum_compute(at_use)
+        self.spine_at = self._sum_compute(self.rank)
 
     def gathers_parameter(self, start: int) -> bool:
         """Whether a collective reads inputs of the graph alone, so that it can start as soon as the graph does."""
@@ -167,14 +171,12 @@ class Problem:
                 tails.setdefault(self.after[number], []).append(number)
         return tails
 
-    def _sum_compute(self) -> list[float]:
+    def _sum_compute(self, slots: Mapping[int, int]) -> list[float]:
         spent = [0.0] * (len(self.spine) + 1)
-        for number, us in enumerate(self.work.us):
+        for number, slot in slots.items():
             if self.work.lane[number] == Work.ON_COMPUTE:
-                spent[(self.use[number] if self.movable[number] else self.rank.get(number, 0)) + 1] += us
-        for slot in range(len(self.spine)):
-            spent[slot + 1] += spent[slot]
-        return spent
+                spent[slot + 1] += self.work.us[number]
+        return list(accumulate(spent))
 
 
 def problem_of(
@@ -200,11 +202,11 @@ def is_movable(node: fx.Node) -> bool:
 
     What only adds to a sum that waits for its window has no collective to hide, and releases its gradient.
     """
-    return (
-        nodes.is_communication(node)
-        and bool(meta.parameters(node))
-        and node.target is not torch.ops.zgraph.accumulate_grad.default
-    )
+    if not nodes.is_communication(node) or not meta.parameters(node):
+        return False
+    if nodes.is_start(node):
+        return nodes.wait_of(node) is not None
+    return node.target is not torch.ops.zgraph.accumulate_grad.default
 
 
 def _written(order: Iterable[fx.Node]) -> set[fx.Node]:

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from tests.graphs import compile_model, fake_world, mlp, traced
-from zgraph import Fact, GraphPass, PassContext, Pipeline, PreconditionError, Report, VerifyError, meta
+from zgraph import Fact, GraphPass, Hardware, PassContext, Pipeline, PreconditionError, Report, VerifyError, meta
 from zgraph.graph_pass import Phase
-from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, ScheduleOverlap, SinkWaits, presets
+from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, SinkWaits, presets
 
 aten = torch.ops.aten
 
@@ -220,5 +220,6 @@ def test_passes_and_pipelines_are_values() -> None:
 
 
 def test_facts_of_the_passes_are_the_named_ones() -> None:
-    provided = {fact for entry in [*presets.default(), ScheduleOverlap()] for fact in entry.provides}
+    by_costs = presets.default(hardware=Hardware.preset("cpu"))
+    provided = {fact for entry in [*presets.default(), *by_costs] for fact in entry.provides}
     assert provided == set(Fact)

@@ -51,6 +51,20 @@ def test_it_plans_what_real_ranks_compile(two_ranks: Ranks, zero_stage: int) -> 
     ]
 
 
+def test_other_shapes_compiled_before_do_not_matter() -> None:
+    """They would make sizes symbols, which are inputs of the graph."""
+
+    def nodes_planned() -> list[int]:
+        return [graph.nodes for graph in planned(2).graphs]
+
+    expected = nodes_planned()
+    with fake_world(2):
+        called = with_fx(zgraph.shard(build()))
+        for rows in (3, 5):
+            called(torch.zeros(rows, WIDTH, requires_grad=True))
+    assert nodes_planned() == expected
+
+
 @pytest.mark.parametrize("world", [8, 64])
 def test_bytes_follow_the_formulas(world: int) -> None:
     """3P (N-1)/N on the wire; P/N and two moments of it at rest; a gradient of each shard at the end."""

@@ -152,7 +152,7 @@ def plan(
         shard_fn(model)
         # No lowering is needed, but fx costs nothing: what runs has no values.
         options: dict[str, Any] = {"lowering": "fx", "pipeline": whole}
-        compiled: Any = torch.compile(model, backend="zgraph", options=options)
+        compiled: Any = torch.compile(model, backend="zgraph", dynamic=False, options=options)
         try:
             compiled(*inputs)  # forward and backward are planned at once
         finally:

@@ -15,7 +15,7 @@ from zgraph.errors import ZgraphError
 from zgraph.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.hardware import Hardware
 from zgraph.liveness import EXACT, Allocator, MemoryCurve, memory_curve, step_curve
-from zgraph.passes import presets
+from zgraph.passes import SetTarget, presets
 from zgraph.pipeline import Pipeline
 from zgraph.sharding import shard
 from zgraph.simulate import Timeline, simulate
@@ -117,7 +117,7 @@ def plan(
     """Compile a training step as rank 0 of a cluster would, without a cluster, a GPU or the model's memory.
 
     Parameters and activations have shapes but no values, collectives move nothing. The step is the model's forward and
-    the backward of what it returns.
+    the backward of what it returns. What this process has compiled before is compiled anew afterwards.
 
     Args:
         model_fn: makes the model; its dtype comes from its options or torch.set_default_dtype, for torch cannot convert
@@ -128,8 +128,6 @@ def plan(
         hardware: of each rank, or the name of a preset.
         pipeline: as given to torch.compile; None: `presets.default()`.
         allocator: how sizes are rounded.
-
-    What this process has compiled before is compiled anew afterwards.
 
     Raises:
         ValueError: world_size is no number of ranks, or there is no such preset.
@@ -145,7 +143,8 @@ def plan(
     machine = Hardware.preset(hardware) if isinstance(hardware, str) else hardware
     kept = _Kept(CostModel(machine))
     passes = (pipeline or Pipeline(presets.default())).passes
-    whole = Pipeline([_Target(machine=machine, kept=kept), *passes, _Keep(kept=kept, allocator=allocator)])
+    target = [_StandFor(machine=machine), SetTarget(hardware=machine)]  # a target of the pipeline's own overrides it
+    whole = Pipeline([*target, *passes, _Keep(kept=kept, allocator=allocator)])
     with fake_world(world_size):
         with fake_mode():
             model, inputs = model_fn(), batch()
@@ -181,13 +180,12 @@ class _Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Target(GraphPass):
+class _StandFor(GraphPass):
     """Lets groups that move nothing stand for those of the cluster."""
 
     machine: Hardware
-    kept: _Kept
 
-    name: ClassVar[str] = "plan_target"
+    name: ClassVar[str] = "plan_stand_for"
     phase: ClassVar[Phase] = "joint"
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:

@@ -1,6 +1,6 @@
 """What the compiler itself costs: seconds to compile, by phase, and milliseconds per step beside plain torch.compile.
 
-    python examples/benchmarks/compile_cost.py                        # everything, ten minutes on two cores
+    python examples/benchmarks/compile_cost.py                        # everything, a quarter of an hour on two cores
     python examples/benchmarks/compile_cost.py --only step            # one of: compile, step, parameters
 
 compile     the first step on two ranks at stage 3, with an empty compile cache and then from it, for the GPT of

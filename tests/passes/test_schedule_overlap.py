@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from tests.ranks import Ranks
 from tests.replicated import whole
 from zgraph import PassContext, Pipeline, PreconditionError, meta, nodes
 from zgraph.cost import NodeCost
-from zgraph.graph_pass import GraphPass, Phase
+from zgraph.graph_pass import GraphPass
 from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, ScheduleOverlap, SinkWaits
 from zgraph.passes.sink_waits import is_exchange
 from zgraph.report.text import graph_text
@@ -56,19 +55,6 @@ def cost_by_size(node: fx.Node) -> NodeCost:
     if nodes.is_wait(node) or node.target in (aten.view.default, aten.t.default, aten.slice.Tensor):
         return NodeCost("", 0.0)
     return NodeCost("compute", 0.1 + 0.2 * numel)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class UseCosts(GraphPass):
-    """Puts costs and a budget into the context, as the backend would."""
-
-    budget_bytes: int | None = None
-    name: ClassVar[str] = "use_costs"
-    phase: ClassVar[Phase] = "joint"
-
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        ctx.cost_of, ctx.budget_bytes = cost_by_size, self.budget_bytes
-        return False
 
 
 @pytest.fixture
@@ -339,11 +325,10 @@ def eager_and_scheduled(name: str, zero_stage: int, budget_bytes: int | None) ->
         model = zgraph.shard(getattr(models, name)(), zero_stage=zero_stage)
         called: Any = model
         if scheduled:
-            passes = [
-                entry for entry in zgraph.passes.presets.default(bucket_bytes=700) if entry.name != "hoist_starts"
-            ]
-            passes = [ScheduleOverlap() if entry.name == "sink_waits" else entry for entry in passes]
-            pipeline = Pipeline([UseCosts(budget_bytes=budget_bytes), *passes], replay_all=True)
+            passes = zgraph.passes.presets.default(
+                bucket_bytes=700, hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes
+            )
+            pipeline = Pipeline(passes, replay_all=True)
             called = with_fx(model, pipeline=pipeline, report=report)
         torch.manual_seed(10 + dist.get_rank())
         inputs = torch.randint(models.VOCABULARY, (2, 5)) if name == "Language" else torch.randn(4, 6)

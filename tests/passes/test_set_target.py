@@ -1,0 +1,46 @@
+"""The target of a pipeline: costs, the one budget, and what groups share, in the context of all passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.graphs import deep, fake_world, traced
+from zgraph import Hardware, PassContext
+from zgraph.cost import costs_of
+from zgraph.passes import ScheduleOverlap, SetTarget, presets
+
+CPU = Hardware.preset("cpu")
+
+
+def test_the_context_has_costs_budget_and_sharing() -> None:
+    machine = replace(CPU, cpu_us_per_wire_byte=0.25 / CPU.inter_node.bytes_per_us)
+    ctx = PassContext()
+    with fake_world(2):
+        graph = traced(deep, [], world=2).graphs["backward"]
+        assert not SetTarget(hardware=machine, budget_bytes=77).run(graph, ctx)
+        assert ctx.cost_of is not None
+        assert {node: ctx.cost_of(node) for node in graph.graph.nodes} == costs_of(graph.graph, machine)
+    assert ctx.budget_bytes == 77
+    assert ctx.sharing.links == {"group:0": "axis of stride 1"}
+    assert ctx.sharing.compute_share == pytest.approx(0.25)
+
+
+def test_a_cpu_that_cannot_keep_up_computes_nothing_beside_a_collective() -> None:
+    ctx = PassContext()
+    with fake_world(2):
+        graph = traced(deep, [], world=2).graphs["forward"]
+        SetTarget(hardware=replace(CPU, cpu_us_per_wire_byte=1.0)).run(graph, ctx)
+    assert ctx.sharing.compute_share == 1
+
+
+def test_the_preset_with_hardware_plans_instead_of_following_rules() -> None:
+    first, *between, last = presets.default(hardware=CPU, budget_bytes=99)
+    assert (first, last) == (SetTarget(hardware=CPU, budget_bytes=99), ScheduleOverlap())
+    assert between == presets.default()[:-2]
+
+
+def test_what_is_no_hardware_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"set_target: hardware is a str; write zgraph.calibrate\(\)"):
+        SetTarget(hardware="h100")  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,7 +19,7 @@ from torch.fx.node import map_arg
 import zgraph
 from examples.benchmarks.heap import Heap
 from examples.train_gpt import GPT
-from tests import models
+from tests import gloo, models
 from tests.allocations import counted
 from tests.graphs import Drawing, Keep, Traced, aten, fake_world, inputs_for, mlp, traced
 from tests.ranks import Ranks
@@ -419,8 +418,7 @@ def measured_step(build: Callable[[], Any], lowering: str, zero_stage: int | Non
     for _ in range(2 + STEPS):
         model.zero_grad()
         if zero_stage is not None:
-            for _ in range(8):
-                dist.barrier()  # gloo's threads let go of the buffers of their last collective
+            gloo.flush()
         with counted() as count:
             step()
         peaks.append(count.rise_bytes)

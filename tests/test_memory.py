@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zgraph
 from tests.compiled import with_fx
+from tests.gloo import settled
 from tests.ranks import Ranks
 
 ROWS, LAYERS = 48, 4  # 48 rows divide by 1, 2, 3 and 4, so that the formula is exact
@@ -57,16 +57,10 @@ def bytes_before_the_step(zero_stage: int, mode: str) -> dict[str, float]:
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         rest += [local(parameter), local(parameter.grad), local(state["exp_avg"]), local(state["exp_avg_sq"])]
-    for _ in range(8):
-        dist.barrier()  # a gloo thread may keep the buffers of its last collective until its next one
-    for _ in range(20):
-        alive = live_tensors(shard_numel)
-        found = {"rest": storage_bytes(rest) / numel, "alive": storage_bytes([*alive, *rest]) / numel}
-        if found["alive"] == found["rest"]:
-            break
-        time.sleep(0.1)  # a gloo thread lets go of its last buffers a moment after the collective is over
+    at_rest = storage_bytes(rest)
+    alive = settled(lambda: storage_bytes([*live_tensors(shard_numel), *rest]), at_rest)
     gc.unfreeze()
-    return found
+    return {"rest": at_rest / numel, "alive": alive / numel}
 
 
 def local(tensor: Any) -> Tensor:

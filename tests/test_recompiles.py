@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import zgraph
+from tests import models
 from tests.compiled import with_fx
-from tests.ranks import Ranks
+from tests.ranks import Ranks, fresh_ranks
+from zgraph.unit import state_of
 
 OTHER_LENGTHS = (4, 5, 7, 8, 9, 11, 13, 15, 16, 17)
 
@@ -127,3 +130,23 @@ def interrupted(classes: int) -> tuple[int, int]:
 def test_only_equal_units_share_a_frame(two_ranks: Ranks, classes: int, graphs: int) -> None:
     """Dynamo gives up on a function at its limit of recompiles, and all units run one function."""
     assert two_ranks.run(interrupted, classes) == [(graphs, 0)] * 2
+
+
+def frames_of(sharded: bool) -> tuple[int, int]:
+    """How many frames Dynamo compiles for a model with graph breaks, and how many of its modules gather."""
+    torch.compiler.reset()
+    counters.clear()
+    model = models.Broken()
+    if sharded:
+        zgraph.shard(model)
+    called = with_fx(model)
+    for _ in range(3):
+        called(torch.randn(4, 6)).sum().backward()
+    return counters["frames"]["total"], sum(state_of(part) is not None for part in model.modules())
+
+
+def test_across_graph_breaks_nothing_but_the_forwards_of_units_becomes_a_frame() -> None:
+    """What zgraph calls on the way, `DTensor.to_local` included, runs as it is."""
+    with fresh_ranks(1) as ranks:
+        [(plain, _)], [(sharded, units)] = ranks.run(frames_of, False), ranks.run(frames_of, True)
+    assert plain > 1 and sharded <= plain + units

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import re
-import time
 from collections import Counter
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import zgraph
 from tests import models
 from tests.compiled import with_fx
+from tests.gloo import settled
 from tests.ranks import Ranks, fresh_ranks
 from tests.replicated import whole
 from tests.test_memory import live_tensors, local, storage_bytes
@@ -92,32 +92,24 @@ def test_a_step_sends_what_the_formula_says(ranks: Ranks, zero_stage: int, micro
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def held_in_window(zero_stage: int, mode: str, inside: float, after: float) -> list[tuple[float, float]]:
-    """Bytes held per parameter byte, found and expected: between micro-batches and after; no optimizer state."""
+def held_in_window(zero_stage: int, mode: str, inside: int, after: int) -> list[int]:
+    """Bytes held: at the two ends between micro-batches, and after the last; no optimizer state."""
     shard_numel = ROWS * ROWS // dist.get_world_size()
     gc.collect()
     gc.freeze()  # what exists now is looked at no more, or each look would go through all that torch has made
     model = zgraph.shard(build(), zero_stage=zero_stage)
     call = called(model, mode)
 
-    def held(expected: float) -> tuple[float, float]:
-        found = 0.0
-        for _ in range(8):
-            dist.barrier()  # a gloo thread may keep the buffers of its last collective until its next one
-        for _ in range(20):
-            alive = live_tensors(shard_numel)
-            resting = [local(value) for p in model.parameters() for value in (p, p.grad) if value is not None]
-            found = storage_bytes([*alive, *resting]) / PARAMETER_BYTES
-            if abs(found - expected) < 1e-6:
-                break
-            time.sleep(0.1)  # a gloo thread lets go of its last buffers a moment after the collective is over
-        return found, expected
+    def look() -> int:
+        alive = live_tensors(shard_numel)
+        resting = [local(value) for p in model.parameters() for value in (p, p.grad) if value is not None]
+        return storage_bytes([*alive, *resting])
 
     train_window(call, 2)
     model.zero_grad()
-    measured: list[tuple[float, float]] = []
-    train_window(call, 3, lambda micro: measured.append(held(inside)))
-    measured.append(held(after))
+    measured: list[int] = []
+    train_window(call, 3, lambda micro: measured.append(settled(look, inside)))
+    measured.append(settled(look, after))
     gc.unfreeze()
     return measured
 
@@ -130,10 +122,9 @@ def test_a_window_holds_what_the_formula_says(world: int) -> None:
         for zero_stage, mode in itertools.product([0, 1, 2, 3], ["eager", "fx"]):
             share = 1 if zero_stage == 0 else 1 / world
             extra = 0 if world == 1 else {0: 0, 1: 2, 2: 1, 3: 0}[zero_stage]
-            for measured in ranks.run(held_in_window, zero_stage, mode, 2 * share + extra, 2 * share):
-                assert len(measured) == 3
-                for found, expected in measured:
-                    assert found == pytest.approx(expected), (zero_stage, mode)
+            inside, after = (round(parts * PARAMETER_BYTES) for parts in (2 * share + extra, 2 * share))
+            for measured in ranks.run(held_in_window, zero_stage, mode, inside, after):
+                assert measured == [inside, inside, after], (zero_stage, mode)
 
 
 # --- numerics beyond the replicated judge ---------------------------------------------------------------------------

@@ -17,7 +17,11 @@ from zgraph.passes.sink_waits import SinkWaits
 
 
 def default(
-    *, bucket_bytes: int = 2 * MIB, hardware: Hardware | None = None, budget_bytes: int | None = None
+    *,
+    bucket_bytes: int = 2 * MIB,
+    hardware: Hardware | None = None,
+    budget_bytes: int | None = None,
+    time_kernels: bool = False,
 ) -> list[GraphPass]:
     """Gathers and reductions, bucketed and overlapped; the ZeRO stage comes from each parameter.
 
@@ -27,6 +31,8 @@ def default(
         hardware: plan the order by what it costs there: `zgraph.calibrate()`, or `zgraph.Hardware.preset(...)`. None:
             by rules that need no costs: three gathers ahead, three reductions in flight.
         budget_bytes: what a graph may hold at any moment, of what it allocates; needs `hardware`.
+        time_kernels: run each kernel once while compiling, which takes seconds, instead of estimating what it takes;
+            needs the `hardware` of this machine.
 
     Raises:
         ValueError: a budget without hardware, by which alone it can be kept.
@@ -39,7 +45,15 @@ def default(
         BucketCollectives(bucket_bytes=bucket_bytes),
     ]
     if hardware is not None:
-        return [SetTarget(hardware=hardware, budget_bytes=budget_bytes), *lowered, ScheduleOverlap()]
+        return [
+            SetTarget(hardware=hardware, budget_bytes=budget_bytes, time_kernels=time_kernels),
+            *lowered,
+            ScheduleOverlap(),
+        ]
+    if time_kernels:
+        raise ValueError(
+            "presets.default: time_kernels=True has no use without costs to plan by; add hardware=zgraph.calibrate()."
+        )
     if budget_bytes is not None:
         raise ValueError(
             f"presets.default: budget_bytes={budget_bytes} is kept by a schedule that needs costs; add "

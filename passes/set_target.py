@@ -13,6 +13,7 @@ from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.hardware import Hardware
 from zgraph.nodes import ReduceArgs, UnshardArgs
 from zgraph.simulate import Sharing
+from zgraph.timed_costs import TimedCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +25,12 @@ class SetTarget(GraphPass):
     Attributes:
         hardware: of each rank.
         budget_bytes: what a graph may hold at any moment, of what it allocates; None: no limit.
+        time_kernels: run every kernel once while compiling, on this machine, instead of estimating what it takes.
     """
 
     hardware: Hardware
     budget_bytes: int | None = None
+    time_kernels: bool = False
 
     name: ClassVar[str] = "set_target"
     phase: ClassVar[Phase] = "joint"
@@ -47,7 +50,7 @@ class SetTarget(GraphPass):
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        ctx.cost_of = CostModel(self.hardware).cost
+        ctx.cost_of = (TimedCosts(self.hardware) if self.time_kernels else CostModel(self.hardware)).cost
         ctx.budget_bytes = self.budget_bytes
         ctx.sharing = sharing_of(gm.graph, self.hardware)
         return False
@@ -59,9 +62,12 @@ def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
     for node in nodes.call_functions(graph, nodes.is_marker):
         args = UnshardArgs.of(node) if nodes.is_unshard(node) else ReduceArgs.of(node)
         groups |= dict.fromkeys(name for name in (args.group_name, args.replicas) if name)
-    strides = {name: group_stride(name) for name in groups}
-    link = hardware.inter_node if hardware.ranks_per_node == 1 else hardware.intra_node
+    link_of = {name: hardware.link_along(group_stride(name)) for name in groups}
+    axis_of = {name: f"axis of stride {group_stride(name)}" for name in groups}
+    fastest = max((link.bytes_per_us for link in link_of.values()), default=0.0)
     return Sharing(
-        links={f"group:{name}": f"axis of stride {stride}" for name, stride in strides.items()},
-        compute_share=min(1.0, hardware.cpu_us_per_wire_byte * link.bytes_per_us),
+        links={f"group:{name}": axis for name, axis in axis_of.items()},
+        at_once=hardware.collectives_at_once,
+        gains={axis_of[name]: link.gain_at_once for name, link in link_of.items()},
+        compute_share=min(1.0, hardware.cpu_us_per_wire_byte * fastest),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 from torch import fx
 
@@ -23,13 +24,13 @@ class World:
 
     Attributes:
         now: microseconds.
-        left: of what is queued on each lane, the first of which runs.
+        left: of what is queued on each lane, the first of which run.
         done: nodes whose results are there.
         exposed: how long the program stood still for each collective or copy.
     """
 
     now: Fraction = Fraction(0)
-    left: dict[str, list[list[object]]] = field(default_factory=dict)
+    left: dict[str, list[list[Any]]] = field(default_factory=dict)
     done: dict[fx.Node, None] = field(default_factory=dict)
     exposed: dict[fx.Node, Fraction] = field(default_factory=dict)
 
@@ -57,12 +58,14 @@ def replay(order: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], sharing:
                     world.done[node] = None
                 if computing is None:
                     continue
-        running = {lane: queue[0] for lane, queue in world.left.items() if queue and _may_run(queue[0][0], world)}
-        links = [sharing.link_of(lane) for lane in running]
-        speed = {lane: Fraction(1, links.count(sharing.link_of(lane))) for lane in running}
-        taken = sum((speed[lane] * share for lane in running if lane.startswith("group:")), Fraction(0))
+        running = _running(world, sharing)
+        links = [sharing.link_of(lane) for lane, _ in running]
+        gain = {link: Fraction(sharing.gains.get(link, 1.0)) for link in links}
+        speeds = [min(Fraction(1), gain[link] / links.count(link)) for link in links]
+        moving = list(zip(running, speeds, strict=True))
+        taken = sum((speed * share for (lane, _), speed in moving if lane.startswith("group:")), Fraction(0))
         pace = max(Fraction(0), 1 - taken)
-        changes = [entry[1] / speed[lane] for lane, entry in running.items()]
+        changes = [entry[1] / speed for (_, entry), speed in moving]
         if computing is not None and (pace or not computing):
             changes.append(computing / pace if computing else Fraction(0))
         step = min(changes)
@@ -73,12 +76,23 @@ def replay(order: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], sharing:
             computing -= step * pace
             if not computing:
                 computing = None
-        for lane, entry in running.items():
-            entry[1] -= step * speed[lane]
+        for (lane, entry), speed in moving:
+            entry[1] -= step * speed
             if not entry[1]:
                 world.done[entry[0]] = None
-                world.left[lane].pop(0)
+                world.left[lane].remove(entry)
     return world
+
+
+def _running(world: World, sharing: Sharing) -> list[tuple[str, list[Any]]]:
+    """The first of each queue, up to one that waits for what it reads."""
+    found: list[tuple[str, list[Any]]] = []
+    for lane, queue in world.left.items():
+        for entry in queue[: sharing.at_once if lane.startswith("group:") else 1]:
+            if not _may_run(entry[0], world):
+                break
+            found.append((lane, entry))
+    return found
 
 
 def _blocked(node: fx.Node, cost: NodeCost, world: World) -> fx.Node | None:

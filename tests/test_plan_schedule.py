@@ -85,13 +85,18 @@ def test_small_schedules_are_close_to_the_optimum(request: pytest.FixtureRequest
     assert close >= SHARE * graphs, ordered
 
 
-SHARINGS = (Sharing(), Sharing(compute_share=0.5), Sharing(links={"group:0": "eth0", "group:1": "eth0"}))
+SHARINGS = (
+    Sharing(),
+    Sharing(compute_share=0.5),
+    Sharing(links={"group:0": "eth0", "group:1": "eth0"}),
+    Sharing(at_once=2, gains={"group:0": 1.5}),
+)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_schedule_keeps_what_it_must(seed: int) -> None:
     """Judged by a second account of the machine, from a random order of the step."""
-    case, sharing = Case.draw(seed), SHARINGS[seed % 3]
+    case, sharing = Case.draw(seed), SHARINGS[seed % len(SHARINGS)]
     order = shuffled_starts(case.step, seed)
     plan = case.plan(order, sharing)
     assert sorted(plan.order, key=order.index) == order

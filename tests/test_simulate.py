@@ -87,6 +87,10 @@ def two_gathers(second: str) -> fx.GraphModule:
         ("v", None, (4.0, 6.0), (0.0, 1.0)),
         # Two lanes of one link: each at half speed until w is done at 8, and v alone for the last 2 us.
         ("v", Sharing(links={"group:0": "eth0", "group:1": "eth0"}), (8.0, 10.0), (3.0, 2.0)),
+        # Two at once of one lane, which get 1.6 times through what one does: each at 0.8 until w is done at 5.
+        ("u", Sharing(at_once=2, gains={"group:0": 1.6}), (5.0, 7.0), (0.0, 2.0)),
+        # They would go no faster than alone if the link had room for more.
+        ("u", Sharing(at_once=2, gains={"group:0": 3.0}), (4.0, 6.0), (0.0, 1.0)),
         # Copies that take half of the core: compute is slowed down to 5 + (4 + 1) us; both at once stop it.
         ("u", Sharing(compute_share=0.5), (4.0, 10.0), (0.0, 0.0)),
         ("v", Sharing(compute_share=0.5), (4.0, 6.0), (0.0, 0.0)),
@@ -174,7 +178,10 @@ def test_a_second_account_of_the_machine_agrees(seed: int) -> None:
     step = draw_step(seed, layers=5)
     order = shuffled(step.order, seed)
     links = {"group:0": "eth0", "group:1": "eth0"} if seed % 3 == 0 else {}
-    sharing = Sharing(links=links, compute_share=(0.0, 0.25, 0.5, 1.0)[seed % 4])
+    gains = {"eth0": 1.5, "group:0": 1.25} if seed % 5 else {}
+    sharing = Sharing(
+        links=links, at_once=1 + seed % 2, gains=gains, compute_share=(0.0, 0.25, 0.5, 1.0)[seed // 2 % 4]
+    )
     storages = storages_of(order, inputs_die=seed % 2 == 0)
     found = simulate(order, step.costs, sharing, storages)
     expected = replay(order, step.costs, sharing)
@@ -209,3 +216,7 @@ def test_refusals_name_the_node() -> None:
         simulate(order, costs | {order[-2]: NodeCost("compute", -1.0)})
     with pytest.raises(ValueError, match=r"simulate: compute_share=1\.5 is the part of .* write a number from 0 to 1"):
         Sharing(compute_share=1.5)
+    with pytest.raises(ValueError, match="simulate: at_once=0 collectives of a group; write 1 or more"):
+        Sharing(at_once=0)
+    with pytest.raises(ValueError, match=r"simulate: transfers at once get 0\.5 times as much through eth0"):
+        Sharing(gains={"eth0": 0.5})

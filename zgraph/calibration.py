@@ -12,8 +12,9 @@ import statistics
 import tempfile
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from zgraph.torch_compat import all_gather
 _POINT_S = 0.2  # of measuring one size of one kind
 _SMALL_BYTES = (256, 4096)  # their time is latency
 _LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
+_GLOO_THREADS = 2  # of one process group, each of which runs a collective
 
 
 def calibrate(
@@ -108,6 +110,13 @@ class _Ranks:
         index = torch.accelerator.current_device_index() if kind != "cpu" else None
         return cls(torch.device(kind, index) if index is not None else torch.device(kind), groups)
 
+    @property
+    def backend(self) -> str:
+        """Of the groups; of a process alone that which it would use."""
+        if self.groups:
+            return dist.get_backend(self.groups[0])
+        return "gloo" if self.device.type == "cpu" else "nccl"
+
     def slowest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over all ranks, the same everywhere: along one axis after the other."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -174,6 +183,8 @@ def _measure(ranks: _Ranks) -> Hardware:
         device_to_host=to_host,
         disk=alone.disk,
         links=links,
+        backend=ranks.backend,
+        collectives_at_once=_GLOO_THREADS if ranks.backend == "gloo" else 1,
         cpu_us_per_wire_byte=cpu_us,
     )
 
@@ -254,12 +265,44 @@ def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
             us, cpu_us = (statistics.median(each) for each in zip(*times, strict=True))
             points.append((4 * numel * (world - 1), us))
             cpu.append((4 * numel * (world - 1), cpu_us))
-    slowest = ranks.slowest([us for _, us in (*points, *cpu)])
+    slowest = ranks.slowest([*(us for _, us in (*points, *cpu)), _stream_us(ranks, group)])
     sizes = [sent for sent, _ in points]
-    link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
-    burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
+    *times, stream_us = slowest
+    link = fit_link(list(zip(sizes, times[: len(sizes)], strict=True)), messages=world - 1)
+    link = replace(link, gain_at_once=max(1.0, 1 / (stream_us * link.bytes_per_us)))
+    burnt = fit_link(list(zip(sizes, times[len(sizes) :], strict=True)), messages=world - 1)
     on_one_node = _same_host(ranks, group) == world
     return _Axis(link, on_one_node, 1 / burnt.bytes_per_us if ranks.device.type == "cpu" else 0.0)
+
+
+def _stream_us(ranks: _Ranks, group: ProcessGroup) -> float:
+    """Of a byte that is sent while others of the group are under way: both kinds in turn, three in flight."""
+    world = dist.get_world_size(group)
+    numel = MIB // 2 // (world - 1) // 4 + 1
+    own = torch.ones(numel, device=ranks.device)
+    pieces = torch.ones(numel * world, device=ranks.device)
+    results = [torch.empty_like(pieces) for _ in range(3)]
+
+    def stream(count: int) -> None:
+        under_way: deque[dist.Work] = deque()
+        for number in range(count):
+            if len(under_way) == len(results):
+                under_way.popleft().wait()
+            result = results[number % len(results)]
+            if number % 2:
+                work = dist.all_to_all_single(result, pieces, group=group, async_op=True)
+            else:
+                work = all_gather(result, own, group, async_op=True)
+            assert work is not None
+            under_way.append(work)
+        for work in under_way:
+            work.wait()
+
+    few, many = 4, 10  # their difference leaves out what the first and the last do alone
+    stream(few)
+    times = [[_timed(ranks, lambda count=count: stream(count))[0] for count in (few, many)] for _ in range(3)]
+    us = statistics.median(more - less for less, more in times)
+    return max(us, 1.0) / ((many - few) * 4 * numel * (world - 1))
 
 
 def _timed(ranks: _Ranks, run: Callable[[], object]) -> tuple[float, float]:

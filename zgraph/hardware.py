@@ -24,12 +24,18 @@ class Link:
     Attributes:
         latency_us: of one message.
         bytes_per_us: that one rank sends while all other ranks of its node send too.
+        gain_at_once: how many times that several transfers at once get through; more than 1 where one alone does not
+            fill the link, as one collective of gloo does not.
     """
 
     latency_us: float
     bytes_per_us: float
+    gain_at_once: float = 1.0
 
     def __post_init__(self) -> None:
+        _check("Link", "gain_at_once", self.gain_at_once)
+        if self.gain_at_once < 1:
+            raise ValueError(f"zgraph.Link: gain_at_once={self.gain_at_once} is a loss; write 1 or more.")
         _check("Link", "latency_us", self.latency_us, zero_allowed=True)
         _check("Link", "bytes_per_us", self.bytes_per_us)
 
@@ -54,6 +60,7 @@ class Hardware:
             1 for the innermost axis. All process groups along one axis have it in common; their names differ.
         host_to_device, device_to_host, disk: of one rank.
         backend: of torch.distributed between its ranks.
+        collectives_at_once: how many of one group run at once: one on NCCL, two threads work for each group of gloo.
         cpu_us_per_wire_byte: time of the compute lane that a byte costs where no device of its own moves it.
     """
 
@@ -70,10 +77,11 @@ class Hardware:
     disk: Link
     links: Mapping[int, Link] = field(default_factory=dict[int, Link], hash=False)
     backend: str = "gloo"
+    collectives_at_once: int = 1
     cpu_us_per_wire_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes_per_us", "memory_bytes", "ranks_per_node"):
+        for name in ("memory_bytes_per_us", "memory_bytes", "ranks_per_node", "collectives_at_once"):
             _check("Hardware", name, getattr(self, name))
         for name in ("launch_us", "cpu_us_per_wire_byte"):
             _check("Hardware", name, getattr(self, name), zero_allowed=True)
@@ -98,6 +106,11 @@ class Hardware:
         """
         peak = self.flops_per_us.get(dtype) or self.flops_per_us[torch.float32]
         return _most(self.launch_us * launches, flops / peak, moved_bytes / self.memory_bytes_per_us)
+
+    def link_along(self, stride: int) -> Link:
+        """What a group is bound by whose neighbours are `stride` ranks apart."""
+        alone = self.ranks_per_node // stride <= 1
+        return self.links.get(stride, self.inter_node if alone else self.intra_node)
 
     def collective_us(self, kind: str, sent_bytes: Any, size: Any, stride: int = 1) -> Any:
         """Of one collective, from its start to its result.
@@ -223,6 +236,7 @@ def _presets() -> dict[str, Hardware]:
         host_to_device=copy,
         device_to_host=copy,
         disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
+        collectives_at_once=2,
     )
     return {hardware.name: hardware for hardware in (a100, h100, h200, cpu)}
 

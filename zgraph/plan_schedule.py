@@ -255,8 +255,9 @@ def latest_starts(problem: Problem) -> dict[int, float]:
 
 
 def _hides(problem: Problem, start: int) -> float:
-    """How much compute fits beside a collective."""
-    return problem.work.us[start] * (1 - problem.work.sharing.compute_share)
+    """How much compute fits beside a collective, in a stream of them."""
+    work = problem.work
+    return work.us[start] * max(0.0, 1 / work.capacities[problem.link_of(start)] - work.sharing.compute_share)
 
 
 def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, float]]:
@@ -308,16 +309,17 @@ class _Promise:
         free: dict[str, float] = {}
         for lane, name in enumerate(problem.work.lanes):
             link = problem.work.sharing.link_of(name)
-            free[link] = free.get(link, clock.now) + clock.backlog_us(lane)
+            free[link] = free.get(link, clock.now) + clock.backlog_us(lane) / problem.work.capacities[link]
         done = dict(free)
         left = 0.0
         for queue, head in zip(problem.queues, state.heads, strict=True):
             link = problem.link_of(queue[0])
             at = free.get(link, clock.now)
+            capacity = problem.work.capacities.get(link, 1.0)
             for start in queue[head : head + AHEAD]:
-                at += problem.work.us[start]
+                at += problem.work.us[start] / capacity
                 end = max(end, at + problem.spine_at[-1] - problem.spine_at[problem.use[start]])
-            todo = sum(problem.work.us[start] for start in queue[head:])
+            todo = sum(problem.work.us[start] for start in queue[head:]) / capacity
             left += todo
             done[link] = done.get(link, clock.now) + todo
         return cls(state.excess_bytes(problem.limits), max(end, *done.values()), left, state.ledger.alive_bytes)

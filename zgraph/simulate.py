@@ -1,7 +1,7 @@
 """Runs a schedule on paper: lanes, exposed time, memory curve.
 
 The machine: one host program issues nodes in order. Compute runs in that order on its lane; a collective's start puts
-it at the end of its group's queue, where it runs concurrently, and a wait blocks the compute lane until it is done:
+it at the end of its group's queue, whose first run beside compute, and a wait blocks the compute lane until it is done:
 
     compute   [mm][mm]......[mm]          . exposed: the compute lane waits
     group:0    [-----gather----]
@@ -32,16 +32,28 @@ class Sharing:
     """What lanes take from one another.
 
     Attributes:
-        links: the link behind a lane. What runs at once on n lanes of one link runs at 1/n of its speed. A lane that is
-            not listed has a link to itself.
+        links: the link behind a lane. A lane that is not listed has a link to itself.
+        at_once: how many collectives of one group run at once; they begin in order.
+        gains: by link, how much more several transfers at once get through than one alone, which some transports do not
+            let fill a link. n of them run at gain/n of their speed alone, or at all of it. 1 where none is listed.
         compute_share: the part of a collective's time that it takes from compute which runs beside it: 0 where copies
             have engines of their own, up to 1 where one core does both (gloo).
     """
 
     links: Mapping[str, str] = field(default_factory=dict[str, str])
+    at_once: int = 1
+    gains: Mapping[str, float] = field(default_factory=dict[str, float])
     compute_share: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.at_once < 1:
+            raise ValueError(f"simulate: at_once={self.at_once} collectives of a group; write 1 or more.")
+        for link, gain in self.gains.items():
+            if not (math.isfinite(gain) and gain >= 1):
+                raise ValueError(
+                    f"simulate: transfers at once get {gain} times as much through {link} as one alone does; write 1 "
+                    "or more."
+                )
         if not 0 <= self.compute_share <= 1:
             raise ValueError(
                 f"simulate: compute_share={self.compute_share} is the part of a collective's time that it takes from "
@@ -50,6 +62,17 @@ class Sharing:
 
     def link_of(self, lane: str) -> str:
         return self.links.get(lane, lane)
+
+    def at_once_on(self, lane: str) -> int:
+        return self.at_once if lane.startswith(_GROUP) else 1
+
+    def capacities(self, lanes: Iterable[str]) -> dict[str, float]:
+        """The most that runs on each link, in transfers at their speed alone."""
+        at_once = dict[str, int]()
+        for lane in lanes:
+            link = self.link_of(lane)
+            at_once[link] = at_once.get(link, 0) + self.at_once_on(lane)
+        return {link: min(float(count), self.gains.get(link, 1.0)) for link, count in at_once.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +178,7 @@ class Work:
         numbers: the same, the other way round.
         us: of each node.
         lanes: the names of the lanes beside compute.
+        capacities: of the links behind them.
         lane: of each node: a position in `lanes`, or one of the constants below.
         pending: of each node: the collectives and copies whose results it reads, directly or through views.
         sharing: of the lanes.
@@ -164,6 +188,7 @@ class Work:
     numbers: Mapping[fx.Node, int]
     us: list[float]
     lanes: tuple[str, ...]
+    capacities: Mapping[str, float]
     lane: list[int]
     pending: list[tuple[int, ...]]
     sharing: Sharing
@@ -198,7 +223,7 @@ class Work:
                 elif lane[position] == cls.IN_NO_TIME:
                     behind |= dict.fromkeys(pending[position])
             pending.append(tuple(behind))
-        return cls(tuple(order), numbers, us, tuple(lanes), lane, pending, sharing)
+        return cls(tuple(order), numbers, us, tuple(lanes), sharing.capacities(lanes), lane, pending, sharing)
 
 
 def _cost_of(node: fx.Node, costs: Mapping[fx.Node, NodeCost]) -> NodeCost:
@@ -237,9 +262,12 @@ class Clock:
         self.last = _NOTHING  # what the program was held up by last
         links = [work.sharing.link_of(name) for name in work.lanes]
         self._link = [links.index(link) for link in links]
+        self._gain = [work.sharing.gains.get(link, 1.0) for link in links]
         self._takes = [work.sharing.compute_share if name.startswith(_GROUP) else 0.0 for name in work.lanes]
-        self._queues: list[deque[int]] = [deque() for _ in work.lanes]
-        self._left: dict[int, float] = {}  # by lane that is running: what is left of it at `_stamp`, at full speed
+        self._free = [work.sharing.at_once_on(name) for name in work.lanes]  # how many more may run
+        self._on_link = [0] * len(links)  # how many run
+        self._queues: list[deque[int]] = [deque() for _ in work.lanes]  # those that have not begun
+        self._left: dict[int, float] = {}  # of those that run: what is left at `_stamp`, at their speed alone
         self._stamp = 0.0
         self._next = math.inf  # when the first of those running ends, at present speeds
         self._rate = 1.0  # of compute, while they run
@@ -252,9 +280,8 @@ class Clock:
             self.begin[node] = self.end[node] = self.now
         elif lane >= 0:
             self._queues[lane].append(node)
-            if len(self._queues[lane]) == 1:
-                self._begin(lane, self.last)
-                self._finish_due()
+            self._begin(lane, self.last)
+            self._finish_due()
         else:
             self.begin[node] = self.now
             self.cause[node] = self.last
@@ -273,16 +300,17 @@ class Clock:
         new.begin, new.end = self.begin.copy(), self.end.copy()
         new.exposed, new.hidden, new.cause = self.exposed.copy(), self.hidden.copy(), self.cause.copy()
         new._queues = [queue.copy() for queue in self._queues]
-        new._left = self._left.copy()
+        new._left, new._free, new._on_link = self._left.copy(), self._free.copy(), self._on_link.copy()
         return new
 
     def backlog_us(self, lane: int) -> float:
-        """How long a lane would take for what it has been given, with its link to itself."""
+        """How long a lane would take for what it has been given, one after the other."""
         given = sum(self.work.us[node] for node in self._queues[lane])
-        if lane not in self._left:
-            return given
-        left = self._left[lane] - (self.now - self._stamp) * self._speed(lane)
-        return given - self.work.us[self._queues[lane][0]] + max(0.0, left)
+        passed = self.now - self._stamp
+        for node, left in self._left.items():
+            if self.work.lane[node] == lane:
+                given += max(0.0, left - passed * self._speed(lane))
+        return given
 
     def is_done(self, node: int) -> bool:
         return self.end[node] <= self.now
@@ -301,9 +329,11 @@ class Clock:
             for node, begin, end, lane in zip(work.nodes, self.begin, self.end, work.lane, strict=True)
         }
         busy = dict.fromkeys([COMPUTE, *work.lanes], 0.0)
+        until = dict.fromkeys(busy, 0.0)
         for span in spans.values():
-            if span.lane:
-                busy[span.lane] += span.us
+            if span.lane:  # those of one lane begin in order, and some run at once
+                busy[span.lane] += max(0.0, span.end_us - max(span.begin_us, until[span.lane]))
+                until[span.lane] = max(until[span.lane], span.end_us)
         last = max(
             (number for number, us in enumerate(work.us) if us), key=lambda number: self.end[number], default=None
         )
@@ -339,52 +369,62 @@ class Clock:
         self._finish_due()
 
     def _begin(self, lane: int, cause: int) -> None:
-        """Run the first of a lane's queue, if what it reads is there."""
-        node = self._queues[lane][0]
-        if any(self.end[start] > self.now for start in self.work.pending[node]):
-            return  # the end of what it reads will come back to it
-        self._catch_up()
-        self.begin[node] = self.now
-        self.hidden[node] = self._idle
-        self.cause[node] = cause
-        self._left[lane] = self.work.us[node]
-        self._look_ahead()
+        """Let the first of a lane's queue run, while there is room and what they read is there."""
+        queue = self._queues[lane]
+        while queue and self._free[lane]:
+            node = queue[0]
+            if any(self.end[start] > self.now for start in self.work.pending[node]):
+                return  # the end of what it reads will come back to it
+            self._catch_up()
+            queue.popleft()
+            self._count(lane, 1)
+            self.begin[node] = self.now
+            self.hidden[node] = self._idle
+            self.cause[node] = cause
+            self._left[node] = self.work.us[node]
+            self._look_ahead()
 
     def _finish_due(self) -> None:
         while self._next <= self.now:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        """End what ends now, and let its lane go on."""
-        lane = min(self._left, key=lambda lane: self._left[lane] / self._speed(lane))
-        self._left[lane] = self._speed(lane) * (self._next - self._stamp)  # exactly, whatever was rounded
+        """End what ends now, and let what waits for it begin."""
+        node = min(self._left, key=lambda node: self._left[node] / self._speed(self.work.lane[node]))
+        lane = self.work.lane[node]
+        self._left[node] = self._speed(lane) * (self._next - self._stamp)  # exactly, whatever was rounded
         self._catch_up()
-        del self._left[lane]
-        node = self._queues[lane].popleft()
+        del self._left[node]
+        self._count(lane, -1)
         self.end[node] = self.now
         self.hidden[node] = self.now - self.begin[node] - (self._idle - self.hidden[node])
         self._look_ahead()
-        for other, queue in enumerate(self._queues):
-            if queue and other not in self._left:
-                self._begin(other, node)
+        for other in range(len(self._queues)):
+            self._begin(other, node)
+
+    def _count(self, lane: int, more: int) -> None:
+        self._free[lane] -= more
+        self._on_link[self._link[lane]] += more
 
     def _catch_up(self) -> None:
         """Bring what is left of those running up to now."""
-        for lane in self._left:
-            self._left[lane] = max(0.0, self._left[lane] - (self.now - self._stamp) * self._speed(lane))
+        for node in self._left:
+            speed = self._speed(self.work.lane[node])
+            self._left[node] = max(0.0, self._left[node] - (self.now - self._stamp) * speed)
         self._stamp = self.now
 
     def _look_ahead(self) -> None:
         """When the first of those running ends, and how fast compute is until then."""
         self._next, taken = math.inf, 0.0
-        for lane, left in self._left.items():
+        for node, left in self._left.items():
+            lane = self.work.lane[node]
             speed = self._speed(lane)
             self._next = min(self._next, self._stamp + left / speed)
             taken += self._takes[lane] * speed
         self._rate = max(0.0, 1.0 - taken)
 
     def _speed(self, lane: int) -> float:
-        return 1.0 / sum(self._link[other] == self._link[lane] for other in self._left)
+        return min(1.0, self._gain[lane] / self._on_link[self._link[lane]])
 
 
 class Ledger:

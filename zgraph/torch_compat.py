@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -61,10 +61,10 @@ def resolve_group(group_name: str) -> ProcessGroup:
     return _resolve_process_group(cast(Any, group_name))
 
 
-def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Gather equal pieces into one tensor. 2.13 renames all_gather_into_tensor and warns of the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
-    gather(output, input, group=group)  # pyright: ignore[reportDeprecated]
+    return gather(output, input, group=group, async_op=async_op)  # pyright: ignore[reportDeprecated]
 
 
 def default_store() -> Store:
@@ -445,6 +445,13 @@ def raise_through_dynamo(message: str) -> NoReturn:
             return message
 
     raise OptionError(message, first_useful_frame=inspect.currentframe()) from None
+
+
+def without_fake_mode() -> AbstractContextManager[Any]:
+    """Real tensors while a compile is under way: torch._subclasses.fake_tensor.unset_fake_temporarily (2.11 - 2.13)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def fake_mode_of(values: Sequence[object]) -> Any:

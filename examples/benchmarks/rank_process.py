@@ -10,6 +10,7 @@ import os
 import socket
 import statistics
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -22,9 +23,11 @@ from typing import Any, Self, TypeVar
 import netns
 import torch
 import torch.distributed as dist
+from builders import Setting, Trainer
 from heap import Heap, HeapPeak
-from strategies import ModelConfig, Setting, Strategy, Trainer, make_batch, strategies
+from strategies import Strategy, strategies
 from torch.distributed.device_mesh import init_device_mesh
+from workload import ModelConfig, make_batch
 
 # The first step compiles, DDP lays its buckets out anew in the second, and the third is like all that follow.
 WARM_UP_STEPS = 3
@@ -74,6 +77,7 @@ class Row:
     optimizer_s: list[float] = field(default_factory=list[float])
     sent_bytes: list[int] = field(default_factory=list[int])
     peak_bytes: int = 0
+    predictions: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 def main() -> None:
@@ -94,9 +98,8 @@ def main() -> None:
     ranks = len(plan.addresses)
     meeting_point = f"tcp://{plan.addresses[0]}:{_STORE_PORT}"
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks, timeout=_TIMEOUT)
-    setting = Setting(plan.model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)))
-
     link = {"goodput_bytes_per_s": measure_goodput(plan, rank), **measure_all_gather(plan)}
+    setting = make_setting(plan, rank)
     rows: list[Row] = []
     trainers: list[Trainer] = []
     for name in plan.strategies:
@@ -117,6 +120,17 @@ def main() -> None:
     # Not an ordinary return: gloo's thread may still be freeing the tensor of that barrier, for which it needs the
     # interpreter, and asking an interpreter that is shutting down aborts the process.
     os._exit(0)
+
+
+def make_setting(plan: Plan, rank: int) -> Setting:
+    mesh = init_device_mesh("cpu", (len(plan.addresses),), mesh_dim_names=("dp",))
+    if not any("zgraph" in name or "overlap" in name for name in plan.strategies):
+        return Setting(plan.model, mesh)
+    import zgraph
+
+    _say(rank, "calibrating")
+    with tempfile.TemporaryDirectory() as nothing_kept:
+        return Setting(plan.model, mesh, zgraph.calibrate(mesh, cache=nothing_kept))
 
 
 def measure_goodput(plan: Plan, rank: int) -> float:
@@ -184,6 +198,7 @@ def build(row: Row, setting: Setting, rank: int) -> Trainer:
     for _ in range(WARM_UP_STEPS):
         train_step(trainer, make_batch(setting.config, row.steps_done, rank))
         row.steps_done += 1
+    row.predictions = [asdict(one) for one in trainer.predictions]
     return trainer
 
 
@@ -207,7 +222,7 @@ def train_step(trainer: Trainer, batch: torch.Tensor) -> tuple[float, float, flo
     """One step; returns the loss, and the seconds until the gradients were there and for the rest."""
     start = time.perf_counter()
     loss = trainer.loss(batch)
-    loss.backward()
+    trainer.backward(loss)
     backward_done = time.perf_counter()
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
@@ -233,16 +248,18 @@ def measure_peak(heap: Heap, trainers: list[Trainer], batch: torch.Tensor) -> in
 def summarize(row: Row) -> Mapping[str, Any]:
     """Join the ranks: the slowest one's times, the largest counters and peaks, the mean loss. Called on every rank."""
     step_s = _on_all_ranks([sum(parts) for parts in zip(row.backward_s, row.optimizer_s, strict=True)])
-    optimizer_s = _on_all_ranks(row.optimizer_s)
+    backward_s, optimizer_s = _on_all_ranks(row.backward_s), _on_all_ranks(row.optimizer_s)
     # Alone, each rank fits its own data only: that loss is no result.
     loss = statistics.fmean(_on_all_ranks(row.loss)) if row.strategy.compute is not None else None
     return {
         "step_ms": [1e3 * max(seconds) for seconds in zip(*step_s, strict=True)],
+        "backward_ms": [1e3 * max(seconds) for seconds in zip(*backward_s, strict=True)],
         "optimizer_ms": [1e3 * max(seconds) for seconds in zip(*optimizer_s, strict=True)],
         "payload_bytes": row.payload_bytes,
         "sent_bytes": max(_on_all_ranks(statistics.median(row.sent_bytes))),
         "peak_bytes": max(_on_all_ranks(row.peak_bytes)),
         "loss": loss,
+        "predictions": row.predictions,
     }
 
 

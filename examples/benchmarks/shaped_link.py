@@ -28,23 +28,33 @@ from typing import Any
 import torch
 from netns import FRAME_BYTES, INTERFACE, TCP_PAYLOAD_BYTES, NetworkError, ShapedNetwork, parse_rate
 from rank_process import Plan
-from strategies import LanguageModel, ModelConfig, Strategy, strategies
+from strategies import Strategy, strategies
+from workload import LanguageModel, ModelConfig
 
 _EPILOG = f"""\
 strategies, in the order in which a repetition runs them:
   compute-*         the arithmetic of a step on every rank at once, nothing sent: eager, with blocks compiled by
                     aot_eager, with everything compiled by zgraph; fp32 unless the name ends in bf16
   ddp               DistributedDataParallel; -fp16 and -powersgd with the hook of that name
+  deepspeed-2, -3   ZeRO stages 2 and 3 (pip install deepspeed; left out where it is not installed)
   fsdp2             fully_shard of each block and of the rest; -bf16 gathers bf16 and reduces fp32; -compiled compiles
                     the blocks with aot_eager (Inductor's C++ compilation takes minutes on one core)
-  zgraph-0, -3      ZeRO stage 0 and 3, compiled by zgraph with the fx lowering; -bf16 gathers bf16, sends bf16
-                    gradients and sums them in fp32; -eager is not compiled: the reference, not a way to train
+  simplefsdp        SimpleFSDP's graph under the lowering of the zgraph rows: a gather for each parameter, a
+                    reduce_scatter for each gradient; -overlap bucketed and scheduled by PyTorch's
+                    schedule_overlap_bucketing, which is told what things cost here
+  torch-overlap     the same scheduler on zgraph's own collectives, which send half of what gloo's reduce_scatter does
+  zgraph-0 ... -3   ZeRO stages 0 to 3, planned for the measured machine and compiled with the fx lowering; -bf16
+                    gathers bf16, sends bf16 gradients and sums them in fp32; -rules is scheduled without costs; -eager
+                    is not compiled: the reference, not a way to train
 a strategy brings the compute-* row of its floor along.
 
 columns:
   step ms           median over all timed steps of the slowest rank, and the quartiles around it
   floor ms, x       max(compute alone, formula / goodput), and the step as a multiple of it; where the optimizer is
                     sharded, compute alone counts 1/ranks of the optimizer's time
+  exposed ms        what forward and backward take longer than compute alone: measured, and as zgraph predicted when it
+                    compiled
+  error             of the time that zgraph predicted for forward and backward
   formula MB        payload a rank sends per step when every collective moves a ring's volume, at the dtype on the wire;
                     P bytes of parameters on N ranks: an all_reduce 2P(N-1)/N, stage 3 gathers twice and reduces once,
                     3P(N-1)/N (a little can be saved: backward does not read the embeddings)
@@ -134,16 +144,16 @@ def choose_strategies(names: Sequence[str] | None) -> list[Strategy]:
         BenchmarkError: a name is unknown, or asks for zgraph where it is not installed.
     """
     table = strategies()
-    has_zgraph = importlib.util.find_spec("zgraph") is not None
+    missing = {module for module in ("zgraph", "deepspeed") if importlib.util.find_spec(module) is None}
     if names is None:
-        names = [name for name in table if has_zgraph or "zgraph" not in name]
-        if not has_zgraph:
-            print("zgraph is not installed: its strategies are left out", file=sys.stderr)
+        names = [name for name, strategy in table.items() if strategy.needs not in missing]
+        for module in sorted(missing):
+            print(f"{module} is not installed: its strategies are left out", file=sys.stderr)
     for name in names:
         if name not in table:
             raise BenchmarkError(f"strategy {name!r} is unknown; choose from {', '.join(table)}")
-        if "zgraph" in name and not has_zgraph:
-            raise BenchmarkError(f"strategy {name!r} needs zgraph: pip install -e . in the repository")
+        if table[name].needs in missing:
+            raise BenchmarkError(f"strategy {name!r} needs {table[name].needs}, which is not installed")
     wanted = {*names, *(table[name].compute for name in names)}
     return [strategy for name, strategy in table.items() if name in wanted]
 
@@ -188,14 +198,28 @@ def add_floors(
                 "floor_ms": floor_ms,
                 "step_over_floor": row["step_ms_median"] / floor_ms,
                 "sent_over_payload": row["sent_bytes"] / row["payload_bytes"],
+                "exposed_ms": statistics.median(row["backward_ms"]) - statistics.median(alone["backward_ms"]),
+            }
+        if row["predictions"]:
+            predicted_ms = sum(graph["step_ms"] for graph in row["predictions"])
+            compute_ms = sum(graph["compute_ms"] for graph in row["predictions"])
+            row |= {
+                "predicted_ms": predicted_ms,
+                "predicted_exposed_ms": predicted_ms - compute_ms,
+                "prediction_error": predicted_ms / statistics.median(row["backward_ms"]) - 1,
             }
         rows[strategy.name] = row
     return rows
 
 
 def find_failures(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]]) -> list[str]:
-    """One line per broken promise about bytes."""
+    """One line per broken promise about bytes and losses."""
     return [
+        f"{strategy.name} ends with the loss {rows[strategy.name]['loss']!r}, {strategy.equal_loss} with "
+        f"{rows[strategy.equal_loss]['loss']!r}; they promise to be equal in every bit"
+        for strategy in chosen
+        if strategy.equal_loss in rows and rows[strategy.equal_loss]["loss"] != rows[strategy.name]["loss"]
+    ] + [
         f"{strategy.name} sent {rows[strategy.name]['sent_over_payload']:.3f} times its formula; "
         f"it promises at most {strategy.payload_limit}"
         for strategy in chosen
@@ -214,17 +238,21 @@ def render(report: dict[str, Any]) -> str:
         f"counted {link['all_gather_counted_per_payload_byte']:.3f} bytes per payload byte",
         "",
         f"{'strategy':<20} {'step ms':>8} {'quartiles':>15} {'floor ms':>9} {'x':>5} "
+        f"{'exposed ms':>10} {'predicted':>9} {'error':>6} "
         f"{'formula MB':>11} {'sent MB':>8} {'x':>6} {'peak MiB':>9} {'loss':>8}",
     ]
     for name, row in report["rows"].items():
         quartiles = f"{row['step_ms_low']:.1f}-{row['step_ms_high']:.1f}"
-        floor = ratio = payload = sent_ratio = loss = "-"
+        floor = ratio = payload = sent_ratio = loss = exposed = predicted = error = "-"
         if row["loss"] is not None:
             floor, ratio = f"{row['floor_ms']:.1f}", f"{row['step_over_floor']:.2f}"
             payload, sent_ratio = f"{row['payload_bytes'] / 1e6:.2f}", f"{row['sent_over_payload']:.3f}"
-            loss = f"{row['loss']:.4f}"
+            loss, exposed = f"{row['loss']:.4f}", f"{row['exposed_ms']:.1f}"
+        if "predicted_ms" in row:
+            predicted, error = f"{row['predicted_exposed_ms']:.1f}", f"{row['prediction_error']:+.1%}"
         lines.append(
             f"{name:<20} {row['step_ms_median']:>8.1f} {quartiles:>15} {floor:>9} {ratio:>5} "
+            f"{exposed:>10} {predicted:>9} {error:>6} "
             f"{payload:>11} {row['sent_bytes'] / 1e6:>8.2f} {sent_ratio:>6} "
             f"{row['peak_bytes'] / 2**20:>9.1f} {loss:>8}"
         )

@@ -1,4 +1,4 @@
-"""The training set-ups that are compared: one small language model, and the table of ways to train it on many ranks.
+"""The table of ways to train one model on many ranks, and what each should send.
 
 Every strategy starts from the same weights, sees the same tokens and steps the same optimizer; they differ only in what
 they send and when. Each names the compute-alone strategy that runs the same arithmetic under the same lowering without
@@ -7,120 +7,29 @@ a network, and has a formula for what it sends, so that a step can be held again
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel
-
-SEED = 1234
-
-POWERSGD_RANK = 4
-POWERSGD_MIN_COMPRESSION = 2
-# Error feedback and warm start need two plain steps first; the benchmark's own warm-up is longer.
-POWERSGD_START_STEP = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Sizes of the model and of one rank's batch.
-
-    By default a step sends for longer than it computes on a 1 Gbit/s link, and computes for about a tenth of a second.
-    """
-
-    vocabulary: int = 2048
-    width: int = 256
-    layers: int = 8
-    heads: int = 4
-    sequence: int = 64
-    batch: int = 2
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} cannot be split over {self.heads} heads")
-
-
-class Block(nn.Module):
-    """Causal attention and a feed-forward layer, both behind a norm and beside a residual."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.heads = config.heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.feed_forward_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        batch, sequence, width = hidden.shape
-        heads = self.query_key_value(self.attention_norm(hidden))
-        heads = heads.view(batch, sequence, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        query, key, value = heads.unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, sequence, width))
-        return hidden + self.down(F.gelu(self.up(self.feed_forward_norm(hidden))))
-
-
-class LanguageModel(nn.Module):
-    """A decoder-only transformer that returns its own loss."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.token = nn.Embedding(config.vocabulary, config.width)
-        self.position = nn.Embedding(config.sequence, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Mean cross entropy of predicting tokens[:, 1:] from what stands before; tokens is [batch, sequence + 1]."""
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        hidden = self.token(inputs) + self.position(torch.arange(inputs.shape[1]))
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(self.norm(hidden)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def make_batch(config: ModelConfig, step: int, rank: int) -> Tensor:
-    """[batch, sequence + 1] tokens that count upwards in a stride of their own; a function of step and rank alone."""
-    generator = torch.Generator().manual_seed(SEED + 1_000_003 * step + rank)
-    start = torch.randint(config.vocabulary, (config.batch, 1), generator=generator)
-    stride = torch.randint(1, 5, (config.batch, 1), generator=generator)
-    return (start + stride * torch.arange(config.sequence + 1)) % config.vocabulary
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """What one strategy holds between steps."""
-
-    loss: Callable[[Tensor], Tensor]
-    optimizer: torch.optim.Optimizer
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What every strategy is built from."""
-
-    config: ModelConfig
-    mesh: DeviceMesh
-
-    def new_model(self) -> LanguageModel:
-        torch.manual_seed(SEED)
-        return LanguageModel(self.config)
+from builders import (
+    POWERSGD_MIN_COMPRESSION,
+    POWERSGD_RANK,
+    Setting,
+    Trainer,
+    build_alone,
+    build_alone_with_compiled_blocks,
+    build_ddp,
+    build_deepspeed,
+    build_fsdp2,
+    build_zgraph,
+    by_rules,
+    hook_fp16,
+    hook_powersgd,
+    planned,
+    simple_fsdp,
+    simple_fsdp_with_overlap,
+    torch_overlap,
+)
+from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +43,8 @@ class Strategy:
         compute: the compute-alone strategy under the same lowering and dtype; None for those themselves.
         shards_optimizer: each rank updates 1/N of the parameters, so its floor holds only that part of the update.
         payload_limit: the run fails when more than this multiple of payload_bytes was sent.
+        needs: the package that it is left out without.
+        equal_loss: the run fails when this strategy, if it runs as well, has another loss in any bit.
     """
 
     name: str
@@ -142,72 +53,83 @@ class Strategy:
     compute: str | None = None
     shards_optimizer: bool = False
     payload_limit: float | None = None
+    needs: str = "torch"
+    equal_loss: str | None = None
 
 
 def strategies() -> dict[str, Strategy]:
     """Every row by name, in the order in which a repetition runs them."""
     fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
-    rows = [
+    compiled = Strategy(
+        name="compute-zgraph", build=build_alone(fp32, compiled=True), payload_bytes=nothing, needs="zgraph"
+    )
+    alone = [
         Strategy(name="compute-eager", build=build_alone(fp32), payload_bytes=nothing),
         Strategy(name="compute-eager-bf16", build=build_alone(bf16), payload_bytes=nothing),
         Strategy(name="compute-aot", build=build_alone_with_compiled_blocks, payload_bytes=nothing),
-        Strategy(name="compute-zgraph", build=build_alone(fp32, compiled=True), payload_bytes=nothing),
-        Strategy(name="compute-zgraph-bf16", build=build_alone(bf16, compiled=True), payload_bytes=nothing),
-        Strategy(name="ddp", build=build_ddp(None), payload_bytes=replicated(fp32), compute="compute-eager"),
-        Strategy(name="ddp-fp16", build=build_ddp(hook_fp16), payload_bytes=replicated(fp16), compute="compute-eager"),
-        Strategy(name="ddp-powersgd", build=build_ddp(hook_powersgd), payload_bytes=powersgd, compute="compute-eager"),
+        Strategy(name="compute-zgraph", build=build_alone(fp32, compiled=True), payload_bytes=nothing, needs="zgraph"),
         Strategy(
-            name="fsdp2",
-            build=build_fsdp2(fp32),
-            payload_bytes=sharded(fp32, fp32),
-            compute="compute-eager",
-            shards_optimizer=True,
+            name="compute-zgraph-bf16", build=build_alone(bf16, compiled=True), payload_bytes=nothing, needs="zgraph"
         ),
-        Strategy(
+    ]
+    ddp = Strategy(name="ddp", build=build_ddp(None), payload_bytes=replicated(fp32), compute="compute-eager")
+    fsdp2 = Strategy(
+        name="fsdp2",
+        build=build_fsdp2(fp32),
+        payload_bytes=sharded(fp32, fp32),
+        compute="compute-eager",
+        shards_optimizer=True,
+    )
+    peers = [
+        ddp,
+        replace(ddp, name="ddp-fp16", build=build_ddp(hook_fp16), payload_bytes=replicated(fp16)),
+        replace(ddp, name="ddp-powersgd", build=build_ddp(hook_powersgd), payload_bytes=powersgd),
+        replace(fsdp2, name="deepspeed-2", build=build_deepspeed(2), payload_bytes=replicated(fp32), needs="deepspeed"),
+        replace(fsdp2, name="deepspeed-3", build=build_deepspeed(3), needs="deepspeed"),
+        fsdp2,
+        replace(
+            fsdp2,
             name="fsdp2-bf16",
             build=build_fsdp2(bf16),
             payload_bytes=sharded(bf16, fp32),
             compute="compute-eager-bf16",
-            shards_optimizer=True,
         ),
+        replace(fsdp2, name="fsdp2-compiled", build=build_fsdp2(fp32, compiled=True), compute="compute-aot"),
+    ]
+    on_our_graph = replace(fsdp2, compute="compute-zgraph", needs="zgraph")
+    scheduled = [
+        replace(on_our_graph, name="simplefsdp", build=build_zgraph(3, fp32, simple_fsdp)),
+        replace(on_our_graph, name="simplefsdp-overlap", build=build_zgraph(3, fp32, simple_fsdp_with_overlap)),
+        replace(on_our_graph, name="torch-overlap", build=build_zgraph(3, fp32, torch_overlap)),
+    ]
+    ours = [
         Strategy(
-            name="fsdp2-compiled",
-            build=build_fsdp2(fp32, compiled=True),
-            payload_bytes=sharded(fp32, fp32),
-            compute="compute-aot",
-            shards_optimizer=True,
-        ),
-        Strategy(
-            name="zgraph-0", build=build_zgraph(0, fp32), payload_bytes=replicated(fp32), compute="compute-zgraph"
-        ),
-        Strategy(
-            name="zgraph-3",
-            build=build_zgraph(3, fp32),
-            payload_bytes=sharded(fp32, fp32),
-            compute="compute-zgraph",
-            shards_optimizer=True,
+            name=f"zgraph-{stage}{suffix}",
+            build=build_zgraph(stage, dtype, planned),
+            # Summed in fp32 where they arrive, gradients need not travel wider than backward made them; the means of
+            # replicated ones come back in fp32.
+            payload_bytes=sharded(dtype if stage else fp32, dtype, gathers=2 if stage == 3 else 1),
+            compute=f"compute-zgraph{suffix}",
+            shards_optimizer=stage > 0,
             payload_limit=1.03,
-        ),
-        Strategy(
-            name="zgraph-3-bf16",
-            build=build_zgraph(3, bf16),
-            # Summed in fp32 where they arrive, gradients need not travel wider than backward made them.
-            payload_bytes=sharded(bf16, bf16),
-            compute="compute-zgraph-bf16",
-            shards_optimizer=True,
-            payload_limit=1.03,
-        ),
-        Strategy(
+            needs="zgraph",
+        )
+        for dtype, suffix in ((fp32, ""), (bf16, "-bf16"))
+        for stage in range(4)
+    ]
+    stage_3 = replace(on_our_graph, payload_limit=1.03, equal_loss="zgraph-3")
+    ours += [
+        replace(stage_3, name="zgraph-3-rules", build=build_zgraph(3, fp32, by_rules)),
+        replace(
+            stage_3,
             name="zgraph-3-eager",
-            build=build_zgraph(3, fp32, compiled=False),
+            build=build_zgraph(3, fp32, None),
             # Without a compiler autograd keeps what forward gathered, and backward gathers nothing.
             payload_bytes=sharded(fp32, fp32, gathers=1),
             compute="compute-eager",
-            shards_optimizer=True,
-            payload_limit=1.03,
         ),
     ]
-    return {row.name: row for row in rows}
+    return {row.name: row for row in [*alone, *peers, *scheduled, *ours]}
 
 
 # What each rank sends per step. A ring over N ranks moves (N - 1) / N of a tensor once for an all_gather or a
@@ -243,108 +165,3 @@ def powersgd(model: nn.Module, ranks: int) -> float:
 
 def _numel(model: nn.Module) -> int:
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
-
-
-# How each is built. torch.compile is typed as a transformer of callables, so its results are cast back.
-
-
-def build_alone(dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Setting], Trainer]:
-    """The whole model on one rank: the arithmetic of a step and no communication.
-
-    Parameters stay fp32 and are cast for use, as under mixed-precision sharding.
-    """
-
-    def build(setting: Setting) -> Trainer:
-        model = setting.new_model()
-
-        def loss(tokens: Tensor) -> Tensor:
-            if dtype == torch.float32:
-                return model(tokens)
-            parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
-            return cast(Tensor, functional_call(model, parameters, (tokens,)))
-
-        run = cast(Callable[[Tensor], Tensor], _compile_with_zgraph(loss)) if compiled else loss
-        return Trainer(run, _adamw(model))
-
-    return build
-
-
-def build_alone_with_compiled_blocks(setting: Setting) -> Trainer:
-    model = setting.new_model()
-    _compile_blocks(model)
-    return Trainer(model, _adamw(model))
-
-
-def build_ddp(register_hook: Callable[[DistributedDataParallel], None] | None) -> Callable[[Setting], Trainer]:
-    def build(setting: Setting) -> Trainer:
-        model = DistributedDataParallel(
-            setting.new_model(), process_group=setting.mesh.get_group(), gradient_as_bucket_view=True
-        )
-        if register_hook is not None:
-            register_hook(model)
-        return Trainer(model, _adamw(model))
-
-    return build
-
-
-def hook_fp16(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
-
-
-def hook_powersgd(model: DistributedDataParallel) -> None:
-    state = PowerSGDState(
-        model.process_group,
-        matrix_approximation_rank=POWERSGD_RANK,
-        start_powerSGD_iter=POWERSGD_START_STEP,
-        min_compression_rate=POWERSGD_MIN_COMPRESSION,
-    )
-    model.register_comm_hook(state, powerSGD_hook)
-
-
-def build_fsdp2(param_dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Setting], Trainer]:
-    """Each block and the rest of the model are one unit, gathered again for backward, gradients reduced in fp32."""
-
-    def build(setting: Setting) -> Trainer:
-        model = setting.new_model()
-        if compiled:
-            _compile_blocks(model)
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mesh=setting.mesh, mp_policy=policy)
-        # By default the root is kept from forward to backward; gathered again, it sends what stage 3 sends.
-        fully_shard(model, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=True)
-        return Trainer(model, _adamw(model))
-
-    return build
-
-
-def build_zgraph(zero_stage: int, param_dtype: torch.dtype, *, compiled: bool = True) -> Callable[[Setting], Trainer]:
-    def build(setting: Setting) -> Trainer:
-        import zgraph  # here, so that the other strategies run where it is not installed
-
-        model = zgraph.shard(
-            setting.new_model(),
-            setting.mesh,
-            zero_stage=zero_stage,
-            param_dtype=None if param_dtype == torch.float32 else param_dtype,
-            reduce_dtype=torch.float32,
-        )
-        run = _compile_with_zgraph(model) if compiled else model
-        return Trainer(run, _adamw(model))
-
-    return build
-
-
-def _compile_with_zgraph(function: Callable[..., Any]) -> Callable[..., Any]:
-    # The fx lowering runs the graph as it stands, without Inductor, whose C++ compilation takes minutes on one core.
-    return torch.compile(function, backend="zgraph", options={"lowering": "fx"})
-
-
-def _compile_blocks(model: LanguageModel) -> None:
-    """Compile block by block, as FSDP2 asks for: its hooks run between the blocks."""
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = cast(nn.Module, torch.compile(block, backend="aot_eager", fullgraph=True))
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -1,0 +1,256 @@
+"""How each way to train is built: the peers as their manuals have it, zgraph, and the arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from workload import SEED, LanguageModel, ModelConfig
+
+if TYPE_CHECKING:  # the other strategies run where zgraph is not installed
+    from prediction import Prediction
+
+    from zgraph import GraphPass, Hardware
+
+POWERSGD_RANK = 4
+POWERSGD_MIN_COMPRESSION = 2
+# Error feedback and warm start need two plain steps first; the benchmark's own warm-up is longer.
+POWERSGD_START_STEP = 2
+
+
+class Optimizer(Protocol):
+    """What a training step does with an optimizer."""
+
+    def step(self) -> object: ...
+
+    def zero_grad(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What one strategy holds between steps.
+
+    Attributes:
+        predictions: what zgraph expects of each graph that it plans by costs; filled when the first step compiles.
+    """
+
+    loss: Callable[[Tensor], Tensor]
+    optimizer: Optimizer
+    backward: Callable[[Tensor], object] = Tensor.backward
+    predictions: list[Prediction] = field(default_factory=list["Prediction"])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every strategy is built from; `hardware` is zgraph's measure of this machine and its links."""
+
+    config: ModelConfig
+    mesh: DeviceMesh
+    hardware: Hardware | None = None
+
+    def new_model(self) -> LanguageModel:
+        torch.manual_seed(SEED)
+        return LanguageModel(self.config)
+
+
+def build_alone(dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Setting], Trainer]:
+    """The whole model on one rank: the arithmetic of a step and no communication.
+
+    Parameters stay fp32 and are cast for use, as under mixed-precision sharding.
+    """
+
+    def build(setting: Setting) -> Trainer:
+        model = setting.new_model()
+
+        def loss(tokens: Tensor) -> Tensor:
+            if dtype == torch.float32:
+                return model(tokens)
+            parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+            return cast(Tensor, functional_call(model, parameters, (tokens,)))
+
+        run = cast(Callable[[Tensor], Tensor], _compile_with_zgraph(loss)) if compiled else loss
+        return Trainer(run, _adamw(model))
+
+    return build
+
+
+def build_alone_with_compiled_blocks(setting: Setting) -> Trainer:
+    model = setting.new_model()
+    _compile_blocks(model)
+    return Trainer(model, _adamw(model))
+
+
+def build_ddp(register_hook: Callable[[DistributedDataParallel], None] | None) -> Callable[[Setting], Trainer]:
+    def build(setting: Setting) -> Trainer:
+        model = DistributedDataParallel(
+            setting.new_model(), process_group=setting.mesh.get_group(), gradient_as_bucket_view=True
+        )
+        if register_hook is not None:
+            register_hook(model)
+        return Trainer(model, _adamw(model))
+
+    return build
+
+
+def hook_fp16(model: DistributedDataParallel) -> None:
+    model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
+
+
+def hook_powersgd(model: DistributedDataParallel) -> None:
+    state = PowerSGDState(
+        model.process_group,
+        matrix_approximation_rank=POWERSGD_RANK,
+        start_powerSGD_iter=POWERSGD_START_STEP,
+        min_compression_rate=POWERSGD_MIN_COMPRESSION,
+    )
+    model.register_comm_hook(state, powerSGD_hook)
+
+
+def build_fsdp2(param_dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Setting], Trainer]:
+    """Each block and the rest of the model are one unit, gathered again for backward, gradients reduced in fp32."""
+
+    def build(setting: Setting) -> Trainer:
+        model = setting.new_model()
+        if compiled:
+            _compile_blocks(model)
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=setting.mesh, mp_policy=policy)
+        # By default the root is kept from forward to backward; gathered again, it sends what stage 3 sends.
+        fully_shard(model, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=True)
+        return Trainer(model, _adamw(model))
+
+    return build
+
+
+def build_deepspeed(zero_stage: int) -> Callable[[Setting], Trainer]:
+    """ZeRO with the overlap that DeepSpeed offers, and buckets of the size that zgraph's rules use on such a link."""
+
+    def build(setting: Setting) -> Trainer:
+        import deepspeed  # pyright: ignore[reportMissingImports]  # optional
+
+        model = setting.new_model()
+        config = {
+            "train_micro_batch_size_per_gpu": setting.config.batch,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": zero_stage,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "reduce_bucket_size": 500_000,
+                "allgather_bucket_size": 500_000,
+                "stage3_prefetch_bucket_size": 500_000,
+                "stage3_param_persistence_threshold": 1_000,
+                "stage3_max_live_parameters": 10_000_000,
+            },
+        }
+        engine: Any
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+        return Trainer(engine, _EngineOptimizer(engine), backward=engine.backward)
+
+    return build
+
+
+@dataclass(frozen=True)
+class _EngineOptimizer:
+    """DeepSpeed's engine steps and clears in one call."""
+
+    engine: Any
+
+    def step(self) -> object:
+        return self.engine.step()
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def build_zgraph(
+    zero_stage: int, param_dtype: torch.dtype, schedule: Callable[[Hardware], list[GraphPass]] | None
+) -> Callable[[Setting], Trainer]:
+    """Sharded by zgraph and compiled with the passes that `schedule` makes for this machine; None: not compiled."""
+
+    def build(setting: Setting) -> Trainer:
+        import zgraph
+
+        model = zgraph.shard(
+            setting.new_model(),
+            setting.mesh,
+            zero_stage=zero_stage,
+            param_dtype=None if param_dtype == torch.float32 else param_dtype,
+            reduce_dtype=torch.float32,
+        )
+        if schedule is None:
+            return Trainer(model, _adamw(model))
+        from prediction import Predict
+
+        assert setting.hardware is not None
+        predictions: list[Prediction] = []
+        passes = [*schedule(setting.hardware), Predict(into=predictions)]
+        run = _compile_with_zgraph(model, pipeline=zgraph.Pipeline(passes))
+        return Trainer(run, _adamw(model), predictions=predictions)
+
+    return build
+
+
+def planned(hardware: Hardware) -> list[GraphPass]:
+    """What a user gets who names the hardware."""
+    from zgraph.passes import presets
+
+    return presets.default(hardware=hardware, time_kernels=True)
+
+
+def by_rules(hardware: Hardware) -> list[GraphPass]:
+    """What a user gets who does not; the costs are for the prediction alone."""
+    from zgraph.passes import SetTarget, presets
+
+    return [SetTarget(hardware=hardware, time_kernels=True), *presets.default()]
+
+
+def simple_fsdp(hardware: Hardware) -> list[GraphPass]:
+    """One gather for each parameter just before its use, one reduce_scatter for each gradient, as in SimpleFSDP."""
+    return _each_apart(hardware, "reduce_scatter")
+
+
+def simple_fsdp_with_overlap(hardware: Hardware) -> list[GraphPass]:
+    """The same, bucketed and scheduled by PyTorch, which is told what things cost here."""
+    from torch_overlap import TorchOverlap
+
+    return [*_each_apart(hardware, "reduce_scatter"), TorchOverlap()]
+
+
+def torch_overlap(hardware: Hardware) -> list[GraphPass]:
+    """The collectives that zgraph takes on gloo, bucketed and scheduled by PyTorch."""
+    from torch_overlap import TorchOverlap
+
+    return [*_each_apart(hardware, "all_to_all"), TorchOverlap()]
+
+
+def _each_apart(hardware: Hardware, algorithm: Literal["all_to_all", "reduce_scatter"]) -> list[GraphPass]:
+    from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, LowerReductions, SetTarget
+
+    lowered = [DedupeGathers(), ChooseLifetimes(), LowerGathers(), LowerReductions(algorithm=algorithm)]
+    return [SetTarget(hardware=hardware, time_kernels=True), *lowered]
+
+
+def _compile_with_zgraph(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    # The fx lowering runs the graph as it stands, without Inductor, whose C++ compilation takes minutes on one core.
+    return torch.compile(function, backend="zgraph", options={"lowering": "fx", **options})
+
+
+def _compile_blocks(model: LanguageModel) -> None:
+    """Compile block by block, as FSDP2 asks for: its hooks run between the blocks."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = cast(nn.Module, torch.compile(block, backend="aot_eager", fullgraph=True))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

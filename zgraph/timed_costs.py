@@ -1,0 +1,120 @@
+"""A cost model that runs each kernel once, on this machine, instead of estimating it."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.fx.node import map_arg
+
+from zgraph import meta
+from zgraph.cost import COMPUTE, CostModel, NodeCost
+from zgraph.torch_compat import default_store, hint_of, is_distributed_ready, is_fake_world, without_fake_mode
+
+_ENOUGH_US = 2_000.0  # of running one kernel again and again
+_MOST_CALLS = 50
+# Their result depends on what is behind a handle, or changes it.
+_STATEFUL = ("accumulate_grad", "add_accumulated", "all_gather_kept")
+
+
+class TimedCosts(CostModel):
+    """As `CostModel`, but compute costs what it takes here; collectives and copies between devices are estimated.
+
+    Operators run as in eager mode, on random values of the shapes at hand: what a compiler fuses takes less. Each
+    operator with its shapes is timed once by the first rank that comes to it, whose time the store of the default group
+    gives to all others, so that all plan alike. What cannot be run is estimated.
+
+    Args:
+        hardware: this machine, as `zgraph.calibrate` finds it.
+        store: where ranks share their times; None: that of the default group, if there is one.
+    """
+
+    def __init__(self, hardware: Any, store: Store | None = None) -> None:
+        super().__init__(hardware)
+        if store is None and is_distributed_ready() and not is_fake_world():
+            store = default_store()
+        self.store = PrefixStore("zgraph/timed_costs", store) if store is not None else None
+
+    def _local(self, node: fx.Node) -> NodeCost:
+        estimate = super()._local(node)
+        if estimate.lane != COMPUTE or not _can_run(node):
+            return estimate
+        return replace(estimate, us=self._agreed_us(node, estimate.us))
+
+    def _agreed_us(self, node: fx.Node, estimate_us: float) -> float:
+        if self.store is None:
+            return _timed_us(node, estimate_us)
+        described = (str(node.target), self._key(node), self._key(node.args), self._key(node.kwargs))
+        key = hashlib.sha256(repr(described).encode()).hexdigest()
+        if not self.store.check([key]):
+            self.store.compare_set(key, "", repr(_timed_us(node, estimate_us)))  # or a faster rank's stays
+        return float(self.store.get(key))
+
+
+def _can_run(node: fx.Node) -> bool:
+    return not any(name in str(node.target) for name in _STATEFUL)
+
+
+def _timed_us(node: fx.Node, estimate_us: float) -> float:
+    try:
+        with without_fake_mode(), torch.no_grad(), torch.random.fork_rng():
+            run = _call(node)
+            return _median_us(run)
+    except Exception:  # an operator that minds its values; the estimate is left
+        return estimate_us
+
+
+def _call(node: fx.Node) -> Callable[[], object]:
+    """The operator on values of its own."""
+    made: dict[fx.Node, Any] = {}
+
+    def real(source: fx.Node) -> Any:
+        if source not in made:
+            made[source] = _like(meta.value(source))
+        return made[source]
+
+    args, kwargs = map_arg((node.args, node.kwargs), real)
+    target = cast("Callable[..., object]", node.target)
+    return lambda: target(*args, **kwargs)
+
+
+def _like(fake: Any) -> Any:
+    if isinstance(fake, tuple | list):
+        return type(fake)(map(_like, cast("list[Any]", fake)))
+    if not isinstance(fake, Tensor):
+        return hint_of(fake) if isinstance(fake, torch.SymInt) else fake
+    sizes, strides = ([hint_of(each) for each in sequence] for sequence in (fake.shape, fake.stride()))
+    real = torch.empty_strided(
+        cast("list[int]", sizes), cast("list[int]", strides), dtype=fake.dtype, device=fake.device
+    )
+    # Indices and masks: zeros are valid in any table. Values: never denormal, on which CPUs are slow.
+    return real.uniform_(0.5, 1.5) if real.is_floating_point() else real.zero_()
+
+
+def _median_us(run: Callable[[], object]) -> float:
+    run()
+    first = _timed(run, 1)
+    calls = max(1, min(_MOST_CALLS, int(_ENOUGH_US / 3 / max(first, 1.0))))
+    return statistics.median(_timed(run, calls) for _ in range(3))
+
+
+def _timed(run: Callable[[], object], calls: int) -> float:
+    """Microseconds of one of so many calls in a row."""
+    _settle()
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    _settle()
+    return 1e6 * (time.perf_counter() - started) / calls
+
+
+def _settle() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

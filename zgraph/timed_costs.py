@@ -14,14 +14,14 @@ from torch import Tensor, fx
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.fx.node import map_arg
 
-from zgraph import meta
+from zgraph import meta, nodes
 from zgraph.cost import COMPUTE, CostModel, NodeCost
 from zgraph.torch_compat import default_store, hint_of, is_distributed_ready, is_fake_world, without_fake_mode
 
 _ENOUGH_US = 2_000.0  # of running one kernel again and again
 _MOST_CALLS = 50
-# Their result depends on what is behind a handle, or changes it.
-_STATEFUL = ("accumulate_grad", "add_accumulated", "all_gather_kept")
+# Namespaces of operators that neither communicate nor keep state; others might.
+_HARMLESS = ("aten", "prims")
 
 
 class TimedCosts(CostModel):
@@ -29,7 +29,8 @@ class TimedCosts(CostModel):
 
     Operators run as in eager mode, on random values of the shapes at hand: what a compiler fuses takes less. Each
     operator with its shapes is timed once by the first rank that comes to it, whose time the store of the default group
-    gives to all others, so that all plan alike. What cannot be run is estimated.
+    gives to all others, so that all plan alike. What cannot be run is estimated, and so are operators of other
+    libraries, which may communicate.
 
     Args:
         hardware: this machine, as `zgraph.calibrate` finds it.
@@ -59,7 +60,7 @@ class TimedCosts(CostModel):
 
 
 def _can_run(node: fx.Node) -> bool:
-    return not any(name in str(node.target) for name in _STATEFUL)
+    return nodes.is_sum_ranks(node) or getattr(node.target, "namespace", "") in _HARMLESS
 
 
 def _timed_us(node: fx.Node, estimate_us: float) -> float:

@@ -174,7 +174,11 @@ class _EngineOptimizer:
 
 
 def build_zgraph(
-    zero_stage: int, param_dtype: torch.dtype, schedule: Callable[[Hardware], list[GraphPass]] | None
+    zero_stage: int,
+    param_dtype: torch.dtype,
+    schedule: Callable[[Hardware], list[GraphPass]] | None,
+    *,
+    predicts: bool = False,
 ) -> Callable[[Setting], Trainer]:
     """Sharded by zgraph and compiled with the passes that `schedule` makes for this machine; None: not compiled."""
 
@@ -194,7 +198,9 @@ def build_zgraph(
 
         assert setting.hardware is not None
         predictions: list[Prediction] = []
-        passes = [*schedule(setting.hardware), Predict(into=predictions)]
+        passes = schedule(setting.hardware)
+        if predicts:
+            passes.append(Predict(into=predictions))
         run = _compile_with_zgraph(model, pipeline=zgraph.Pipeline(passes))
         return Trainer(run, _adamw(model), predictions=predictions)
 

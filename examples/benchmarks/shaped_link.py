@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import signal
 import statistics
 import subprocess
@@ -111,6 +112,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         script = Path(__file__).with_name("rank_process.py")
         # The log level silences the store's complaint that a namespace has no names for its addresses.
         environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        # DeepSpeed is told that each rank is alone on its host, or it would go through shared memory.
+        environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         wait_for_all(
             [
                 network.popen(
@@ -121,6 +124,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         measured = json.loads(result_path.read_text())
     rows = add_floors(chosen, measured["strategies"], measured["link"]["goodput_bytes_per_s"], arguments.ranks)
+    for strategy in chosen:
+        turns = {name: rows[name]["step_ms"] for name in strategy.peers if name in rows}
+        rows[strategy.name]["times_faster"] = {
+            name: times_faster(rows[strategy.name]["step_ms"], peer, arguments.steps) for name, peer in turns.items()
+        }
     return {
         "rate": arguments.rate,
         "ranks": arguments.ranks,
@@ -212,6 +220,17 @@ def add_floors(
     return rows
 
 
+def times_faster(step_ms: Sequence[float], peer_ms: Sequence[float], steps: int) -> tuple[float, float, float]:
+    """How many times a peer's step takes, with a 95 % interval of the median: a bootstrap over turns, in pairs."""
+    ratios = [
+        statistics.median(peer_ms[first : first + steps]) / statistics.median(step_ms[first : first + steps])
+        for first in range(0, len(step_ms), steps)
+    ]
+    chance = random.Random(0)
+    drawn = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return statistics.median(ratios), drawn[50], drawn[-51]
+
+
 def find_failures(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]]) -> list[str]:
     """One line per broken promise about bytes and losses."""
     return [
@@ -256,6 +275,10 @@ def render(report: dict[str, Any]) -> str:
             f"{payload:>11} {row['sent_bytes'] / 1e6:>8.2f} {sent_ratio:>6} "
             f"{row['peak_bytes'] / 2**20:>9.1f} {loss:>8}"
         )
+    lines.append("")
+    for name, row in report["rows"].items():
+        for peer, (ratio, low, high) in row["times_faster"].items():
+            lines.append(f"{name} is {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast as {peer}")
     lines += [
         "",
         f"{report['repeats']} repetitions of {report['steps']} steps each, strategies in turn; loss after "

@@ -43,6 +43,7 @@ class Strategy:
         compute: the compute-alone strategy under the same lowering and dtype; None for those themselves.
         shards_optimizer: each rank updates 1/N of the parameters, so its floor holds only that part of the update.
         payload_limit: the run fails when more than this multiple of payload_bytes was sent.
+        peers: strategies that send the same for the same, which the step is compared with, turn by turn.
         needs: the package that it is left out without.
         equal_loss: the run fails when this strategy, if it runs as well, has another loss in any bit.
     """
@@ -53,6 +54,7 @@ class Strategy:
     compute: str | None = None
     shards_optimizer: bool = False
     payload_limit: float | None = None
+    peers: tuple[str, ...] = ()
     needs: str = "torch"
     equal_loss: str | None = None
 
@@ -60,9 +62,6 @@ class Strategy:
 def strategies() -> dict[str, Strategy]:
     """Every row by name, in the order in which a repetition runs them."""
     fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
-    compiled = Strategy(
-        name="compute-zgraph", build=build_alone(fp32, compiled=True), payload_bytes=nothing, needs="zgraph"
-    )
     alone = [
         Strategy(name="compute-eager", build=build_alone(fp32), payload_bytes=nothing),
         Strategy(name="compute-eager-bf16", build=build_alone(bf16), payload_bytes=nothing),
@@ -102,16 +101,26 @@ def strategies() -> dict[str, Strategy]:
         replace(on_our_graph, name="simplefsdp-overlap", build=build_zgraph(3, fp32, simple_fsdp_with_overlap)),
         replace(on_our_graph, name="torch-overlap", build=build_zgraph(3, fp32, torch_overlap)),
     ]
+    peers_of = {
+        "zgraph-0": ("ddp",),
+        "zgraph-2": ("deepspeed-2",),
+        "zgraph-3": (
+            *("fsdp2", "fsdp2-compiled", "deepspeed-3", "simplefsdp", "simplefsdp-overlap", "torch-overlap"),
+            "zgraph-3-rules",
+        ),
+        "zgraph-3-bf16": ("fsdp2-bf16",),
+    }
     ours = [
         Strategy(
             name=f"zgraph-{stage}{suffix}",
-            build=build_zgraph(stage, dtype, planned),
+            build=build_zgraph(stage, dtype, planned, predicts=True),
             # Summed in fp32 where they arrive, gradients need not travel wider than backward made them; the means of
             # replicated ones come back in fp32.
             payload_bytes=sharded(dtype if stage else fp32, dtype, gathers=2 if stage == 3 else 1),
             compute=f"compute-zgraph{suffix}",
             shards_optimizer=stage > 0,
             payload_limit=1.03,
+            peers=peers_of.get(f"zgraph-{stage}{suffix}", ()),
             needs="zgraph",
         )
         for dtype, suffix in ((fp32, ""), (bf16, "-bf16"))
@@ -119,7 +128,7 @@ def strategies() -> dict[str, Strategy]:
     ]
     stage_3 = replace(on_our_graph, payload_limit=1.03, equal_loss="zgraph-3")
     ours += [
-        replace(stage_3, name="zgraph-3-rules", build=build_zgraph(3, fp32, by_rules)),
+        replace(stage_3, name="zgraph-3-rules", build=build_zgraph(3, fp32, by_rules, predicts=True)),
         replace(
             stage_3,
             name="zgraph-3-eager",

@@ -1,0 +1,117 @@
+"""Costs that are measured while compiling: what is run, what is not, and that all ranks plan by the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed import HashStore
+
+import zgraph
+from tests import models
+from tests.graphs import Drawing, Keep, fake_world
+from tests.ranks import Ranks
+from zgraph import nodes
+from zgraph.cost import CostModel
+from zgraph.hardware import Hardware
+from zgraph.passes import presets
+from zgraph.timed_costs import TimedCosts
+
+aten = torch.ops.aten
+CPU = Hardware.preset("cpu")
+
+
+def drawn() -> dict[str, fx.Node]:
+    """table[index] -> product -> relu, beside a gather and a view."""
+    with fake_world(2):
+        drawing = Drawing()
+        x, table = drawing.input("x", 64, 64), drawing.input("table", 100, 64)
+        start = drawing.start_gather(x, "w")
+        product = drawing.call(aten.mm.default, x, x, name="product")
+        relu = drawing.call(aten.relu.default, product, name="relu")
+        gm = drawing.done(relu, table, drawing.wait(start), drawing.call(aten.view.default, x, [4096], name="view"))
+        return {node.name: node for node in gm.graph.nodes}
+
+
+def test_kernels_take_the_time_that_was_measured_and_everything_else_its_estimate() -> None:
+    store = HashStore()
+    found = drawn()
+    with fake_world(2):
+        timed, estimated = TimedCosts(CPU, store), CostModel(CPU)
+        for node in found.values():
+            cost, estimate = timed.cost(node), estimated.cost(node)
+            assert (cost.lane, cost.flops, cost.moved_bytes) == (estimate.lane, estimate.flops, estimate.moved_bytes)
+            is_kernel = node.name in ("product", "relu")
+            assert (cost.us != estimate.us) == is_kernel, node.name
+        # Another rank takes what the first has published, whatever it would measure.
+        other = TimedCosts(CPU, store)
+        for name in ("product", "relu"):
+            assert other.cost(found[name]) == timed.cost(found[name])
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither in the random stream, nor in the graph's fake values."""
+    found = drawn()
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    with fake_world(2):
+        TimedCosts(CPU, HashStore()).cost(found["product"])
+    assert torch.equal(torch.rand(3), expected)
+    assert type(found["product"].meta["val"]).__name__ == "FakeTensor"
+
+
+@torch.library.custom_op("zgraph_tests::counts_its_calls", mutates_args=())
+def counts_its_calls(x: Tensor) -> Tensor:
+    raise AssertionError("a library's operator was run while compiling")
+
+
+@counts_its_calls.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_may_communicate_or_cannot_run_is_estimated() -> None:
+    """An operator of somebody else's; and the Cholesky factor of a matrix that is not symmetric."""
+    drawing = Drawing()
+    x = drawing.input("x", 8, 8)
+    theirs = drawing.call(torch.ops.zgraph_tests.counts_its_calls.default, x, name="theirs")
+    factor = drawing.call(aten.linalg_cholesky.default, theirs, name="factor")
+    drawing.done(factor)
+    timed, estimated = TimedCosts(CPU, HashStore()), CostModel(CPU)
+    for node in (theirs, factor):
+        assert timed.cost(node) == estimated.cost(node)
+
+
+def planned_by(time_kernels: bool) -> tuple[list[str], list[float], list[Tensor]]:
+    """The order of a backward's collectives, what its kernels cost, and the gradients."""
+    torch.manual_seed(0)
+    model: Any = zgraph.shard(models.Language(layers=2, width=32), zero_stage=3)
+    keep = Keep()
+    hardware = Hardware.preset("cpu")
+    passes = [*presets.default(hardware=hardware, time_kernels=time_kernels), keep]
+    options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
+    called: Any = torch.compile(model, backend="zgraph", options=options)
+    called(torch.randint(0, 23, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
+    graph, cost_of = keep.kept["backward"].graph, keep.kept["ctx"].cost_of
+    order = [node.name for node in graph.nodes if nodes.is_start(node)]
+    own = [node for node in graph.nodes if node.op == "call_function" and not nodes.is_communication(node)]
+    grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    return order, [cost_of(node).us for node in own], grads
+
+
+def test_ranks_plan_by_the_same_times(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(planned_by, True)
+    assert first[0] == second[0] and first[1] == second[1]
+    estimated = two_ranks.run(planned_by, False)[0]
+    assert first[1] != estimated[1]
+    for timed, plain in zip(first[2], estimated[2], strict=True):
+        assert torch.equal(timed, plain)
+
+
+def test_without_hardware_it_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"presets.default: time_kernels=True .* add hardware=zgraph.calibrate\(\)"):
+        presets.default(time_kernels=True)

@@ -43,13 +43,14 @@ class Style:
     """One way to fill the slots.
 
     Attributes:
-        gathers: start each where its result is needed ("at_use"), early enough to be hidden ("ahead"), or as soon as
-            the limits allow ("at_once").
+        gathers: start each where its result is needed ("at_use"), early enough to be hidden ("ahead"), before its link
+            would have nothing to do ("in_time"), or as soon as the limits allow ("at_once"). Started earlier than its
+            link comes to it, a gather holds memory for nothing.
         finish: when to compute what only leaves the graph: "at_once", as soon as its collective is "done", or "late":
             when others need the room, or the time for which they would wait.
     """
 
-    gathers: Literal["at_use", "ahead", "at_once"]
+    gathers: Literal["at_use", "ahead", "in_time", "at_once"]
     finish: Literal["at_once", "done", "late"]
 
 
@@ -57,6 +58,8 @@ FRUGAL = Style(gathers="at_use", finish="at_once")
 STYLES = (
     Style(gathers="ahead", finish="late"),
     Style(gathers="ahead", finish="done"),
+    Style(gathers="in_time", finish="late"),
+    Style(gathers="in_time", finish="done"),
     Style(gathers="at_once", finish="late"),
     Style(gathers="at_once", finish="done"),
     Style(gathers="at_use", finish="done"),
@@ -112,9 +115,30 @@ class Greedy:
         problem = self.problem
         if problem.release[start] > slot:
             return False
+        if problem.gathers_parameter(start) and self.style.gathers == "in_time":
+            return self._runs_dry(start, slot)
         if problem.gathers_parameter(start) and self.style.gathers != "at_once":
             return self._latest.get(start, math.inf) < problem.compute_at[slot + 1]
         return self.builder.is_there(problem.after[start])
+
+    def _runs_dry(self, start: int, slot: int) -> bool:
+        """Whether a link, when the program next comes to start something, has less to do than fills it and one more."""
+        problem, clock, work = self.problem, self.builder.clock, self.problem.work
+        link = problem.link_of(start)
+        capacity = work.capacities[link]
+        number = problem.spine[slot]
+        waited_for = [problem.start_of[one] for one in self.builder.missing([number]) if one in problem.start_of]
+        blocked_us = [
+            clock.backlog_us(work.lane[one], one) / work.capacities[problem.link_of(one)]
+            for one in waited_for
+            if self.builder.placed[one] and not clock.is_done(one)
+        ]
+        until_next_us = max(blocked_us, default=0.0) + work.us[number]
+        queued_us = sum(
+            clock.backlog_us(other) for other, name in enumerate(work.lanes) if work.sharing.link_of(name) == link
+        )
+        turn_us = (1 + math.ceil(capacity)) * work.us[start]
+        return (queued_us - turn_us) / capacity < until_next_us
 
     def _fits(self, start: int, slot: int) -> bool:
         """Whether the limits let it start here, where need be after what is done has been finished."""

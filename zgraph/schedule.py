@@ -358,7 +358,7 @@ class Builder:
         return Score(self.excess_bytes(limits or self.problem.limits), self.clock.now, self.peak_bytes)
 
 
-SAME = 1e-3  # of the step: no prediction is that good
+SAME = 1e-2  # of the step: no prediction is better than that
 
 
 def choose(found: Sequence[Builder]) -> Builder:

@@ -303,14 +303,20 @@ class Clock:
         new._left, new._free, new._on_link = self._left.copy(), self._free.copy(), self._on_link.copy()
         return new
 
-    def backlog_us(self, lane: int) -> float:
-        """How long a lane would take for what it has been given, one after the other."""
-        given = sum(self.work.us[node] for node in self._queues[lane])
+    def backlog_us(self, lane: int, until: int | None = None) -> float:
+        """How long a lane would take for what it has been given, one after the other; up to a node, that included."""
         passed = self.now - self._stamp
-        for node, left in self._left.items():
+        backlog = 0.0
+        for node, left in self._left.items():  # in the order in which they began
             if self.work.lane[node] == lane:
-                given += max(0.0, left - passed * self._speed(lane))
-        return given
+                backlog += max(0.0, left - passed * self._speed(lane))
+                if node == until:
+                    return backlog
+        for node in self._queues[lane]:
+            backlog += self.work.us[node]
+            if node == until:
+                break
+        return backlog
 
     def is_done(self, node: int) -> bool:
         return self.end[node] <= self.now

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,31 @@ def test_gathers_are_hidden_and_start_no_earlier_than_they_must() -> None:
     assert notes_of(found)[1:] == [
         "all_gather_0_weight (0.weight): 5 us of 5 us exposed: too little to compute before its result is needed"
     ]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("at_once", "most"), [(1, 3), (2, 4)])
+def test_a_slow_link_is_kept_busy_by_no_more_than_it_can_carry(at_once: int, most: int) -> None:
+    """Gathers of 30 us over matmuls of 7: the step is the link's, six gathers and the last matmul.
+
+    Each gather holds its result from its start, so the one after next is started when the link is about to come to it.
+    """
+    found = with_costs(traced(deep, LOWERED))
+
+    def slow(node: fx.Node) -> NodeCost:
+        cost = cost_of(node)
+        return replace(cost, us=30.0) if nodes.is_gather(node) else cost
+
+    found.ctx.cost_of, found.ctx.sharing = slow, Sharing(at_once=at_once)
+    graph = found.graphs["forward"].graph
+    assert apply(ScheduleOverlap(), found, "forward")
+    costs = {node: slow(node) for node in nodes.call_functions(graph, lambda _: True)}
+    assert float(replay(list(graph.nodes), costs, found.ctx.sharing).now) == 6 * 30 + 7
+    under_way = peak = 0
+    for node in graph.nodes:
+        under_way += nodes.is_gather(node) - nodes.is_wait(node)
+        peak = max(peak, under_way)
+    assert peak <= most
 
 
 @pytest.mark.usefixtures("world")

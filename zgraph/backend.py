@@ -22,8 +22,8 @@ from zgraph.local_shards import compile_on_local_shards
 from zgraph.passes import presets
 from zgraph.pipeline import Pipeline
 from zgraph.report.dump import Dumper
-from zgraph.report.summary import GraphReport, Report
-from zgraph.traffic import transfers
+from zgraph.report.of_graph import describe
+from zgraph.report.summary import Report
 from zgraph.unit import scope_behind
 
 
@@ -123,24 +123,20 @@ class FrameCompiler:
             self.dumper.after(graph_pass, direction, graph, notes)
 
     def _finish(self, graphs: dict[Direction, fx.GraphModule]) -> None:
-        """Report what will be sent, and agree on it with the peers before anything is."""
-        found = {direction: tuple(transfers(gm.graph)) for direction, gm in graphs.items()}
-        with self.report.phase("agreement"):
-            agree(
-                [Signature.of(direction, sent) for direction, sent in found.items()], self.options.agreement_timeout_s
-            )
-        if self.options.report is not None:  # somebody wants to read them
-            self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
-        self.report.graphs.extend(
-            GraphReport(
+        """Agree with the peers on what will be sent before anything is, and report on the graphs."""
+        with self.report.phase("predicting"):
+            found = describe(
+                {direction: gm.graph for direction, gm in graphs.items()},
+                self.ctx,
                 frame=self.frame,
-                direction=direction,
-                nodes=len(gm.graph.nodes),
-                transfers=found[direction],
+                parameters=tuple(self.names.values()),
                 reason=self.reason,
             )
-            for direction, gm in graphs.items()
-        )
+        with self.report.phase("agreement"):
+            agree([Signature.of(graph.direction, graph.transfers) for graph in found], self.options.agreement_timeout_s)
+        if self.options.report is not None:  # somebody wants to read them
+            self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
+        self.report.graphs.extend(found)
 
     def _name_markers(self, graph: fx.Graph) -> None:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""

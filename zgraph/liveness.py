@@ -174,6 +174,16 @@ def step_curve(
     return walk.curve()
 
 
+def owned_inputs(forward: fx.Graph, backward: fx.Graph, *, user_outputs: int) -> list[fx.Node]:
+    """The inputs of a backward graph that nobody but the step holds, as in `step_curve`: saved values and tangents."""
+    walk = _Walk(EXACT, 1, late_peers=False)
+    walk.enter(forward)
+    walk.run(forward)
+    walk.enter_backward(backward, nodes.returned_by(forward)[user_outputs:])
+    found = {node: walk.storages_of(node) for node in backward.find_nodes(op="placeholder")}
+    return [node for node, behind in found.items() if behind and not any(storage.held for storage in behind)]
+
+
 @dataclass(eq=False)
 class _Storage:
     node: fx.Node
@@ -238,7 +248,7 @@ class _Walk:
             if node.op == "placeholder":
                 continue
             here = self._step(node)
-            read = [storage for source in node.all_input_nodes for storage in self._storages(source)]
+            read = [storage for source in node.all_input_nodes for storage in self.storages_of(source)]
             # The oldest run, the others queue.
             running = itertools.islice(in_flight.values(), self.at_once)
             self.workspace[here] = sum(work.staging_bytes for work in running)
@@ -262,7 +272,7 @@ class _Walk:
         known = {
             key: storage
             for source in node.all_input_nodes
-            for key, storage in zip(_keys(meta.value(source)), self._storages(source), strict=True)
+            for key, storage in zip(_keys(meta.value(source)), self.storages_of(source), strict=True)
         }
         constant = node.op == "get_attr"  # the module holds it
         self.places[node] = self._placed(node, known, held=constant, shared=self._shared(node))
@@ -285,16 +295,16 @@ class _Walk:
         shared: list[_Storage | None] = []
         for position in self.aliases[node.target]:
             source = node.args[position] if position is not None and position < len(node.args) else None
-            shared.append(self._storages(source)[0] if isinstance(source, fx.Node) else None)
+            shared.append(self.storages_of(source)[0] if isinstance(source, fx.Node) else None)
         if node.target is torch.ops.aten._unsafe_view.default:  # whose schema does not say so
-            return self._storages(node.all_input_nodes[0])[:1]
+            return self.storages_of(node.all_input_nodes[0])[:1]
         return shared
 
     def hold(self, values: Iterable[Any]) -> None:
         """Values that are alive at the end."""
         for node in values:
             if isinstance(node, fx.Node):
-                self.to_the_end.extend(self._storages(node))
+                self.to_the_end.extend(self.storages_of(node))
 
     def curve(self) -> MemoryCurve:
         for storage in self.to_the_end:
@@ -327,7 +337,7 @@ class _Walk:
         self.workspace.append(0)
         return len(self.program) - 1
 
-    def _storages(self, node: fx.Node) -> list[_Storage]:
+    def storages_of(self, node: fx.Node) -> list[_Storage]:
         return [storage for item in self.places.get(node, ()) for storage in item]
 
     def _placed(

@@ -43,7 +43,7 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
     if limits is None:
         return f"started behind {ahead.name} by a rule; schedule_overlap goes by costs"
     whole = nodes.whole_bytes(start)
-    if limits.budget_bytes is not None and timeline.memory.alive_bytes[place_of[ahead]] + whole > limits.budget_bytes:
+    if limits.budget_bytes is not None and timeline.memory.bytes_during[place_of[ahead]] + whole > limits.budget_bytes:
         return f"the budget of {limits.budget_bytes} bytes has no room for {whole} bytes beside {ahead.name}"
     under_way = [nodes.whole_bytes(node) for node in before if _is_under_way(node, place_of, place_of[ahead])]
     if len(under_way) > 1 and sum(under_way) + whole > limits.in_flight_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -72,8 +73,8 @@ class FrameCompiler:
 
     def _backend(self) -> Callable[..., Any]:
         return torch_compat.aot_autograd(
-            compile_forward=self.lower,
-            compile_backward=self.lower,
+            compile_forward=partial(self.lower, "forward"),
+            compile_backward=partial(self.lower, "backward"),
             compile_inference=self.compile_inference,
             partition=self.partition,
             decompose=self.inductor is not None,
@@ -97,14 +98,15 @@ class FrameCompiler:
         self._run_passes(graphs, "joint")
         self._run_passes(graphs, "graph")
         self._finish(graphs)
-        return self.lower(gm, inputs)
+        return self.lower("inference", gm, inputs)
 
-    def lower(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        meter_of = partial(self.report.meter_of, self.frame, direction)
         with self.report.phase("lowering"):
             if self.inductor is None:
-                return lower_fx(gm)
+                return lower_fx(gm, meter_of)
             islands, distinct = self.inductor.islands, len(self.inductor.compiled)
-            lowered = self.inductor.lower(gm)
+            lowered = self.inductor.lower(gm, meter_of)
             self.report.islands += self.inductor.islands - islands
             self.report.distinct_islands += len(self.inductor.compiled) - distinct
             return lowered

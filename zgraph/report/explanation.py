@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from zgraph.meter import Measured
 from zgraph.report.of_graph import Collective, GraphReport
 from zgraph.report.text import dtype_text
 
@@ -21,9 +22,11 @@ class Explanation:
 
     Attributes:
         graphs: in the order in which they were compiled.
+        measured: by frame and direction; of those that have run under `zgraph.measure`.
     """
 
     graphs: tuple[GraphReport, ...]
+    measured: Mapping[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
 
     def __str__(self) -> str:
         frames = list(dict.fromkeys(graph.frame for graph in self.graphs))
@@ -47,26 +50,45 @@ class Explanation:
     def _graph_lines(self, graph: GraphReport) -> list[str]:
         sent, received = (_size(count) for count in (graph.sent_bytes, graph.received_bytes))
         lines = [f"{graph.direction}: {_count(range(graph.nodes), 'node')}, {sent} sent, {received} received"]
+        measured = self.measured.get((graph.frame, graph.direction))
         if graph.us is not None:
             lines.append(f"  predicted {graph.us:.0f} us, of which {graph.exposed_us:.0f} us are exposed")
+        if measured is not None:
+            blocked = sum(measured.blocked_us.values())
+            ratio = _ratio(measured.us, graph.us)
+            lines.append(
+                f"  measured {measured.us:.0f} us{ratio}, of which {blocked:.0f} us blocked in waits; "
+                f"median of {_count(range(measured.calls), 'call')}"
+            )
         if graph.peak is not None:
             largest = ", ".join(f"{name} {_size(count)}" for name, count in graph.peak.largest)
             lines.append(f"  predicted peak {_size(graph.peak.bytes)} at {graph.peak.node}: {largest}")
             if graph.peak.unknown:
                 lines.append(f"    without {', '.join(graph.peak.unknown)}, whose size only the data tells")
+        if measured is not None and measured.peak_bytes is not None:
+            ratio = _ratio(measured.peak_bytes, graph.peak.bytes if graph.peak is not None else None)
+            lines.append(f"  measured peak {_size(measured.peak_bytes)}{ratio}")
         for collective in graph.collectives:
-            lines += [f"  {line}" for line in self._collective_lines(collective)]
+            blocked_us = None if measured is None else measured.blocked_us.get(collective.name)
+            lines += [f"  {line}" for line in _collective_lines(collective, blocked_us)]
         return lines
 
-    def _collective_lines(self, collective: Collective) -> list[str]:
-        kinds = dict.fromkeys(f"{each.kind} {dtype_text(each.dtype)}" for each in collective.transfers)
-        took = "" if collective.us is None else f", {collective.us:.0f} us"
-        lines = [f"{collective.name}: {', '.join(kinds)}, {_size(collective.sent_bytes)} sent{took}"]
-        if collective.parameters:
-            lines.append(f"  {_parameters(collective.parameters)}")
-        if collective.exposed_us:
-            lines.append(f"  exposed for {collective.exposed_us:.0f} us: {collective.reason}")
-        return lines
+
+def _collective_lines(collective: Collective, blocked_us: float | None) -> list[str]:
+    kinds = dict.fromkeys(f"{each.kind} {dtype_text(each.dtype)}" for each in collective.transfers)
+    took = "" if collective.us is None else f", {collective.us:.0f} us"
+    lines = [f"{collective.name}: {', '.join(kinds)}, {_size(collective.sent_bytes)} sent{took}"]
+    if collective.parameters:
+        lines.append(f"  {_parameters(collective.parameters)}")
+    if collective.exposed_us:
+        lines.append(f"  exposed for {collective.exposed_us:.0f} us: {collective.reason}")
+    if blocked_us is not None:
+        lines.append(f"  measured: blocked for {blocked_us:.0f} us")
+    return lines
+
+
+def _ratio(measured: float, predicted: float | None) -> str:
+    return f" ({measured / predicted:.2f} of predicted)" if predicted else ""
 
 
 def _parameters(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from zgraph.graph_pass import Direction
+from zgraph.meter import GraphMeter, Measured, Meter
 from zgraph.report.of_graph import GraphReport
 from zgraph.report.text import dtype_text
 from zgraph.traffic import Transfer
@@ -36,6 +37,8 @@ class Report:
             what `zgraph.explain` takes, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
         islands: runs of compute that were left to Inductor.
         distinct_islands: how many it compiled, for equal ones share.
+        measured: what `zgraph.measure` has found last, by frame and direction.
+        meter: that measures the graphs now; None: they are not measured.
     """
 
     graphs: list[GraphReport] = field(default_factory=list[GraphReport])
@@ -44,6 +47,8 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     islands: int = 0
     distinct_islands: int = 0
+    measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
+    meter: Meter | None = None
     _running: str | None = None
 
     @contextmanager
@@ -59,6 +64,13 @@ class Report:
             if outer is not None:
                 self.seconds[outer] = self.seconds.get(outer, 0.0) - spent
             self._running = outer
+
+    def meter_of(self, frame: str, direction: Direction) -> GraphMeter | None:
+        """Who measures the call of a graph that is about to happen; None: nobody."""
+        if self.meter is None:
+            return None
+        same = [graph.owned for graph in self.graphs if (graph.frame, graph.direction) == (frame, direction)]
+        return self.meter.of(frame, direction, same[-1] if same else ())
 
     @property
     def recompiles(self) -> int:

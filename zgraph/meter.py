@@ -121,9 +121,10 @@ class GraphMeter:
         own = [args[place] for place in self.owned]
         given = {storage_key(value): value.untyped_storage().nbytes() for value in own if isinstance(value, Tensor)}
         del own
-        devices = (arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu")
+        # A list: a generator would hold an input while the graph runs.
+        devices = [arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"]
         label = f"zgraph::{self.label} #{len(self.calls)}"
-        call = Call(label, next(devices, None), profiled, sum(given.values()))
+        call = Call(label, devices[0] if devices else None, profiled, sum(given.values()))
         self.calls.append(call)
         with record_function(label):
             before = _begin_peak(call.device)

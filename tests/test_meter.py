@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -74,6 +75,21 @@ def test_buffers_are_let_go_when_nobody_else_holds_them() -> None:
         torch.empty(4100, dtype=torch.uint8)
     allocations.stop()
     assert allocations.peaks() == {"zgraph::call": 4500}
+
+
+def test_what_another_thread_lets_go_is_seen() -> None:
+    """As gloo's do: the last reference to a buffer goes away in a thread that is not profiled."""
+    allocations = Allocations()
+    with torch.profiler.record_function("zgraph::call"):
+        for _ in range(3):
+            work = [torch.empty(4000, dtype=torch.uint8)]
+            allocations.hold(work)
+            thread = threading.Thread(target=work.clear)
+            thread.start()
+            thread.join()
+            allocations.let_go()
+    allocations.stop()
+    assert allocations.peaks() == {"zgraph::call": 4000}
 
 
 def test_a_profile_ends_with_the_first_step() -> None:

@@ -173,9 +173,9 @@ def _blocked_us(call: Call) -> dict[str, float]:
 class Allocations:
     """What this thread allocates and frees on the CPU, as torch.profiler sees it.
 
-    It sees no other thread, and the last to hold a collective's buffers may be a thread of gloo, which keeps them up to
-    its next collective. So they are held here, and let go by this thread as soon as nobody else holds them. What gloo
-    itself stages is not seen.
+    It sees what gloo's threads stage while a collective runs, but not how they let go of its buffers afterwards, up to
+    their next collective, when they are the last to hold them. So the buffers are held here as well, and let go by this
+    thread as soon as nobody else holds them.
     """
 
     def __init__(self) -> None:

@@ -62,17 +62,13 @@ def measured(zero_stage: int, who: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_peaks_are_the_predicted_ones_and_results_the_same(two_ranks: Ranks, zero_stage: int) -> None:
-    """Each of gloo's two threads keeps the buffers of its last collective: what it sends and what it receives.
-
-    If those of all collectives were kept, or their release not seen, it would be five times as much.
-    """
+    """Each of gloo's two threads may stage, and keep, the buffer of a collective: at another moment than predicted."""
     for found in two_ranks.run(measured, zero_stage, (0, 1)):
         assert found["equal"] and found["over"] and found["sums"]
         assert found["calls"] == {"forward": 1, "backward": 1}  # the profiled one does not count
         for direction, peak in found["peaks"].items():
-            kept = 2 * 2 * 4 * WIDTH * (WIDTH + 1)
-            assert found["predicted"][direction] <= 1.01 * peak
-            assert peak <= 1.01 * found["predicted"][direction] + kept
+            predicted = found["predicted"][direction]
+            assert 0.99 * predicted < peak < 1.01 * predicted + 2 * 2 * BUCKET_BYTES
             assert sorted(found["blocked"][direction]) == sorted(found["collectives"][direction])
         text = found["text"]
         assert len(re.findall(r"measured \d+ us \([\d.]+ of predicted\), of which \d+ us blocked in waits", text)) == 2

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from zgraph import nodes
@@ -154,7 +155,7 @@ def _describe(
     try:
         if direction == "backward" and "forward" in graphs and ctx.user_outputs is not None:
             owned = owned_inputs(graphs["forward"], graph, user_outputs=ctx.user_outputs)
-        peak = Peak.of(memory_curve(graph, owned=owned))
+        peak = Peak.of(memory_curve(graph, owned=owned, threads=torch.get_num_threads()))
         if ctx.cost_of is not None:
             costs = {node: ctx.cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
             timeline = simulate(list(graph.nodes), costs, ctx.sharing)

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from zgraph import meta
 from zgraph.codegen.islands import Island, cut_out, find_islands
 from zgraph.codegen.lower import lower_fx
+from zgraph.meter import GraphMeter
 from zgraph.torch_compat import compile_with_inductor
 
 Compiled = Callable[[list[Any]], Any]
@@ -33,11 +34,11 @@ class InductorLowering:
         self.islands = 0
         self.compiled: dict[object, Compiled] = {}
 
-    def lower(self, gm: fx.GraphModule) -> Compiled:
+    def lower(self, gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None) -> Compiled:
         """As `lower_fx`, with a call of a compiled function in the place of each island."""
         gm = fx.GraphModule(gm, gm.graph)
         self.islands += place_islands(gm, self._compile)
-        return lower_fx(gm)
+        return lower_fx(gm, meter_of)
 
     def _compile(self, island: Island) -> Compiled:
         key = (island.gm.code, tuple(_layout(node) for node in island.inputs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,15 +11,17 @@ from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.handle import name_of
+from zgraph.meter import GraphMeter, Probe, Program
 from zgraph.ops import collective_error
 from zgraph.torch_compat import BoxedCodeGen, boxed, start_all_gather
 
 
-def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+def lower_fx(gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None) -> Callable[[list[Any]], Any]:
     """Generated Python, one line a node: no fusion, no reordering, each value dropped at its last use.
 
     Args:
         gm: the final forward, backward or inference graph.
+        meter_of: asked at each call whether it is to be measured, and by whom; such a call runs another program.
 
     Returns:
         A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
@@ -28,14 +30,53 @@ def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     # A module of its own: AOTAutograd's is generated anew, through three calls, each time it runs.
     gm = fx.GraphModule(gm, gm.graph)
     guarded = _guarded_lines(gm)
+    starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
+    waits = {wait.name: _start_behind(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
     for gather in list(nodes.call_functions(gm.graph, nodes.is_all_gather)):
         gather.target = start_all_gather  # the same result, and safe with several in flight
+    program = _program(gm, guarded)
+    if meter_of is None:
+        return boxed(program)
+
+    def build(probe: Probe, watch_memory: bool) -> Program:
+        return _program(_instrumented(gm, probe, starts if watch_memory else [], waits), guarded)
+
+    def run(args: list[Any]) -> Any:
+        meter = meter_of()
+        return program(args) if meter is None else meter.run(build, args)
+
+    return boxed(run)
+
+
+def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:
+    """The same program, in which the probe waits and, where there are starts to watch, sees buffers come and go."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in [node for node in graph.nodes if node.op not in ("placeholder", "output")]:
+        with graph.inserting_after(node):
+            if starts:
+                graph.call_function(probe.let_go)
+            if node.name in starts:
+                computed = [source for source in node.all_input_nodes if source.op != "placeholder"]
+                graph.call_function(probe.hold, (node, *computed))
+        if node.name in waits:
+            node.target, node.args = probe.wait, (*node.args, waits[node.name])
+    return fx.GraphModule(gm, graph)
+
+
+def _start_behind(wait: fx.Node) -> fx.Node:
+    started = cast(fx.Node, wait.args[0])
+    return cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started  # of a coalesced one
+
+
+def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
+    """The generated code of a graph, whose failing collectives are named."""
     gm.graph.set_codegen(BoxedCodeGen())
     gm.recompile()
     # The class forward, not the module's __call__: that one would print its own account of a failing line.
     forward = cast("Callable[..., Any]", type(gm).forward)
     if not guarded:
-        return boxed(lambda args: forward(gm, args))
+        return lambda args: forward(gm, args)
     handle_positions = {
         node.name: position
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
@@ -58,7 +99,7 @@ def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
             names = [name if name != "?" else known for name, known in zip(found, parameters, strict=True)]
             raise collective_error(kind, names, group_name, error) from error
 
-    return boxed(run)
+    return run
 
 
 Guarded = tuple[str, str, tuple[str, ...], tuple[str, ...]]

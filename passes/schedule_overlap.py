@@ -12,6 +12,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.cost import NodeCost
 from zgraph.errors import PreconditionError
+from zgraph.exposure import why_exposed
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.ops import MIB, payload_bytes
 from zgraph.plan_schedule import plan_schedule
@@ -65,7 +66,7 @@ class ScheduleOverlap(GraphPass):
         costs = {node: ctx.cost_of(node) for node in order if node.op == "call_function"}
         costs |= {node: NodeCost("", 0.0) for node in own}
         storages = agreed_storages(order, own, inputs_die=ctx.direction == "backward")
-        limits = Limits(budget_bytes=ctx.budget_bytes, in_flight_bytes=self.in_flight_bytes)
+        limits = ctx.limits = Limits(budget_bytes=ctx.budget_bytes, in_flight_bytes=self.in_flight_bytes)
         plan = plan_overlap(order, costs, ctx.sharing, storages, limits)
         self._note(plan, simulate(plan.order, costs, ctx.sharing, storages), limits, ctx)
         nodes.relink(plan.order)
@@ -83,7 +84,10 @@ class ScheduleOverlap(GraphPass):
         exposed = [start for start, us in timeline.exposed_us.items() if us and is_movable(start)]
         exposed.sort(key=lambda start: -timeline.exposed_us[start])
         for start in exposed[:NOTES]:
-            ctx.note(self, explain(start, plan.order, timeline, limits))
+            names = ", ".join(meta.parameters(start)[:3])
+            exposed_us, us = timeline.exposed_us[start], timeline.spans[start].us
+            reason = why_exposed(start, plan.order, timeline, limits)
+            ctx.note(self, f"{start.name} ({names}): {exposed_us:.0f} us of {us:.0f} us exposed: {reason}")
         if len(exposed) > NOTES:
             left = sum(timeline.exposed_us[start] for start in exposed[NOTES:])
             ctx.note(self, f"{len(exposed) - NOTES} more collectives are exposed for {left:.0f} us together")
@@ -147,36 +151,3 @@ def agreed_storages(order: Sequence[fx.Node], own: Sequence[fx.Node], *, inputs_
             chunk = meta.tensor_value(sent)
             found.append(Storage(payload_bytes(chunk.shape, chunk.dtype), start, (wait,)))
     return found
-
-
-def explain(start: fx.Node, plan: Sequence[fx.Node], timeline: Timeline, limits: Limits) -> str:
-    """Why a collective could not be hidden."""
-    place_of = {node: place for place, node in enumerate(plan)}
-    span = timeline.spans[start]
-    names = ", ".join(meta.parameters(start)[:3])
-    about = f"{start.name} ({names}): {timeline.exposed_us[start]:.0f} us of {span.us:.0f} us exposed: "
-    cause = timeline.causes.get(start)
-    if cause is not None and timeline.spans[cause].lane == span.lane:
-        wait = nodes.wait_of(cause)
-        if wait is None or place_of[wait] > place_of[start]:  # else the program itself waited for it
-            return about + f"queued behind {cause.name} on {span.lane}"
-    if nodes.copy_in(start) is None:
-        return about + "too little to compute once what it carries is ready"
-    before = plan[: place_of[start]]
-    ahead = next((node for node in reversed(before) if timeline.spans[node].us and not is_movable(node)), None)
-    if ahead is None:
-        return about + "too little to compute before its result is needed"
-    whole = nodes.whole_bytes(start)
-    if limits.budget_bytes is not None and timeline.memory.alive_bytes[place_of[ahead]] + whole > limits.budget_bytes:
-        return about + f"the budget of {limits.budget_bytes} bytes has no room for {whole} bytes beside {ahead.name}"
-    under_way = [nodes.whole_bytes(node) for node in before if _is_under_way(node, place_of, place_of[ahead])]
-    if len(under_way) > 1 and sum(under_way) + whole > limits.in_flight_bytes:
-        return about + f"in_flight_bytes={limits.in_flight_bytes} has no room for {whole} bytes beside {ahead.name}"
-    return about + f"too little to compute between {ahead.name} and its result's first reader"
-
-
-def _is_under_way(node: fx.Node, place_of: Mapping[fx.Node, int], place: int) -> bool:
-    if not (nodes.is_start(node) and is_movable(node)):
-        return False
-    wait = nodes.wait_of(node)
-    return place_of[node] < place and (wait is None or place_of[wait] > place)

@@ -15,7 +15,8 @@ from tests.graphs import Drawing, Keep, compile_model, deep, fake_world, inputs_
 from tests.ranks import Ranks
 from tests.test_hardware import NODES
 from zgraph import meta, nodes
-from zgraph.cost import FREE, Formula, NodeCost, Totals, costs_of, formula, node_cost
+from zgraph.cost import FREE, NodeCost, Totals, costs_of, node_cost
+from zgraph.formula import Formula, formula
 from zgraph.hardware import Hardware
 from zgraph.node_times import measure_nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, presets

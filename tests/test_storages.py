@@ -56,7 +56,7 @@ def alive_bytes(gm: fx.GraphModule) -> list[int]:
 def predicted(gm: fx.GraphModule) -> list[int]:
     order = list(gm.graph.nodes)
     free = {node: NodeCost("", 0.0) for node in order if node.op == "call_function"}
-    return list(simulate(order, free).memory.alive_bytes)
+    return list(simulate(order, free).memory.bytes_during)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -33,7 +33,7 @@ from zgraph.hardware import Hardware  # noqa: E402
 from zgraph.materialization import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.planning import plan  # noqa: E402
-from zgraph.report.of_model import summary  # noqa: E402
+from zgraph.report.of_model import explain, measure, summary  # noqa: E402
 from zgraph.report.summary import Report  # noqa: E402
 from zgraph.sharding import shard  # noqa: E402
 from zgraph.state_dict import follow_compiled_modules, full_state_dict  # noqa: E402
@@ -61,10 +61,12 @@ __all__ = [
     "ZgraphWarning",
     "calibrate",
     "clip_grad_norm_",
+    "explain",
     "full_state_dict",
     "latest_checkpoint",
     "load_checkpoint",
     "materialize",
+    "measure",
     "no_sync",
     "ops",
     "passes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,8 +23,8 @@ from zgraph.local_shards import compile_on_local_shards
 from zgraph.passes import presets
 from zgraph.pipeline import Pipeline
 from zgraph.report.dump import Dumper
-from zgraph.report.summary import GraphReport, Report
-from zgraph.traffic import transfers
+from zgraph.report.of_graph import describe
+from zgraph.report.summary import Report
 from zgraph.unit import scope_behind
 
 
@@ -72,8 +73,8 @@ class FrameCompiler:
 
     def _backend(self) -> Callable[..., Any]:
         return torch_compat.aot_autograd(
-            compile_forward=self.lower,
-            compile_backward=self.lower,
+            compile_forward=partial(self.lower, "forward"),
+            compile_backward=partial(self.lower, "backward"),
             compile_inference=self.compile_inference,
             partition=self.partition,
             decompose=self.inductor is not None,
@@ -97,14 +98,15 @@ class FrameCompiler:
         self._run_passes(graphs, "joint")
         self._run_passes(graphs, "graph")
         self._finish(graphs)
-        return self.lower(gm, inputs)
+        return self.lower("inference", gm, inputs)
 
-    def lower(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        meter_of = partial(self.report.meter_of, self.frame, direction)
         with self.report.phase("lowering"):
             if self.inductor is None:
-                return lower_fx(gm)
+                return lower_fx(gm, meter_of)
             islands, distinct = self.inductor.islands, len(self.inductor.compiled)
-            lowered = self.inductor.lower(gm)
+            lowered = self.inductor.lower(gm, meter_of)
             self.report.islands += self.inductor.islands - islands
             self.report.distinct_islands += len(self.inductor.compiled) - distinct
             return lowered
@@ -123,24 +125,20 @@ class FrameCompiler:
             self.dumper.after(graph_pass, direction, graph, notes)
 
     def _finish(self, graphs: dict[Direction, fx.GraphModule]) -> None:
-        """Report what will be sent, and agree on it with the peers before anything is."""
-        found = {direction: tuple(transfers(gm.graph)) for direction, gm in graphs.items()}
-        with self.report.phase("agreement"):
-            agree(
-                [Signature.of(direction, sent) for direction, sent in found.items()], self.options.agreement_timeout_s
-            )
-        if self.options.report is not None:  # somebody wants to read them
-            self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
-        self.report.graphs.extend(
-            GraphReport(
+        """Agree with the peers on what will be sent before anything is, and report on the graphs."""
+        with self.report.phase("predicting"):
+            found = describe(
+                {direction: gm.graph for direction, gm in graphs.items()},
+                self.ctx,
                 frame=self.frame,
-                direction=direction,
-                nodes=len(gm.graph.nodes),
-                transfers=found[direction],
+                parameters=tuple(self.names.values()),
                 reason=self.reason,
             )
-            for direction, gm in graphs.items()
-        )
+        with self.report.phase("agreement"):
+            agree([Signature.of(graph.direction, graph.transfers) for graph in found], self.options.agreement_timeout_s)
+        if self.options.report is not None:  # somebody wants to read them
+            self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
+        self.report.graphs.extend(found)
 
     def _name_markers(self, graph: fx.Graph) -> None:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""

@@ -1,14 +1,12 @@
-"""Bytes, flops and microseconds of every node of a graph on a machine, as numbers and as formulas."""
+"""Bytes, flops and microseconds of every node of a graph on a machine."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -26,6 +24,9 @@ from zgraph.torch_compat import (
     written_arguments,
 )
 from zgraph.traffic import SizeOf, transfers_of
+
+if TYPE_CHECKING:
+    from zgraph.formula import Symbols
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -113,191 +114,10 @@ class Totals:
         return cls(sent, lane_us)
 
 
-@dataclass(frozen=True)
-class Formula:
-    """`Totals` as expressions: what the same plan costs on other numbers of ranks, and for other batches.
-
-    Symbols are "N", the ranks of a group of neighbours; "N8", those of a group whose members are 8 ranks apart; and the
-    graph's own symbolic sizes. The number of collectives is that of the graph at hand. Bytes of collectives count the
-    padding on every number of ranks; times of copies do where the graph at hand has the copies.
-    The parts are those of rank 0, whose shards are never shorter than another's.
-
-    Attributes:
-        sent_bytes, lane_us: see `Totals`.
-        sizes: present values of the symbols, by name.
-    """
-
-    sent_bytes: sympy.Expr
-    lane_us: Mapping[str, sympy.Expr]
-    sizes: Mapping[str, int]
-
-    def at(self, **sizes: int) -> Totals:
-        """The totals for these values; symbols that are not named keep the present ones.
-
-        Raises:
-            ValueError: a name is none of the symbols, or a value is no positive number.
-        """
-        for name, value in sizes.items():
-            if name != "N" and name not in self.sizes:  # a graph without collectives costs the same on any number
-                known = ", ".join(self.sizes) or "none"
-                raise ValueError(f"zgraph.cost: the formula has no symbol {name!r}; its symbols are: {known}.")
-            if value < 1:
-                raise ValueError(f"zgraph.cost: {name}={value}; write a positive number.")
-        values = {**self.sizes, **sizes}
-
-        def evaluate(expression: sympy.Expr) -> Any:
-            return expression.subs({symbol: values[str(symbol)] for symbol in expression.free_symbols})
-
-        return Totals(int(evaluate(self.sent_bytes)), {lane: float(evaluate(us)) for lane, us in self.lane_us.items()})
-
-    def __str__(self) -> str:
-        """Bytes and link times without padding, which hides the structure; `at` counts it."""
-        lines = [f"sent bytes: {_without_padding(self.sent_bytes)}"]
-        lines += [f"{lane} us: {_without_padding(us)}" for lane, us in self.lane_us.items()]
-        return "\n".join(lines)
-
-
-def formula(graph: fx.Graph, hardware: Hardware) -> Formula:
-    """What a graph costs, as expressions; at the present sizes they equal `costs_of`."""
-    symbols = _Symbols.of(graph)
-    exact = CostModel(hardware)
-    symbolic = CostModel(hardware, symbols)
-    sent = Counter[Any]()
-    constant = dict[str, float]()
-    counted = Counter[tuple[str, Any]]()
-    for node in graph.nodes:
-        cost = symbolic.cost(node) if symbols.concern(node) else exact.cost(node)
-        if cost.lane.startswith("group:"):
-            sent[cost.moved_bytes] += 1
-        us = cast(Any, cost.us)
-        if isinstance(us, sympy.Expr):
-            counted[cost.lane, us] += 1
-        elif cost.lane:
-            constant[cost.lane] = constant.get(cost.lane, 0.0) + us
-    terms = {lane: [sympy.Float(us)] for lane, us in constant.items()}
-    for (lane, us), count in counted.items():
-        terms.setdefault(lane, []).append(count * us)
-    lane_us = {lane: sympy.Add(*found) for lane, found in terms.items()}
-    sent_bytes = sympy.Add(*(count * moved for moved, count in sent.items()))
-    free = {str(symbol) for expression in (sent_bytes, *lane_us.values()) for symbol in expression.free_symbols}
-    return Formula(sent_bytes, lane_us, {name: symbols.sizes.get(name, DATA_DEPENDENT_SIZE) for name in sorted(free)})
-
-
-def _without_padding(expression: sympy.Expr) -> Any:
-    smooth: Any = expression.replace(sympy.floor, lambda inner: inner).replace(sympy.ceiling, lambda inner: inner)
-    return smooth.expand()
-
-
 def group_stride(group_name: str) -> int:
     """Distance of a group's first two members in global ranks: the same for all groups along one axis of a mesh."""
     members = dist.get_process_group_ranks(resolve_group(group_name)) if group_name else [0]
     return abs(members[1] - members[0]) if len(members) > 1 else 1
-
-
-# --- symbols --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Symbols:
-    """Which sizes of a graph are symbols.
-
-    Attributes:
-        groups: symbol of a group's size, by its name.
-        sizes: present value of each symbol, by its name.
-        scale: of nodes whose result grows or shrinks with a group: by how much, 1 at present.
-        world_of: symbol behind the number of ranks that a node sums over.
-    """
-
-    groups: dict[str, sympy.Symbol]
-    sizes: dict[str, int]
-    scale: dict[fx.Node, Any]
-    world_of: dict[fx.Node, sympy.Symbol]
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> _Symbols:
-        found = cls({}, {}, {}, {})
-        for node in graph.nodes:
-            for value in _tensors(node):
-                for size in value.shape:
-                    found.add_size(size)
-            found.add_size(meta.value(node))
-            if nodes.is_start(node):
-                found.add_group(nodes.group_of(node))
-                found.add_start(node)
-            elif nodes.is_marker(node):
-                for group_name in node.args[-2:]:  # the replicas', and its own
-                    found.add_group(cast(str, group_name))
-        return found
-
-    def add_size(self, size: object) -> None:
-        expression = size_expression(size)
-        if isinstance(expression, sympy.Symbol):
-            self.sizes[str(expression)] = _hint(size)
-
-    def add_group(self, group_name: str) -> None:
-        if group_name and group_name not in self.groups and group_size(group_name) > 1:
-            stride = group_stride(group_name)
-            name = "N" if stride == 1 else f"N{stride}"
-            self.groups[group_name] = sympy.Symbol(name, positive=True, integer=True)
-            self.sizes[name] = group_size(group_name)
-
-    def size_of(self, group_name: str) -> Any:
-        return self.groups.get(group_name, 1)
-
-    def add_start(self, start: fx.Node) -> None:
-        """Follow what a collective carries into the copies before and behind it."""
-        symbol = self.groups.get(nodes.group_of(start))
-        if symbol is None or not meta.parameters(start):
-            return
-        now = next(transfers_of(start)).payload_bytes
-        whole = shard = next(transfers_of(start, self.size_of)).payload_bytes / sympy.Integer(now)
-        world = group_size(nodes.group_of(start))
-        if nodes.is_gather(start):
-            whole = shard * symbol / world
-            copies = nodes.copy_in(start) or []
-            for node in [*copies, *(source for copy in copies for source in copy.all_input_nodes)]:
-                self.scale.setdefault(node, shard)
-            self.scale.setdefault(start.all_input_nodes[0], shard)
-        else:
-            shard = whole * world / symbol
-        wait = nodes.wait_of(start)
-        if wait is None:
-            return
-        if nodes.is_reduce_scatter(start):
-            self._follow(wait, shard)
-        elif nodes.is_gather(start):
-            self.scale[wait] = whole
-        else:
-            self.scale[wait] = whole
-            for total in wait.users:
-                if nodes.is_sum_ranks(total):
-                    self.world_of[total] = symbol
-                    self._follow(total, shard)
-
-    def _follow(self, node: fx.Node, scale: Any) -> None:
-        pending = [node]
-        while pending:
-            reached = pending.pop()
-            self.scale[reached] = scale
-            pending.extend(user for user in reached.users if nodes.is_communication(user) and not nodes.is_start(user))
-
-    def concern(self, node: fx.Node) -> bool:
-        """Whether the cost of a node depends on a symbol."""
-        if nodes.is_start(node) or nodes.is_marker(node):
-            return True
-        around = (node, *node.all_input_nodes)
-        return any(
-            near in self.scale
-            or any(
-                isinstance(size, torch.SymInt)
-                for value in _tensors(near)
-                for size in cast("tuple[Any, ...]", value.shape)
-            )
-            for near in around
-        )
-
-
-# --- costs ----------------------------------------------------------------------------------------------------------
 
 
 # Operators without an entry in torch's flop registry, and those they count like.
@@ -335,7 +155,7 @@ class CostModel:
         symbols: where given, sizes are expressions, and so are the costs.
     """
 
-    def __init__(self, hardware: Hardware, symbols: _Symbols | None = None) -> None:
+    def __init__(self, hardware: Hardware, symbols: Symbols | None = None) -> None:
         self.hardware = hardware
         self.symbols = symbols
         self.size_of: SizeOf = group_size if symbols is None else symbols.size_of
@@ -362,7 +182,7 @@ class CostModel:
         if isinstance(argument, fx.Node):
             if argument not in self.described:
                 scale = None if self.symbols is None else self.symbols.scale.get(argument)
-                self.described[argument] = (*map(self._layout, _tensors(argument)), scale)
+                self.described[argument] = (*map(self._layout, tensors_of(argument)), scale)
             return self.described[argument]
         if isinstance(argument, list | tuple):
             return tuple(map(self._key, cast("tuple[Any, ...]", argument)))
@@ -400,7 +220,7 @@ class CostModel:
     # --- everything else
 
     def _local(self, node: fx.Node) -> NodeCost:
-        results = _tensors(node)
+        results = tensors_of(node)
         lane = meta.lane(node) or _copy_lane(node)
         if lane is not None:
             moved = sum(self._bytes(node, value) for value in results) or self._read_bytes(node)
@@ -420,14 +240,14 @@ class CostModel:
 
     def _kernel(self, node: fx.Node) -> NodeCost:
         """One that reads its inputs and writes its results once."""
-        results = _tensors(node)
+        results = tensors_of(node)
         moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
         if node.target in (torch.ops.zgraph.accumulate_grad.default, torch.ops.zgraph.add_accumulated.default):
             # The sum so far is read as well, and written where that is not the result.
             grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])
             moved += 2 * self._numel(grad, meta.tensor_value(grad)) * dtype.itemsize
         flops = self._flops(node)
-        dtype = next((value.dtype for source in node.all_input_nodes for value in _tensors(source)), torch.float32)
+        dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
         return NodeCost(COMPUTE, self.hardware.compute_us(flops, moved, dtype), flops, moved)
 
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
@@ -464,7 +284,7 @@ class CostModel:
 
     def _read_bytes(self, node: fx.Node) -> Any:
         sources = node.all_input_nodes[1:] if node.target in _OVERWRITE else node.all_input_nodes
-        read = [sum(self._bytes(source, value) for value in _tensors(source)) for source in sources]
+        read = [sum(self._bytes(source, value) for value in tensors_of(source)) for source in sources]
         if node.target in _READ_ROWS and read:
             read[0] = self._bytes(node, meta.tensor_value(node))
         return sum(read)
@@ -482,7 +302,7 @@ class CostModel:
 
     def _number(self, size: Any) -> Any:
         """A size as what this estimator counts with."""
-        return _hint(size) if self.symbols is None else size_expression(size)
+        return size_hint(size) if self.symbols is None else size_expression(size)
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
@@ -494,7 +314,7 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
 def _copy_lane(node: fx.Node) -> meta.Lane | None:
     if node.target not in _COPY_DEVICE:
         return None
-    source, result = _tensors(node.all_input_nodes[-1]), _tensors(node)
+    source, result = tensors_of(node.all_input_nodes[-1]), tensors_of(node)
     if not source or not result:
         return None
     kinds = source[0].device.type, result[0].device.type
@@ -503,12 +323,14 @@ def _copy_lane(node: fx.Node) -> meta.Lane | None:
     return "host_to_device" if kinds[0] == "cpu" else "device_to_host"
 
 
-def _hint(size: object) -> int:
+def size_hint(size: object) -> int:
+    """A size as a number, by its hint where it is symbolic."""
     hint = hint_of(size)
     return DATA_DEPENDENT_SIZE if hint is None else hint
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """The fake tensors that a node yields."""
     found = meta.value(node)
     if isinstance(found, Tensor):
         return [found]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import fx
 
 from zgraph.cost import NodeCost
+from zgraph.schedule import Limits
 from zgraph.simulate import Sharing
 from zgraph.torch_compat import resolve_group
 
@@ -46,6 +47,7 @@ class PassContext:
         cost_of: what a call costs, in any graph; the same on all ranks, for plans follow from it. None: unknown, and a
             pass that plans by it is refused.
         sharing: what the lanes of these costs take from one another.
+        limits: that the order of the final graphs keeps to; None: it was made by rules, which know no costs.
         planned_backend: what the groups of a planned cluster stand for; a real group knows better.
         notes: what passes had to say, as (pass, direction, text); shown in dumps and reports.
     """
@@ -57,6 +59,7 @@ class PassContext:
     budget_bytes: int | None = None
     cost_of: Callable[[fx.Node], NodeCost] | None = None
     sharing: Sharing = field(default_factory=Sharing)
+    limits: Limits | None = None
     planned_backend: str = "gloo"
     notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])
 

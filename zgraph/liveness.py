@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.runtime.window import OPEN
-from zgraph.torch_compat import OpOverload, alias_positions, fake_storage_key, hint_of
-from zgraph.workspace import remaining_bytes, staging_bytes, workspace_bytes
+from zgraph import nodes
+from zgraph.storages import Finder, Storage
+from zgraph.workspace import staging_bytes, workspace_bytes
 
-# By their schema they return a view; they copy where they must, which the fake value tells.
-_MAY_COPY = frozenset({"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.ravel"})
 AT_ONCE = 2  # collectives of a gloo group; a third waits for a thread (torch 2.11 - 2.13)
 
 
@@ -131,11 +126,12 @@ def memory_curve(
         late_peers: what a backend stages for a collective stays until its wait, as on a slow link; otherwise only the
             start itself sees it.
     """
-    walk = _Walk(allocator, threads, late_peers)
-    walk.enter(graph, owned=owned)
-    walk.run(graph)
-    walk.hold(nodes.returned_by(graph))
-    return walk.curve()
+    found = Finder()
+    found.enter(graph.find_nodes(op="placeholder"), owned)
+    found.run(graph.nodes)
+    found.keep(nodes.returned_by(graph))
+    beside = _beside(graph, allocator, threads, late_peers)
+    return _curve(list(graph.nodes), found, allocator, list(beside))
 
 
 def live_ranges(graph: fx.Graph, *, owned: Collection[fx.Node] = ()) -> tuple[LiveRange, ...]:
@@ -163,217 +159,134 @@ def step_curve(
         user_outputs: how many of forward's outputs are the user's; backward takes the others.
         allocator, threads, late_peers: as in `memory_curve`.
     """
-    walk = _Walk(allocator, threads, late_peers)
-    walk.enter(forward)
-    walk.run(forward)
+    found = _enter_step(forward, backward, user_outputs)
+    found.run(backward.nodes)
+    found.keep(nodes.returned_by(backward))
+    beside = [*_beside(forward, allocator, threads, late_peers), *_beside(backward, allocator, threads, late_peers)]
+    return _curve([*forward.nodes, *backward.nodes], found, allocator, beside)
+
+
+def owned_inputs(forward: fx.Graph, backward: fx.Graph, *, user_outputs: int) -> list[fx.Node]:
+    """The inputs of a backward graph that nobody but the step holds, as in `step_curve`: saved values and tangents."""
+    found = _enter_step(forward, backward, user_outputs)
+    return [node for node in backward.find_nodes(op="placeholder") if not found.is_held(node)]
+
+
+def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Finder:
+    """The storages of forward, and backward's inputs among them."""
+    found = Finder()
+    found.enter(forward.find_nodes(op="placeholder"))
+    found.run(forward.nodes)
     returned = nodes.returned_by(forward)
-    walk.hold(returned[:user_outputs])
-    walk.enter_backward(backward, returned[user_outputs:])
-    walk.run(backward)
-    walk.hold(nodes.returned_by(backward))
-    return walk.curve()
+    found.keep(returned[:user_outputs])
+    found.enter_backward(backward.find_nodes(op="placeholder"), returned[user_outputs:])
+    return found
 
 
-@dataclass(eq=False)
-class _Storage:
-    node: fx.Node
-    bytes: int
-    first: int
-    last: int
-    held: bool
+def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCurve:
+    """The curve of these storages alone, in one order of many; what calls take beside their results is left out."""
+    return _over(order, list(storages), [0] * len(order), ())
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A collective in flight: it holds its buffers until it has been waited for."""
+def _curve(order: Sequence[fx.Node], found: Finder, allocator: Allocator, beside: Sequence[int]) -> MemoryCurve:
+    storages = found.storages()
+    if allocator is not EXACT:
+        storages = [replace(one, nbytes=allocator.allocated_bytes(one.nbytes)) for one in storages]
+    return _over(order, storages, beside, tuple(found.unknown))
 
-    buffers: list[_Storage]
-    staging_bytes: int
+
+def _over(
+    order: Sequence[fx.Node], storages: Sequence[Storage], beside: Sequence[int], unknown: tuple[str, ...]
+) -> MemoryCurve:
+    numbers = {node: number for number, node in enumerate(order)}
+    ledger = Ledger.of(numbers, storages)
+    during: list[int] = []
+    after: list[int] = []
+    for number in range(len(order)):
+        during.append(ledger.issue(number) + beside[number])
+        after.append(ledger.alive_bytes)
+    return MemoryCurve(
+        nodes=tuple(order),
+        bytes_during=tuple(during),
+        bytes_after=tuple(after),
+        ranges=tuple(_range(storage, numbers) for storage in storages),
+        held_bytes=sum(storage.nbytes for storage in storages if storage.held),
+        unknown=unknown,
+    )
 
 
-class _Walk:
-    """Follows programs node by node.
+def _range(storage: Storage, numbers: Mapping[fx.Node, int]) -> LiveRange:
+    first = numbers[storage.first]
+    last = len(numbers) - 1 if storage.outlives else max([first, *map(numbers.__getitem__, storage.readers)])
+    return LiveRange(storage.first, storage.nbytes, first, last, storage.held)
+
+
+def _beside(graph: fx.Graph, allocator: Allocator, threads: int, late_peers: bool) -> Iterator[int]:
+    """What each node takes beside storages: its workspace, and what is staged for collectives in flight."""
+    at_once = AT_ONCE if late_peers else 0
+    in_flight: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        # The oldest run, the others queue.
+        taken = sum(itertools.islice(in_flight.values(), at_once)) if node.op != "placeholder" else 0
+        if nodes.is_wait(node):
+            started = node.all_input_nodes[0]
+            in_flight.pop(started.all_input_nodes[0] if nodes.is_getitem(started) else started, None)
+        elif node.op == "call_function":
+            taken += allocator.allocated_bytes(workspace_bytes(node, threads=threads))
+            if nodes.is_start(node):
+                in_flight[node] = allocator.allocated_bytes(staging_bytes(node))
+                taken += in_flight[node]
+        yield taken
+
+
+class Ledger:
+    """Which storages are alive while nodes are issued by number, one after the other, in any order.
 
     Attributes:
-        places: for each item of a node's value (a tensor is one item) the storages it lies in.
-        workspace: at each position of the program.
+        allocates: the storages that each node makes.
+        sizes: of the storages.
+        alive_bytes: behind the last node that was issued.
     """
 
-    def __init__(self, allocator: Allocator, threads: int, late_peers: bool) -> None:
-        self.allocator = allocator
-        self.threads = threads
-        self.at_once = AT_ONCE if late_peers else 0
-        self.program: list[fx.Node] = []
-        self.workspace: list[int] = []
-        self.storages: list[_Storage] = []
-        self.places: dict[fx.Node, list[list[_Storage]]] = {}
-        self.to_the_end: list[_Storage] = []
-        self.unknown: list[str] = []
-        self.aliases: dict[Any, tuple[int | None, ...]] = {}
+    def __init__(
+        self, allocates: list[list[int]], reads: list[list[int]], sizes: list[int], readers: list[int]
+    ) -> None:
+        self.allocates = allocates
+        self.sizes = sizes
+        self.alive_bytes = 0
+        self._reads = reads
+        self._readers = readers  # that are still to come
 
-    def enter(self, graph: fx.Graph, owned: Collection[fx.Node] = ()) -> None:
-        """The inputs of a graph; those that are views of one storage share it."""
-        known: dict[int, _Storage] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            self._step(node)
-            self.places[node] = self._placed(node, known, held=node not in owned)
-            if not node.users:
-                self.hold([node])
-
-    def enter_backward(self, graph: fx.Graph, saved: Sequence[Any]) -> None:
-        """The inputs of a backward graph: sizes, then the tensors that forward has saved, then tangents."""
-        tensors = iter([node for node in saved if isinstance(node, fx.Node) and isinstance(meta.value(node), Tensor)])
-        known: dict[int, _Storage] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            self._step(node)
-            source = next(tensors, None) if isinstance(meta.value(node), Tensor) else None
-            self.places[node] = self._placed(node, known, held=False) if source is None else self.places[source]
-            if not node.users:
-                self.hold([node])
-
-    def run(self, graph: fx.Graph) -> None:
-        """The calls of a graph, whose results die at their last use."""
-        in_flight: dict[fx.Node, _Work] = {}
-        for node in graph.nodes:
-            if node.op == "placeholder":
+    @classmethod
+    def of(cls, numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> Ledger:
+        allocates: list[list[int]] = [[] for _ in numbers]
+        reads: list[list[int]] = [[] for _ in numbers]
+        sizes: list[int] = []
+        readers: list[int] = []
+        for storage in storages:
+            if storage.held:
                 continue
-            here = self._step(node)
-            read = [storage for source in node.all_input_nodes for storage in self._storages(source)]
-            # The oldest run, the others queue.
-            running = itertools.islice(in_flight.values(), self.at_once)
-            self.workspace[here] = sum(work.staging_bytes for work in running)
-            if nodes.is_getitem(node) and isinstance(meta.value(cast(fx.Node, node.args[0])), tuple | list):
-                source, index = cast("tuple[fx.Node, int]", node.args)
-                self.places[node] = [self.places[source][index]]
-            elif nodes.is_wait(node):
-                started = cast(fx.Node, node.args[0])
-                self.places[node] = self.places[started]  # which the fake values do not tell
-                work = in_flight.pop(cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started, None)
-                read += work.buffers if work is not None else ()
-            elif node.op != "output":
-                self._call(node, here)
-                if nodes.is_start(node):
-                    in_flight[node] = _Work(read, self.allocator.allocated_bytes(staging_bytes(node)))
-                    self.workspace[here] += in_flight[node].staging_bytes
-            for storage in read:
-                storage.last = here
+            readers_once = dict.fromkeys((storage.first, *storage.readers))
+            for reader in readers_once:
+                reads[numbers[reader]].append(len(sizes))
+            allocates[numbers[storage.first]].append(len(sizes))
+            sizes.append(storage.nbytes)
+            readers.append(len(readers_once) + storage.outlives)
+        return cls(allocates, reads, sizes, readers)
 
-    def _call(self, node: fx.Node, here: int) -> None:
-        known = {
-            key: storage
-            for source in node.all_input_nodes
-            for key, storage in zip(_keys(meta.value(source)), self._storages(source), strict=True)
-        }
-        constant = node.op == "get_attr"  # the module holds it
-        self.places[node] = self._placed(node, known, held=constant, shared=self._shared(node))
-        self.workspace[here] += self.allocator.allocated_bytes(workspace_bytes(node, threads=self.threads))
-        remaining = self.allocator.allocated_bytes(remaining_bytes(node))
-        if remaining:
-            self.storages.append(_Storage(node, remaining, here, here, held=False))
-            self.to_the_end.append(self.storages[-1])
-        if nodes.is_kept_gather(node) and OPEN in node.args:
-            self.hold([node])  # for the rest of the window
+    def copy(self) -> Ledger:
+        """The same state, to go on from in another way."""
+        new = Ledger(self.allocates, self._reads, self.sizes, self._readers.copy())
+        new.alive_bytes = self.alive_bytes
+        return new
 
-    def _shared(self, node: fx.Node) -> Sequence[_Storage | None]:
-        """For each result of a call the storage that its schema says it lies in.
-
-        The fake values alone do not tell: a pass may have given the node another input than it was traced with.
-        """
-        if node.target not in self.aliases:
-            may_copy = isinstance(node.target, OpOverload) and str(node.target.overloadpacket) in _MAY_COPY
-            self.aliases[node.target] = () if may_copy else alias_positions(node.target)
-        shared: list[_Storage | None] = []
-        for position in self.aliases[node.target]:
-            source = node.args[position] if position is not None and position < len(node.args) else None
-            shared.append(self._storages(source)[0] if isinstance(source, fx.Node) else None)
-        if node.target is torch.ops.aten._unsafe_view.default:  # whose schema does not say so
-            return self._storages(node.all_input_nodes[0])[:1]
-        return shared
-
-    def hold(self, values: Iterable[Any]) -> None:
-        """Values that are alive at the end."""
-        for node in values:
-            if isinstance(node, fx.Node):
-                self.to_the_end.extend(self._storages(node))
-
-    def curve(self) -> MemoryCurve:
-        for storage in self.to_the_end:
-            storage.last = len(self.program) - 1
-        begins, ends = [0] * len(self.program), [0] * len(self.program)
-        for storage in self.storages:
-            if not storage.held:
-                begins[storage.first] += storage.bytes
-                ends[storage.last] += storage.bytes
-        during: list[int] = []
-        after: list[int] = []
-        alive = 0
-        for position, workspace in enumerate(self.workspace):
-            alive += begins[position]
-            during.append(alive + workspace)
-            # What the program returns is still there after its last node.
-            alive -= ends[position] if position < len(self.program) - 1 else 0
-            after.append(alive)
-        return MemoryCurve(
-            nodes=tuple(self.program),
-            bytes_during=tuple(during),
-            bytes_after=tuple(after),
-            ranges=tuple(LiveRange(**vars(storage)) for storage in self.storages),
-            held_bytes=sum(storage.bytes for storage in self.storages if storage.held),
-            unknown=tuple(self.unknown),
-        )
-
-    def _step(self, node: fx.Node) -> int:
-        self.program.append(node)
-        self.workspace.append(0)
-        return len(self.program) - 1
-
-    def _storages(self, node: fx.Node) -> list[_Storage]:
-        return [storage for item in self.places.get(node, ()) for storage in item]
-
-    def _placed(
-        self, node: fx.Node, known: dict[int, _Storage], *, held: bool, shared: Sequence[_Storage | None] = ()
-    ) -> list[list[_Storage]]:
-        """Where a value lies: where its schema says, else in a storage known by its fake one, else in a new one."""
-        value = meta.value(node)
-        items = value if isinstance(value, tuple | list) else [value]
-        if len(shared) == 1:  # one result, which may be a list of views
-            shared = [shared[0]] * len(items)
-        return [
-            [
-                (shared[number] if number < len(shared) else None) or self._find(node, tensor, known, held)
-                for tensor in _tensors(item)
-            ]
-            for number, item in enumerate(items)
-        ]
-
-    def _find(self, node: fx.Node, value: Tensor, known: dict[int, _Storage], held: bool) -> _Storage:
-        key = fake_storage_key(value)
-        if key not in known:
-            size = storage_bytes(value)
-            if size is None:
-                self.unknown.append(node.name)
-            here = len(self.program) - 1
-            known[key] = _Storage(node, self.allocator.allocated_bytes(size or 0), here, here, held)
-            self.storages.append(known[key])
-        return known[key]
-
-
-def storage_bytes(value: Tensor) -> int | None:
-    """Bytes of the storage behind a fake tensor, by the hints of symbolic sizes; None where there is no hint."""
-    if value.layout == torch.strided:
-        return hint_of(value.untyped_storage().nbytes())
-    numel = hint_of(value.numel())
-    return None if numel is None else numel * value.dtype.itemsize
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in cast("Sequence[Any]", value) for tensor in _tensors(item)]
-    return []
-
-
-def _keys(value: Any) -> list[int]:
-    return [fake_storage_key(tensor) for tensor in _tensors(value)]
+    def issue(self, node: int) -> int:
+        """The bytes alive while the node runs; what it reads last is released behind it."""
+        for storage in self.allocates[node]:
+            self.alive_bytes += self.sizes[storage]
+        peak = self.alive_bytes
+        for storage in self._reads[node]:
+            self._readers[storage] -= 1
+            if not self._readers[storage]:
+                self.alive_bytes -= self.sizes[storage]
+        return peak

@@ -20,7 +20,8 @@ from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.cost import NodeCost
-from zgraph.simulate import Clock, Ledger, Sharing, Work
+from zgraph.liveness import Ledger
+from zgraph.simulate import Clock, Sharing, Work
 from zgraph.storages import Storage
 from zgraph.torch_compat import written_arguments
 
@@ -78,7 +79,7 @@ class Problem:
     def __init__(self, work: Work, storages: Iterable[Storage], limits: Limits) -> None:
         self.work = work
         self.limits = limits
-        self.ledger = Ledger.of(work, storages)
+        self.ledger = Ledger.of(work.numbers, storages)
         count = len(work.nodes)
         self.inputs = [[work.numbers[source] for source in node.all_input_nodes] for node in work.nodes]
         self.users = [[work.numbers[user] for user in node.users] for node in work.nodes]

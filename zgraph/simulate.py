@@ -21,6 +21,7 @@ from torch import fx
 
 from zgraph import nodes
 from zgraph.cost import NodeCost
+from zgraph.liveness import MemoryCurve, curve_of
 from zgraph.storages import Storage, storages_of
 
 COMPUTE = "compute"
@@ -89,22 +90,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class MemoryCurve:
-    """Bytes alive while each node runs, in program order: what it reads, what it yields, and what others still need."""
-
-    alive_bytes: tuple[int, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.alive_bytes, default=0)
-
-    @property
-    def peak_position(self) -> int:
-        """Where the peak is, as an index into the order; the first of several."""
-        return self.alive_bytes.index(self.peak_bytes) if self.alive_bytes else 0
-
-
-@dataclass(frozen=True)
 class Timeline:
     """What became of a schedule.
 
@@ -114,7 +99,7 @@ class Timeline:
         exposed_us: for each collective or copy how long the compute lane waited for it.
         hidden_us: for each how long it ran while the compute lane did not wait.
         busy_us: by lane.
-        memory: over the order.
+        memory: over the order, of its storages alone.
         causes: for each node that took time or blocked: the node that had to end before it could begin.
         last: the node that ended last, None where nothing takes time.
     """
@@ -164,9 +149,7 @@ def simulate(
     for node in range(len(work.nodes)):
         clock.issue(node)
     clock.drain()
-    curve = Ledger.of(work, storages_of(order) if storages is None else storages)
-    alive = MemoryCurve(tuple(map(curve.issue, range(len(work.nodes)))))
-    return clock.timeline(alive)
+    return clock.timeline(curve_of(order, storages_of(order) if storages is None else storages))
 
 
 @dataclass(frozen=True)
@@ -431,52 +414,3 @@ class Clock:
 
     def _speed(self, lane: int) -> float:
         return min(1.0, self._gain[lane] / self._on_link[self._link[lane]])
-
-
-class Ledger:
-    """Which storages are alive while nodes are issued, one after the other.
-
-    Attributes:
-        alive_bytes: behind the last node that was issued.
-    """
-
-    def __init__(
-        self, allocates: list[list[int]], reads: list[list[int]], sizes: list[int], readers: list[int]
-    ) -> None:
-        self.allocates = allocates
-        self.reads = reads
-        self.sizes = sizes
-        self.alive_bytes = 0
-        self._readers = readers  # that are still to come
-
-    @classmethod
-    def of(cls, work: Work, storages: Iterable[Storage]) -> Ledger:
-        allocates: list[list[int]] = [[] for _ in work.nodes]
-        reads: list[list[int]] = [[] for _ in work.nodes]
-        sizes: list[int] = []
-        readers: list[int] = []
-        for number, storage in enumerate(storages):
-            first = work.numbers[storage.first]
-            allocates[first].append(number)
-            for reader in dict.fromkeys((storage.first, *storage.readers)):
-                reads[work.numbers[reader]].append(number)
-            sizes.append(storage.nbytes)
-            readers.append(len({storage.first, *storage.readers}) + storage.outlives)
-        return cls(allocates, reads, sizes, readers)
-
-    def copy(self) -> Ledger:
-        """The same state, to go on from in another way."""
-        new = Ledger(self.allocates, self.reads, self.sizes, self._readers.copy())
-        new.alive_bytes = self.alive_bytes
-        return new
-
-    def issue(self, node: int) -> int:
-        """The bytes alive while the node runs; what it reads last is released behind it."""
-        for storage in self.allocates[node]:
-            self.alive_bytes += self.sizes[storage]
-        peak = self.alive_bytes
-        for storage in self.reads[node]:
-            self._readers[storage] -= 1
-            if not self._readers[storage]:
-                self.alive_bytes -= self.sizes[storage]
-        return peak

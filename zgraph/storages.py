@@ -1,18 +1,21 @@
-"""The storages a graph allocates: how many bytes each, and between which nodes it is alive."""
+"""The storages of a graph: how many bytes each, who makes it, who reads it; in which order nodes run plays no part."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from zgraph import meta, nodes
-from zgraph.torch_compat import hint_of, returns_alias
+from zgraph.runtime.window import OPEN
+from zgraph.torch_compat import OpOverload, alias_positions, fake_storage_key, hint_of
+from zgraph.workspace import remaining_bytes
 
-aten = torch.ops.aten
+# By their schema they return a view; they copy where they must, which the fake value tells.
+_MAY_COPY = frozenset({"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.ravel"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,82 +24,36 @@ class Storage:
 
     Attributes:
         nbytes: its size.
-        first: the node that allocates it; an input of the graph that dies inside is there from the beginning.
-        readers: nodes that read it, through views as well; it is released behind the last of them.
-        outlives: whether the graph's caller holds it, so that it is not released at all.
+        first: the node that allocates it, or the input that brings it.
+        readers: nodes that read it, through views as well, or whose collective does; it is released behind the last.
+        outlives: whether it is not released at all: it is returned, kept for a window, or an input that nobody reads.
+        held: somebody else holds it, before, during and after; it costs nothing here.
     """
 
     nbytes: int
     first: fx.Node
     readers: tuple[fx.Node, ...]
     outlives: bool = False
+    held: bool = False
 
 
 def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False) -> list[Storage]:
-    """Every storage that the nodes allocate, views counted as what they look at.
-
-    A collective in flight holds what it reads up to its wait, and fills its result from its start on.
+    """Every storage that the nodes of a graph allocate, and none that somebody else holds.
 
     Args:
         order: all nodes of a graph.
         inputs_die: whether inputs that no parameter's communication reads end with their last reader, as what
-            forward has saved does in backward. All others are held elsewhere and not counted.
+            forward has saved does in backward. All others are held elsewhere.
     """
     order = list(order)
-    behind: dict[fx.Node, list[_Open]] = {}  # what a value lies in; several where it is a tuple
-    found: list[_Open] = []
+    inputs = [node for node in order if node.op == "placeholder"]
+    found = Finder()
+    found.enter(inputs, owned=frozenset(node for node in inputs if inputs_die and not _feeds_parameter(node)))
+    found.run(order)
     for node in order:
-        sources = [storage for source in node.all_input_nodes for storage in behind.get(source, [])]
-        for storage in sources:
-            storage.readers[node] = None
         if node.op == "output":
-            for storage in sources:
-                storage.outlives = True
-            continue
-        if nodes.is_wait(node):
-            for storage in _held_in_flight(node, behind):
-                storage.readers[node] = None
-        if _is_view(node):
-            behind[node] = _part(node, behind.get(node.all_input_nodes[0], []))
-        elif node.op == "call_function" or (node.op == "placeholder" and inputs_die and not _feeds_parameter(node)):
-            behind[node] = [_Open(size, node) for size in _sizes(meta.value(node))]
-            found += behind[node]
-    return [Storage(each.nbytes, each.first, tuple(each.readers), each.outlives) for each in found if each.nbytes]
-
-
-class _Open:
-    """A storage whose readers are still being collected."""
-
-    def __init__(self, nbytes: int, first: fx.Node) -> None:
-        self.nbytes = nbytes
-        self.first = first
-        self.readers: dict[fx.Node, None] = {}
-        self.outlives = False
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not node.all_input_nodes:
-        return False
-    # `_unsafe_view` and `wait_tensor` return what they were given, whatever their schemas say.
-    return (
-        nodes.is_getitem(node)
-        or nodes.is_wait(node)
-        or node.target is aten._unsafe_view.default
-        or returns_alias(node.target)
-    )
-
-
-def _part(node: fx.Node, whole: list[_Open]) -> list[_Open]:
-    """What a view looks at: of a tuple of tensors with a storage each, the one that is taken."""
-    position = node.args[1] if nodes.is_getitem(node) else None
-    return [whole[position]] if isinstance(position, int) and len(whole) > 1 else whole
-
-
-def _held_in_flight(wait: fx.Node, behind: dict[fx.Node, list[_Open]]) -> list[_Open]:
-    start = wait.all_input_nodes[0]
-    if nodes.is_getitem(start):  # of a coalesced one
-        start = start.all_input_nodes[0]
-    return [storage for source in start.all_input_nodes for storage in behind.get(source, [])]
+            found.keep(node.all_input_nodes)
+    return [storage for storage in found.storages() if storage.nbytes and not storage.held]
 
 
 def _feeds_parameter(placeholder: fx.Node) -> bool:
@@ -104,9 +61,165 @@ def _feeds_parameter(placeholder: fx.Node) -> bool:
     return any(nodes.is_communication(user) for user in placeholder.users)
 
 
-def _sizes(value: object) -> list[int]:
+@dataclass(eq=False)
+class _Open:
+    """A storage whose readers are still being collected."""
+
+    nbytes: int
+    first: fx.Node
+    held: bool
+    readers: dict[fx.Node, None] = field(default_factory=dict[fx.Node, None])
+    outlives: bool = False
+
+
+class Finder:
+    """Finds the storages of programs that follow one another, such as the graphs of a step.
+
+    A value lies where the schema of its call says; else where its fake value shares a storage with an input's; else in
+    a new one. A collective in flight holds what it reads up to its wait, and fills its result from its start on.
+
+    Attributes:
+        unknown: nodes whose size only the data will tell; they count as 0 bytes.
+    """
+
+    def __init__(self) -> None:
+        self.unknown: list[str] = []
+        self._found: list[_Open] = []
+        # For each item of a node's value (a tensor is one item) the storages it lies in.
+        self._places: dict[fx.Node, list[list[_Open]]] = {}
+        self._aliases: dict[Any, tuple[int | None, ...]] = {}
+
+    def enter(self, inputs: Iterable[fx.Node], owned: Collection[fx.Node] = ()) -> None:
+        """The inputs of a graph, held by somebody else where not owned; those that view one storage share it."""
+        known: dict[int, _Open] = {}
+        for node in inputs:
+            self._places[node] = self._placed(node, known, held=node not in owned)
+            if not node.users:
+                self.keep([node])
+
+    def enter_backward(self, inputs: Iterable[fx.Node], saved: Sequence[Any]) -> None:
+        """The inputs of a backward graph: sizes, then the tensors that forward has saved, then tangents."""
+        tensors = iter([node for node in saved if isinstance(node, fx.Node) and isinstance(meta.value(node), Tensor)])
+        known: dict[int, _Open] = {}
+        for node in inputs:
+            source = next(tensors, None) if isinstance(meta.value(node), Tensor) else None
+            self._places[node] = self._placed(node, known, held=False) if source is None else self._places[source]
+            if not node.users:
+                self.keep([node])
+
+    def run(self, order: Iterable[fx.Node]) -> None:
+        """The calls of a graph, each behind its inputs."""
+        for node in order:
+            if node.op == "placeholder":
+                continue
+            for source in node.all_input_nodes:
+                self._read(source, node)
+            if nodes.is_getitem(node) and isinstance(meta.value(cast(fx.Node, node.args[0])), tuple | list):
+                source, index = cast("tuple[fx.Node, int]", node.args)
+                self._places[node] = [self._places[source][index]]
+            elif nodes.is_wait(node):
+                started = cast(fx.Node, node.args[0])
+                self._places[node] = self._places[started]  # which the fake values do not tell
+                start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started  # of a coalesced one
+                for source in start.all_input_nodes if nodes.is_start(start) else ():
+                    self._read(source, node)
+            elif node.op != "output":
+                self._call(node)
+
+    def keep(self, values: Iterable[Any]) -> None:
+        """Values that are not released."""
+        for node in values:
+            for storage in self._behind(node) if isinstance(node, fx.Node) else ():
+                storage.outlives = True
+
+    def is_held(self, node: fx.Node) -> bool:
+        """Whether somebody else holds what a node yields, or it is no tensor."""
+        behind = self._behind(node)
+        return not behind or any(storage.held for storage in behind)
+
+    def storages(self) -> list[Storage]:
+        """All of them, held ones and empty ones included, in the order in which they were met."""
+        return [Storage(one.nbytes, one.first, tuple(one.readers), one.outlives, one.held) for one in self._found]
+
+    def _read(self, source: fx.Node, reader: fx.Node) -> None:
+        for storage in self._behind(source):
+            storage.readers[reader] = None
+
+    def _call(self, node: fx.Node) -> None:
+        known = {
+            key: storage
+            for source in node.all_input_nodes
+            for key, storage in zip(_keys(meta.value(source)), self._behind(source), strict=True)
+        }
+        constant = node.op == "get_attr"  # the module holds it
+        self._places[node] = self._placed(node, known, held=constant, shared=self._shared(node))
+        if remaining := remaining_bytes(node):
+            self._found.append(_Open(remaining, node, held=False, outlives=True))
+        if nodes.is_kept_gather(node) and OPEN in node.args:
+            self.keep([node])  # for the rest of the window
+
+    def _shared(self, node: fx.Node) -> Sequence[_Open | None]:
+        """For each result of a call the storage that its schema says it lies in.
+
+        The fake values alone do not tell: a pass may have given the node another input than it was traced with.
+        """
+        if node.target not in self._aliases:
+            may_copy = isinstance(node.target, OpOverload) and str(node.target.overloadpacket) in _MAY_COPY
+            self._aliases[node.target] = () if may_copy else alias_positions(node.target)
+        shared: list[_Open | None] = []
+        for position in self._aliases[node.target]:
+            source = node.args[position] if position is not None and position < len(node.args) else None
+            shared.append(self._behind(source)[0] if isinstance(source, fx.Node) else None)
+        if node.target is torch.ops.aten._unsafe_view.default:  # whose schema does not say so
+            return self._behind(node.all_input_nodes[0])[:1]
+        return shared
+
+    def _behind(self, node: fx.Node) -> list[_Open]:
+        return [storage for item in self._places.get(node, ()) for storage in item]
+
+    def _placed(
+        self, node: fx.Node, known: dict[int, _Open], *, held: bool, shared: Sequence[_Open | None] = ()
+    ) -> list[list[_Open]]:
+        """Where a value lies: where its schema says, else in a storage known by its fake one, else in a new one."""
+        value = meta.value(node)
+        items = value if isinstance(value, tuple | list) else [value]
+        if len(shared) == 1:  # one result, which may be a list of views
+            shared = [shared[0]] * len(items)
+        return [
+            [
+                (shared[number] if number < len(shared) else None) or self._find(node, tensor, known, held)
+                for tensor in _tensors(item)
+            ]
+            for number, item in enumerate(items)
+        ]
+
+    def _find(self, node: fx.Node, value: Tensor, known: dict[int, _Open], held: bool) -> _Open:
+        key = fake_storage_key(value)
+        if key not in known:
+            size = storage_bytes(value)
+            if size is None:
+                self.unknown.append(node.name)
+            known[key] = _Open(size or 0, node, held)
+            self._found.append(known[key])
+        return known[key]
+
+
+def storage_bytes(value: Tensor) -> int | None:
+    """Bytes of the storage behind a fake tensor, by the hints of symbolic sizes; None where there is no hint."""
+    if value.layout == torch.strided:
+        return hint_of(value.untyped_storage().nbytes())
+    numel = hint_of(value.numel())
+    return None if numel is None else numel * value.dtype.itemsize
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, in order."""
     if isinstance(value, Tensor):
-        return [math.prod(hint_of(size) or 0 for size in value.shape) * value.dtype.itemsize]
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [size for part in value for size in (_sizes(part) or [0])]
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in cast("Sequence[Any]", value) for tensor in _tensors(item)]
     return []
+
+
+def _keys(value: Any) -> list[int]:
+    return [fake_storage_key(tensor) for tensor in _tensors(value)]

@@ -269,6 +269,36 @@ def storage_key(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata
 
 
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storages in Python and C++ share it, this one included (`_storage_Use_Count`, 2.13)."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_profiling() -> bool:
+    """Whether a profile is being taken already: they do not nest (`_profiler_enabled`, 2.13)."""
+    return torch.autograd._profiler_enabled()
+
+
+def allocation_events(
+    taken: torch.profiler.profile, prefix: str
+) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
+    """What a profile with memory has seen on the CPU, in nanoseconds (`kineto_results`, 2.13).
+
+    Returns:
+        Begin and end of each label that starts with the prefix; and for each allocation or release when it was and its
+        bytes, in order.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    events: list[tuple[int, int]] = []
+    for event in cast(Any, taken.profiler).kineto_results.events():
+        name = event.name()
+        if name == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            events.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(prefix):
+            spans[name] = (event.start_ns(), event.start_ns() + event.duration_ns())
+    return spans, sorted(events, key=lambda event: event[0])
+
+
 # --- fake values --------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
 from tests.compiled import with_fx
-from tests.graphs import fake_world
+from tests.graphs import fake_world, names_of
 from tests.ranks import Ranks
 from zgraph import meta
 from zgraph.codegen.lower import lower_fx
@@ -27,7 +27,35 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def test_the_list_is_emptied_and_each_value_dies_at_its_last_use() -> None:
+class Watcher:
+    """Measures nothing, and notes when the instrumented program calls it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def run(self, build: Any, args: list[Any]) -> Any:
+        return build(self, True)(args)
+
+    def wait(self, started: Tensor, name: str) -> Tensor:
+        self.seen.append(("wait", name))
+        return wait_op()(started)
+
+    def hold(self, *values: Any) -> None:
+        self.seen.append(("hold", *[tuple(value.shape) for value in values]))
+
+    def let_go(self) -> None:
+        self.seen.append("let go")
+
+
+def lower_watched(gm: fx.GraphModule, watcher: Any = None) -> Any:
+    return lower_fx(gm, lambda: watcher or cast(Any, Watcher()))
+
+
+both = pytest.mark.parametrize("lower", [lower_fx, lower_watched])
+
+
+@both
+def test_the_list_is_emptied_and_each_value_dies_at_its_last_use(lower: Any) -> None:
     alive: list[bool] = []
     watched: list[weakref.ref[Tensor]] = []
 
@@ -42,20 +70,21 @@ def test_the_list_is_emptied_and_each_value_dies_at_its_last_use() -> None:
     graph.output((after,))
     args = [torch.ones(2)]
     watched.append(weakref.ref(args[0]))
-    (result,) = lower_fx(_module(graph))(args)
+    (result,) = lower(_module(graph))(args)
     assert args == []
     assert alive == [True, False]
     assert torch.equal(result, torch.full((2,), 3.0))
 
 
-def test_nodes_run_in_the_order_of_the_graph() -> None:
+@both
+def test_nodes_run_in_the_order_of_the_graph(lower: Any) -> None:
     ran: list[int] = []
     graph = fx.Graph()
     x = graph.placeholder("x")
     made = [graph.call_function(lambda value, number: ran.append(number), (x, number)) for number in (1, 2, 3)]
     graph.output((x,))
     made[0].prepend(made[2])  # what a scheduling pass does
-    lower_fx(_module(graph))([torch.ones(1)])
+    lower(_module(graph))([torch.ones(1)])
     assert ran == [3, 1, 2]
 
 
@@ -94,10 +123,34 @@ class Network(TorchDispatchMode):
         return args[0] if func in (FILL, wait_op()) else func(*args, **(kwargs or {}))
 
 
+def test_an_instrumented_program_is_watched_and_computes_the_same() -> None:
+    """all_gather(shard), wait, all_gather(wait), wait: the second reads what was computed, not an input"""
+    graph = _gather_graph()
+    (wait,) = graph.find_nodes(op="call_function", target=wait_op())
+    with graph.inserting_after(wait):
+        start = graph.call_function(all_gather_op(), (wait, 2, "no such group"))
+    with graph.inserting_after(start):
+        second = graph.call_function(wait_op(), (start,))
+    graph.output_node().args = ((second,),)
+    names, watcher, asked = names_of(graph), Watcher(), list[Any]([None])
+    run = lower_fx(_module(graph), lambda: asked[0])
+    results: list[Tensor] = []
+    for asked[0] in (None, watcher, None):
+        with Network(None, RuntimeError()):
+            results += run([torch.ones(2), make_handle("w")])
+    assert watcher.seen == [
+        *(("hold", (2,)), "let go", ("wait", start.args[0].args[0].name), "let go"),
+        *(("hold", (2,), (2,)), "let go", ("wait", start.name), "let go"),
+    ]
+    assert [tuple(result.shape) for result in results] == [(2,)] * 3
+    assert names_of(graph) == names
+
+
+@both
 @pytest.mark.parametrize("failing", [FILL, wait_op()], ids=["start", "wait"])
-def test_a_start_and_its_wait_fail_as_one_collective(failing: Any) -> None:
+def test_a_start_and_its_wait_fail_as_one_collective(failing: Any, lower: Any) -> None:
     cause = RuntimeError("connection reset")
-    run = lower_fx(_module(_gather_graph()))
+    run = lower(_module(_gather_graph()))
     with Network(failing, cause), pytest.raises(zgraph.CollectiveError) as caught:
         run([torch.ones(2), make_handle("h.7.weight")])
     assert "all_gather_into_tensor of h.7.weight failed on rank 0 (group no such group): connection reset." in str(
@@ -123,7 +176,8 @@ def test_running_out_of_memory_in_a_collective_stays_that() -> None:
     assert caught.value is error
 
 
-def test_a_graph_with_collectives_lets_its_inputs_go_too() -> None:
+@both
+def test_a_graph_with_collectives_lets_its_inputs_go_too(lower: Any) -> None:
     alive: list[bool] = []
     graph = _gather_graph()
     (wait,) = graph.find_nodes(op="call_function", target=wait_op())
@@ -134,7 +188,7 @@ def test_a_graph_with_collectives_lets_its_inputs_go_too() -> None:
     args = [torch.ones(2), make_handle("w")]
     watched = weakref.ref(args[0])
     with Network(None, RuntimeError()):
-        lower_fx(_module(graph))(args)
+        lower(_module(graph))(args)
     assert args == [] and alive == [False]
 
 

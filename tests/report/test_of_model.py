@@ -1,4 +1,4 @@
-"""`zgraph.summary`: what a sharded model knows of its compiled graphs."""
+"""`zgraph.summary` and `zgraph.explain`: what a sharded model knows of its compiled graphs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from tests.ranks import Ranks
 def summaries() -> dict[str, Any]:
     torch.compiler.reset()
     model = zgraph.shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
-    with pytest.raises(zgraph.ZgraphError, match="nothing was compiled yet"):
-        zgraph.summary(model)
+    for function in (zgraph.summary, zgraph.explain):
+        with pytest.raises(zgraph.ZgraphError, match=f"zgraph.{function.__name__}: nothing was compiled yet"):
+            function(model)
     compiled = with_fx(model)
     compiled(torch.ones(2, 6)).sum().backward()
     first = zgraph.summary(compiled)
     before = (len(first.graphs), first.recompiles)
+    explained = str(zgraph.explain(compiled))
     with torch.no_grad():
         compiled(torch.ones(2, 6))
     given = zgraph.Report()
@@ -33,6 +35,7 @@ def summaries() -> dict[str, Any]:
         "phases": sorted(first.seconds),
         "positive": all(seconds >= 0 for seconds in first.seconds.values()),
         "text": str(first),
+        "explained": explained,
         "given": zgraph.summary(model) is given and len(given.graphs) == 2,
     }
 
@@ -41,12 +44,16 @@ def test_a_model_leads_to_its_report(two_ranks: Ranks) -> None:
     for found in two_ranks.run(summaries):
         assert found["before"] == (2, 0)
         assert found["after"] == (3, 1)  # evaluation is a graph of its own
-        assert found["phases"] == ["agreement", "lowering", "passes", "tracing"] and found["positive"]
+        assert found["phases"] == ["agreement", "lowering", "passes", "predicting", "tracing"] and found["positive"]
         assert found["text"].startswith("zgraph compiled 3 graphs of 1 frames, 1 recompiles, 3 buckets")
         assert "compiling took" in found["text"]
         assert found["given"]
+        assert "zgraph.explain: 2 graphs of 1 frame\n" in found["explained"]
+        assert "  gathered again in backward: 1 parameter: 2.weight" in found["explained"]
+        assert "presets.default(hardware=zgraph.calibrate())" in found["explained"]
 
 
 def test_a_model_that_was_not_sharded_has_none() -> None:
-    with pytest.raises(zgraph.ZgraphError, match=r'not sharded.*options=\{"report": report\}'):
-        zgraph.summary(nn.Linear(2, 2))
+    for function in (zgraph.summary, zgraph.explain):
+        with pytest.raises(zgraph.ZgraphError, match=r'not sharded.*options=\{"report": report\}'):
+            function(nn.Linear(2, 2))

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from zgraph.graph_pass import Direction
+from zgraph.meter import GraphMeter, Measured, Meter
+from zgraph.report.of_graph import GraphReport
 from zgraph.report.text import dtype_text
 from zgraph.traffic import Transfer
 
@@ -23,35 +25,6 @@ class PassRun:
     nodes_after: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphReport:
-    """One compiled graph.
-
-    Attributes:
-        frame: Dynamo's "frame/recompile".
-        direction: "forward", "backward" or "inference".
-        nodes: of the final graph.
-        transfers: its collectives in program order.
-        reason: the guard that failed, if the frame was compiled before; "" where Dynamo does not say.
-    """
-
-    frame: str
-    direction: Direction
-    nodes: int
-    transfers: tuple[Transfer, ...]
-    reason: str = ""
-
-    @property
-    def buckets(self) -> int:
-        """How many collectives carry several parameters at once."""
-        return sum(len(transfer.parameters) > 1 for transfer in self.transfers)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What this rank sends when the graph runs once."""
-        return sum(transfer.sent_bytes for transfer in self.transfers)
-
-
 @dataclass(eq=False)
 class Report:
     """Filled while compiling; print it after the first step. `zgraph.summary(model)` has one for each sharded model.
@@ -60,10 +33,12 @@ class Report:
         graphs: every compiled graph, in order.
         passes: every pass that ran.
         notes: what passes had to say, such as why one did nothing; not printed, dumps show them in place.
-        seconds: spent compiling, by phase: "tracing" is torch's, "passes" includes their verification, "agreement" is
-            mostly waiting for other ranks, "lowering" is mostly Inductor's.
+        seconds: spent compiling, by phase: "tracing" is torch's, "passes" includes their verification, "predicting" is
+            what `zgraph.explain` takes, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
         islands: runs of compute that were left to Inductor.
         distinct_islands: how many it compiled, for equal ones share.
+        measured: what `zgraph.measure` has found last, by frame and direction.
+        meter: that measures the graphs now; None: they are not measured.
     """
 
     graphs: list[GraphReport] = field(default_factory=list[GraphReport])
@@ -72,6 +47,8 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     islands: int = 0
     distinct_islands: int = 0
+    measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
+    meter: Meter | None = None
     _running: str | None = None
 
     @contextmanager
@@ -87,6 +64,13 @@ class Report:
             if outer is not None:
                 self.seconds[outer] = self.seconds.get(outer, 0.0) - spent
             self._running = outer
+
+    def meter_of(self, frame: str, direction: Direction) -> GraphMeter | None:
+        """Who measures the call of a graph that is about to happen; None: nobody."""
+        if self.meter is None:
+            return None
+        same = [graph.owned for graph in self.graphs if (graph.frame, graph.direction) == (frame, direction)]
+        return self.meter.of(frame, direction, same[-1] if same else ())
 
     @property
     def recompiles(self) -> int:

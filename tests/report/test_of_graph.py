@@ -1,0 +1,122 @@
+"""The report of a graph: what is predicted, judged by a second account of machine and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import fx
+
+from tests.graphs import Traced, deep, fake_world, inputs_for, mlp, traced
+from tests.machine import replay
+from tests.passes.test_schedule_overlap import cost_of
+from tests.test_liveness import Judge
+from zgraph import nodes
+from zgraph.graph_pass import GraphPass
+from zgraph.lifetimes import Lifetime
+from zgraph.passes import ScheduleOverlap, presets
+from zgraph.report.explanation import NO_COSTS, Explanation
+from zgraph.report.of_graph import GraphReport, describe
+from zgraph.simulate import Sharing
+
+RULES = presets.default(bucket_bytes=512)[2:]
+PLANNED = [*RULES[:-2], ScheduleOverlap()]
+
+
+def described(found: Traced) -> dict[str, GraphReport]:
+    graphs = {direction: gm.graph for direction, gm in found.graphs.items()}
+    reports = describe(graphs, found.ctx, frame="0/0", parameters=("0.weight", "1.weight"), reason="")
+    return {report.direction: report for report in reports}
+
+
+def with_costs(passes: list[GraphPass], **options: Any) -> Traced:
+    """5 us a collective, 7 us a matmul, 1 us a sum over ranks, and collectives take half of the core."""
+    found = traced(deep, presets.default()[2:4], **options)
+    found.ctx.cost_of, found.ctx.sharing = cost_of, Sharing(compute_share=0.5)
+    for entry in passes[2:]:
+        for direction, gm in found.graphs.items():
+            found.ctx.direction = direction
+            entry.run(gm, found.ctx)
+    return found
+
+
+@pytest.mark.parametrize("passes", [RULES, PLANNED], ids=["rules", "planned"])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_time_and_exposure_are_those_of_a_second_account(passes: list[GraphPass], zero_stage: int) -> None:
+    with fake_world(2):
+        found = with_costs(passes, zero_stage=zero_stage)
+        reports = described(found)
+        exposed = 0
+        for direction, gm in found.graphs.items():
+            report = reports[direction]
+            costs = {node: cost_of(node) for node in nodes.call_functions(gm.graph, lambda _: True)}
+            judged = replay(list(gm.graph.nodes), costs, found.ctx.sharing)
+            assert report.us == pytest.approx(float(judged.now))
+            expected = {node.name: float(us) for node, us in judged.exposed.items() if us}
+            assert {each.name: each.exposed_us for each in report.collectives if each.reason} == pytest.approx(expected)
+            assert report.exposed_us == pytest.approx(sum(expected.values()))
+            exposed += len(expected)
+    assert exposed > 0
+    assert all(bool(each.reason) == bool(each.exposed_us) for graph in reports.values() for each in graph.collectives)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_the_peak_is_what_a_look_at_real_storages_finds(zero_stage: int) -> None:
+    """Backward beside what others hold: shards, handles and the step's inputs; saved values and tangents count."""
+    with fake_world(2):
+        found = traced(mlp, presets.default()[2:], zero_stage=zero_stage)
+        reports = described(found)
+        for direction, gm in found.graphs.items():
+            report, given = reports[direction], inputs_for(gm, 1)
+            names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+            judge = Judge([value for place, value in enumerate(given) if place not in report.owned])
+            judge.run(gm.graph, given)
+            assert report.peak is not None and report.peak.bytes == max(judge.during) > 0
+            held = [name for place, name in enumerate(names) if place not in report.owned]
+            if direction == "forward":
+                assert held == names
+            else:  # what forward computes has the name of its node; its inputs are primals
+                assert held == [name for name in names if name.startswith("primals")]
+
+
+def test_without_costs_bytes_and_peaks_remain() -> None:
+    with fake_world(2):
+        reports = described(traced(deep, RULES))
+    assert [report.us for report in reports.values()] == [None, None]
+    text = str(Explanation(tuple(reports.values())))
+    assert text.endswith(NO_COSTS) and "exposed" not in text
+    for report in reports.values():
+        assert report.peak is not None and f"predicted peak {report.peak.bytes / 1024:.2f} KiB" in text
+
+
+def test_a_cost_that_cannot_be_had_fails_no_compile(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(node: fx.Node) -> Any:
+        raise RuntimeError("no cost")
+
+    with fake_world(2):
+        found = traced(deep, RULES)
+        found.ctx.cost_of = broken
+        reports = described(found)
+    assert "no prediction for the backward graph of frame 0/0" in caplog.text
+    assert [report.us for report in reports.values()] == [None, None] and reports["forward"].sent_bytes == 6 * 128
+
+
+def test_the_text() -> None:
+    with fake_world(2):
+        found = with_costs(PLANNED)
+        text = str(Explanation(tuple(described(found).values())))
+    lines = text.splitlines()
+    assert lines[:6] == [
+        "zgraph.explain: 2 graphs of 1 frame",
+        "frame 0/0",
+        f"  {Lifetime.FORWARD}: 1 parameter: 0.weight",
+        f"  {Lifetime.AGAIN}: 1 parameter: 1.weight",
+        lines[4],
+        lines[5],
+    ]
+    assert lines[4].startswith("  forward: ") and lines[4].endswith(" nodes, 768 bytes sent, 768 bytes received")
+    assert lines[5].startswith("    predicted ") and lines[5].endswith(" us are exposed")
+    at = lines.index("    all_gather_bucket_0_weight_2: all_gather_into_tensor f32, 256 bytes sent, 5 us")
+    assert lines[at + 1] == "      2 parameters: 0.weight, 1.weight"
+    assert lines[at + 2] == "      exposed for 5 us: too little to compute before its result is needed"
+    assert not text.endswith(NO_COSTS)

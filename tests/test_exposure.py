@@ -1,0 +1,81 @@
+"""Why a collective could not be hidden, in orders that rules made; those of schedule_overlap are in its own test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import fx
+
+from tests.graphs import Drawing, aten, fake_world, mlp, traced
+from zgraph import nodes
+from zgraph.cost import NodeCost
+from zgraph.exposure import why_exposed
+from zgraph.schedule import Limits
+from zgraph.simulate import simulate
+from zgraph.torch_compat import wait_op
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    with fake_world(2):
+        yield
+
+
+def reasons(graph: fx.Graph, limits: Limits | None = None) -> dict[str, str]:
+    """Of what is exposed where a collective takes 9 us, and a product or an activation 5 us."""
+    order = list(graph.nodes)
+    compute = (aten.mm.default, aten.addmm.default, aten.relu.default)
+    costs = {
+        node: NodeCost("group:0", 9.0)
+        if nodes.is_start(node) or nodes.is_marker(node)
+        else NodeCost("compute", 5.0 if node.target in compute else 0.0)
+        for node in nodes.call_functions(graph, lambda _: True)
+    }
+    found = simulate(order, costs)
+    return {node.name: why_exposed(node, order, found, limits) for node, us in found.exposed_us.items() if us}
+
+
+def test_a_rule_that_starts_a_gather_late_is_named() -> None:
+    """relu, all_gather_w, wait_w, mm: relu could have run under it."""
+    drawing = Drawing()
+    x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
+    ahead = drawing.call(aten.relu.default, x, name="ahead")
+    whole = drawing.wait(drawing.start_gather(shard, "w"))
+    graph = drawing.done(drawing.call(aten.mm.default, ahead, whole)).graph
+    reason = "started behind ahead by a rule; schedule_overlap goes by costs"
+    assert reasons(graph) == {"all_gather_w": reason}
+    scheduled = Limits(in_flight_bytes=1000)  # found no better order
+    assert reasons(graph, scheduled) == {
+        "all_gather_w": "too little to compute between ahead and its result's first reader"
+    }
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_rule_that_waits_early_for_a_reduction_is_named(other: bool) -> None:
+    """all_to_all_g, wait_g, sum, then mm, which does not need the sum, or nothing"""
+    drawing = Drawing()
+    x = drawing.input("x", 8, 8)
+    grad = drawing.call(aten.relu.default, x)
+    received = drawing.wait(drawing.start_exchange(grad, "g"))
+    mean = drawing.call(torch.ops.zgraph.sum_ranks.default, received, 2, 2, torch.float32, works_for="g")
+    after = [drawing.call(aten.mm.default, x, x, name="other")] if other else []
+    expected = "waited for before other, which does not need it, by a rule; schedule_overlap goes by costs"
+    graph = drawing.done(mean, *after).graph
+    assert reasons(graph) == {
+        "all_to_all_g": expected if other else "too little to compute once what it carries is ready"
+    }
+
+
+def test_markers_and_the_models_own_collectives() -> None:
+    (graph,) = (gm.graph for where, gm in traced(mlp).graphs.items() if where == "forward")
+    found = reasons(graph)
+    assert len(found) == 5 and all(
+        "lower_gathers and lower_reductions let it overlap" in text for text in found.values()
+    )
+    drawing = Drawing()
+    x = drawing.input("x", 8, 8)
+    own = drawing.call(torch.ops._c10d_functional.all_reduce.default, x, "sum", drawing.group_name, name="own")
+    graph = drawing.done(drawing.call(wait_op(), own)).graph
+    assert reasons(graph) == {"own": "a collective of the model's own, which no pass moves"}

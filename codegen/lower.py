@@ -12,7 +12,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.handle import name_of
 from zgraph.ops import collective_error
-from zgraph.torch_compat import BoxedCodeGen, boxed, start_all_gather
+from zgraph.torch_compat import BoxedCodeGen, boxed, start_all_gather, start_grouped_gather
 
 
 def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -28,8 +28,9 @@ def lower_fx(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     # A module of its own: AOTAutograd's is generated anew, through three calls, each time it runs.
     gm = fx.GraphModule(gm, gm.graph)
     guarded = _guarded_lines(gm)
-    for gather in list(nodes.call_functions(gm.graph, nodes.is_all_gather)):
-        gather.target = start_all_gather  # the same result, and safe with several in flight
+    for gather in list(nodes.call_functions(gm.graph, nodes.is_gather)):
+        if not nodes.is_kept_gather(gather):  # the same result, and safe with several in flight
+            gather.target = start_all_gather if nodes.is_all_gather(gather) else start_grouped_gather
     gm.graph.set_codegen(BoxedCodeGen())
     gm.recompile()
     # The class forward, not the module's __call__: that one would print its own account of a failing line.
@@ -70,9 +71,7 @@ def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
     for start in nodes.call_functions(gm.graph, nodes.is_start):
         about = (str(start.target).split(".")[1], nodes.group_of(start), meta.handles(start), meta.parameters(start))
         guarded[start.name] = about
-        wait = nodes.wait_of(start)
-        if wait is not None:
-            guarded[wait.name] = about
+        guarded |= {wait.name: about for wait in nodes.waits_of(start)}
     return guarded
 
 

@@ -47,6 +47,7 @@ class SetTarget(GraphPass):
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        ctx.hardware = self.hardware
         ctx.cost_of = CostModel(self.hardware).cost
         ctx.budget_bytes = self.budget_bytes
         ctx.sharing = sharing_of(gm.graph, self.hardware)

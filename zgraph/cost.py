@@ -257,16 +257,16 @@ class _Symbols:
             copies = nodes.copy_in(start) or []
             for node in [*copies, *(source for copy in copies for source in copy.all_input_nodes)]:
                 self.scale.setdefault(node, shard)
-            self.scale.setdefault(start.all_input_nodes[0], shard)
-        else:
-            shard = whole * world / symbol
+            for node in nodes.sent_by(start):
+                self.scale.setdefault(node, shard)
+            self.scale.update(dict.fromkeys(nodes.waits_of(start), whole))
+            return
+        shard = whole * world / symbol
         wait = nodes.wait_of(start)
         if wait is None:
             return
         if nodes.is_reduce_scatter(start):
             self._follow(wait, shard)
-        elif nodes.is_gather(start):
-            self.scale[wait] = whole
         else:
             self.scale[wait] = whole
             for total in wait.users:
@@ -384,6 +384,9 @@ class CostModel:
             sent_bytes = self._number(transfer.sent_bytes)
             stride = self._stride(transfer.group_name)
             us += self.hardware.collective_us(transfer.kind, sent_bytes, transfer.group_size, stride)
+            if nodes.is_grouped_gather(node) and self.hardware.backend != "nccl":  # its members are launched one by one
+                launch_us = self.hardware.collective_us(transfer.kind, 0, transfer.group_size, stride)
+                us += (len(nodes.sent_by(node)) - 1) * launch_us
             sent += sent_bytes
         if nodes.is_marker(node):  # its kernel casts, pads and sums as well, one after the other
             local = self._kernel(node)

@@ -248,15 +248,26 @@ class _Walk:
             elif nodes.is_wait(node):
                 started = cast(fx.Node, node.args[0])
                 self.places[node] = self.places[started]  # which the fake values do not tell
-                work = in_flight.pop(cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started, None)
+                work = in_flight.pop(started, None)
                 read += work.buffers if work is not None else ()
             elif node.op != "output":
                 self._call(node, here)
                 if nodes.is_start(node):
-                    in_flight[node] = _Work(read, self.allocator.allocated_bytes(staging_bytes(node)))
-                    self.workspace[here] += in_flight[node].staging_bytes
+                    works = self._works(node)
+                    self.workspace[here] += sum(sorted(work.staging_bytes for work in works.values())[-AT_ONCE:])
+                    in_flight |= works
             for storage in read:
                 storage.last = here
+
+    def _works(self, start: fx.Node) -> dict[fx.Node, _Work]:
+        """What a start sets going, by what is waited for: each member of a grouped gather by itself."""
+        every, started = nodes.sent_by(start), nodes.started_by(start)
+        found: dict[fx.Node, _Work] = {}
+        for one in started:
+            sent = [every[cast(int, one.args[1])]] if nodes.is_grouped_gather(start) else start.all_input_nodes
+            buffers = [storage for source in sent for storage in self._storages(source)]
+            found[one] = _Work(buffers, self.allocator.allocated_bytes(staging_bytes(one)))
+        return found
 
     def _call(self, node: fx.Node, here: int) -> None:
         known = {

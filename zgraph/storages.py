@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph import meta, nodes
+from zgraph.ops import payload_bytes
 from zgraph.torch_compat import hint_of, returns_alias
 
 aten = torch.ops.aten
@@ -62,6 +63,36 @@ def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False) -> list[S
             behind[node] = [_Open(size, node) for size in _sizes(meta.value(node))]
             found += behind[node]
     return [Storage(each.nbytes, each.first, tuple(each.readers), each.outlives) for each in found if each.nbytes]
+
+
+def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
+    """Copies of this rank's rows on their way into a gather.
+
+    Ranks hold different numbers of rows, and pad them or not. What they have packed, or send, is alike again.
+    """
+    found: dict[fx.Node, None] = {}
+    for start in order:
+        if _gathers_parameters(start):
+            copies = nodes.copy_in(start) or []
+            packed = dict.fromkeys(node for node in copies if node.target is aten.cat.default)
+            found |= dict.fromkeys(node for node in copies if node not in packed)
+    return list(found)
+
+
+def agreed_storages(order: Sequence[fx.Node], own: Sequence[fx.Node], *, inputs_die: bool) -> list[Storage]:
+    """What a graph allocates, as all ranks count it: of own rows the chunk that a gather sends, copied or not."""
+    left_out = set(own)
+    found = [one for one in storages_of(order, inputs_die=inputs_die) if one.first not in left_out]
+    for start in order:
+        for sent in nodes.sent_by(start) if _gathers_parameters(start) else ():
+            if sent in left_out or sent.op == "placeholder":
+                chunk = meta.tensor_value(sent)
+                found.append(Storage(payload_bytes(chunk.shape, chunk.dtype), start, tuple(nodes.waits_of(start))))
+    return found
+
+
+def _gathers_parameters(node: fx.Node) -> bool:
+    return nodes.is_gather(node) and bool(meta.parameters(node)) and nodes.wait_of(node) is not None
 
 
 class _Open:

@@ -133,6 +133,22 @@ def start_all_gather(input: Tensor, world: int, group_name: str) -> Tensor:
     return torch.ops._c10d_functional.all_gather_into_tensor_out.default(input, world, group_name, out=output)
 
 
+def grouped_gather_op() -> Any:
+    """all_gather_into_tensor_coalesced(inputs, group_size, group_name) -> as all_gather_into_tensor, of each"""
+    return torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+
+
+def start_grouped_gather(inputs: list[Tensor], world: int, group_name: str) -> list[Tensor]:
+    """What `grouped_gather_op` computes: in one launch on NCCL, one member after the other elsewhere.
+
+    2.11 - 2.13: gloo runs it as ALLGATHER_COALESCED, which is not safe with several in flight (`start_all_gather`), and
+    copies every member twice.
+    """
+    if dist.get_backend(resolve_group(group_name)) == "nccl":
+        return grouped_gather_op()(inputs, world, group_name)
+    return [start_all_gather(input, world, group_name) for input in inputs]
+
+
 def all_to_all_op() -> Any:
     """all_to_all_single(input, output_split_sizes, input_split_sizes, group_name)"""
     return torch.ops._c10d_functional.all_to_all_single.default

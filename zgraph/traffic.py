@@ -73,9 +73,7 @@ def transfers_of(node: fx.Node, size_of: SizeOf = group_size) -> Iterator[Transf
 
 
 def _start_transfer(node: fx.Node, size_of: SizeOf) -> Transfer:
-    # A coalesced one of the model's own has several.
-    sources = node.all_input_nodes[:1] if nodes.is_kept_gather(node) else node.all_input_nodes
-    sent = [meta.tensor_value(source) for source in sources]
+    sent = [meta.tensor_value(source) for source in nodes.sent_by(node)]
     group_name, dtype = nodes.group_of(node), sent[0].dtype
     payload: Any = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
     if size_of is not group_size:

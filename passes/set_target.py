@@ -12,6 +12,7 @@ from zgraph.cost import CostModel, group_stride
 from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.hardware import Hardware
 from zgraph.nodes import ReduceArgs, UnshardArgs
+from zgraph.ops import reduction_group
 from zgraph.simulate import Sharing
 
 
@@ -19,7 +20,8 @@ from zgraph.simulate import Sharing
 class SetTarget(GraphPass):
     """Put costs, and what lanes share, into the context; no pass has a machine or a budget of its own.
 
-    Groups along one axis of a mesh talk over one link. Where the CPU moves the bytes it takes that time from compute.
+    Groups along one axis of a mesh, those of gathers and of reductions, talk over one link. Where the CPU moves the
+    bytes it takes that time from compute.
 
     Attributes:
         hardware: of each rank.
@@ -59,7 +61,8 @@ def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
     groups: dict[str, None] = {}
     for node in nodes.call_functions(graph, nodes.is_marker):
         args = UnshardArgs.of(node) if nodes.is_unshard(node) else ReduceArgs.of(node)
-        groups |= dict.fromkeys(name for name in (args.group_name, args.replicas) if name)
+        names = (args.group_name, reduction_group(args.group_name), args.replicas)
+        groups |= dict.fromkeys(name for name in names if name)
     strides = {name: group_stride(name) for name in groups}
     link = hardware.inter_node if hardware.ranks_per_node == 1 else hardware.intra_node
     return Sharing(

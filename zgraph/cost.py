@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from zgraph import meta, nodes
 from zgraph.hardware import Hardware
-from zgraph.ops import accumulate_dtype, group_size
+from zgraph.ops import accumulate_dtype, group_size, reduction_group
 from zgraph.torch_compat import (
     flop_formula,
     hint_of,
@@ -225,8 +225,9 @@ class _Symbols:
                 found.add_group(nodes.group_of(node))
                 found.add_start(node)
             elif nodes.is_marker(node):
-                for group_name in node.args[-2:]:  # the replicas', and its own
-                    found.add_group(cast(str, group_name))
+                replicas, group_name = cast("tuple[str, str]", node.args[-2:])
+                for each in (replicas, group_name, reduction_group(group_name)):
+                    found.add_group(each)
         return found
 
     def add_size(self, size: object) -> None:
@@ -393,7 +394,8 @@ class CostModel:
             if not found:
                 return local
             us += local.us
-        return NodeCost(f"group:{nodes.group_of(node)}", us, 0, sent)
+        group_name = found[0].group_name if found else nodes.group_of(node)  # reductions may have one of their own
+        return NodeCost(f"group:{group_name}", us, 0, sent)
 
     def _stride(self, group_name: str) -> int:
         if group_name not in self.strides:

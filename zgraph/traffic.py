@@ -18,6 +18,7 @@ from zgraph.ops import (
     group_size,
     keeps_gathered,
     payload_bytes,
+    reduction_group,
     wire_dtype_of,
 )
 from zgraph.runtime.window import OPEN
@@ -101,6 +102,7 @@ def _unshard_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
 
 def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
     args = nodes.ReduceArgs.of(node)
+    args = replace(args, group_name=reduction_group(args.group_name))
     world, copies = group_size(args.group_name), group_size(args.replicas)
     waits = gradients_wait(args.zero_stage, args.window)
     if world * copies == 1 or (waits and args.window == OPEN):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -189,6 +189,7 @@ class _Work:
 
     buffers: list[_Storage]
     staging_bytes: int
+    group_name: str
 
 
 class _Walk:
@@ -239,9 +240,7 @@ class _Walk:
                 continue
             here = self._step(node)
             read = [storage for source in node.all_input_nodes for storage in self._storages(source)]
-            # The oldest run, the others queue.
-            running = itertools.islice(in_flight.values(), self.at_once)
-            self.workspace[here] = sum(work.staging_bytes for work in running)
+            self.workspace[here] = self._staged(in_flight.values())
             if nodes.is_getitem(node) and isinstance(meta.value(cast(fx.Node, node.args[0])), tuple | list):
                 source, index = cast("tuple[fx.Node, int]", node.args)
                 self.places[node] = [self.places[source][index]]
@@ -259,6 +258,15 @@ class _Walk:
             for storage in read:
                 storage.last = here
 
+    def _staged(self, in_flight: Iterable[_Work]) -> int:
+        """What backends stage: of each group the oldest run, the others queue."""
+        running = Counter[str]()
+        total = 0
+        for work in in_flight:
+            running[work.group_name] += 1
+            total += work.staging_bytes if running[work.group_name] <= self.at_once else 0
+        return total
+
     def _works(self, start: fx.Node) -> dict[fx.Node, _Work]:
         """What a start sets going, by what is waited for: each member of a grouped gather by itself."""
         every, started = nodes.sent_by(start), nodes.started_by(start)
@@ -266,7 +274,8 @@ class _Walk:
         for one in started:
             sent = [every[cast(int, one.args[1])]] if nodes.is_grouped_gather(start) else start.all_input_nodes
             buffers = [storage for source in sent for storage in self._storages(source)]
-            found[one] = _Work(buffers, self.allocator.allocated_bytes(staging_bytes(one)))
+            staged = self.allocator.allocated_bytes(staging_bytes(one))
+            found[one] = _Work(buffers, staged, nodes.group_of(start))
         return found
 
     def _call(self, node: fx.Node, here: int) -> None:

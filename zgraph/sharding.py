@@ -50,7 +50,8 @@ def shard(
     Rank 0's values of parameters and buffers become everyone's. At rest each parameter is a DTensor: `Shard(0)` at
     stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the whole tensor in
     `param_dtype`; its gradient is averaged over the ranks in rank order and arrives, sharded, in `.grad`. This holds
-    with and without `torch.compile`. Create the optimizer afterwards.
+    with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a process group
+    makes a second one of its ranks, for reductions.
 
     Call it on parts first to give them other options; a later call on the whole leaves them as they are.
 

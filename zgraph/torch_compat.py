@@ -86,7 +86,7 @@ def make_beside(group: ProcessGroup, group_name: str) -> ProcessGroup:
         dist.get_rank(group),
         ranks,
         backend,
-        dist.PrefixStore(f"beside/{ranks[0]}", store),  # groups along one axis may share name and store
+        store,
         cast(Any, group_name),
         timeout=options._timeout if options is not None else timedelta(minutes=30),
         group_desc=group_name,

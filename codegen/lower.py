@@ -13,7 +13,7 @@ from zgraph import meta, nodes
 from zgraph.handle import name_of
 from zgraph.meter import GraphMeter, Probe, Program
 from zgraph.ops import collective_error
-from zgraph.torch_compat import BoxedCodeGen, boxed, start_all_gather
+from zgraph.torch_compat import BoxedCodeGen, boxed, start_all_gather, start_grouped_gather
 
 
 def lower_fx(gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None) -> Callable[[list[Any]], Any]:
@@ -31,9 +31,10 @@ def lower_fx(gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | Non
     gm = fx.GraphModule(gm, gm.graph)
     guarded = _guarded_lines(gm)
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
-    waits = {wait.name: _start_behind(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
-    for gather in list(nodes.call_functions(gm.graph, nodes.is_all_gather)):
-        gather.target = start_all_gather  # the same result, and safe with several in flight
+    waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
+    for gather in list(nodes.call_functions(gm.graph, nodes.is_gather)):
+        if not nodes.is_kept_gather(gather):  # the same result, and safe with several in flight
+            gather.target = start_all_gather if nodes.is_all_gather(gather) else start_grouped_gather
     program = _program(gm, guarded)
     if meter_of is None:
         return boxed(program)
@@ -62,11 +63,6 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
         if node.name in waits:
             node.target, node.args = probe.wait, (*node.args, waits[node.name])
     return fx.GraphModule(gm, graph)
-
-
-def _start_behind(wait: fx.Node) -> fx.Node:
-    started = cast(fx.Node, wait.args[0])
-    return cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started  # of a coalesced one
 
 
 def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
@@ -111,9 +107,7 @@ def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
     for start in nodes.call_functions(gm.graph, nodes.is_start):
         about = (str(start.target).split(".")[1], nodes.group_of(start), meta.handles(start), meta.parameters(start))
         guarded[start.name] = about
-        wait = nodes.wait_of(start)
-        if wait is not None:
-            guarded[wait.name] = about
+        guarded |= {wait.name: about for wait in nodes.waits_of(start)}
     return guarded
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, Literal, cast, get_args
 
-import torch
 from torch import fx
 
 from zgraph import meta, nodes
+from zgraph.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
+from zgraph.cost import COMPUTE, NodeCost
+from zgraph.errors import PreconditionError
 from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.torch_compat import wait_op
+from zgraph.merge_collectives import Bucket, Mode, merge, result_of
+from zgraph.simulate import Ledger, Sharing, Work
+from zgraph.storages import agreed_storages, rows_of_its_own
+from zgraph.traffic import transfers_of
 
-aten = torch.ops.aten
+Gathers = Literal["auto", Mode]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +32,22 @@ class BucketCollectives(GraphPass):
     they run once for several forwards, straight into what is kept.
 
     Attributes:
-        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients.
+        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients. None: what suits
+            the link of the hardware that the context knows (`link_bytes`), and a member stays out where the costs say
+            that waiting for it would expose more than the latency that it saves; each kind counted as if it had its
+            link to itself.
+        gathers: how parameters share a gather. "coalesced": in one flat buffer, out of which each is copied.
+            "grouped": side by side, each straight into its own storage; NCCL launches them as one, elsewhere they run
+            one after the other. "sequential": not at all: each is gathered where its reader stands, and nothing is
+            moved ahead, so that hardly more than one is whole at a time. One that is read twice stays in between.
+            "auto": of each bucket the cheaper of the first two on the context's hardware, which fits its budget, else
+            the third; without hardware "grouped" on NCCL and "coalesced" elsewhere.
+        latency_share: of a bucket's transfer, from which on it is large enough; where the link decides.
     """
 
-    bucket_bytes: int
+    bucket_bytes: int | None
+    gathers: Gathers = "auto"
+    latency_share: float = 0.1
 
     name: ClassVar[str] = "bucket_collectives"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
@@ -38,66 +55,232 @@ class BucketCollectives(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED, Fact.OVERLAP_SCHEDULED})
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(
                 f"bucket_collectives: bucket_bytes={self.bucket_bytes} holds nothing; write a positive number of "
-                "bytes, or leave the pass out of the pipeline."
+                "bytes, None for what suits the link, or leave the pass out of the pipeline."
+            )
+        if self.gathers not in ("auto", *get_args(Mode)):
+            raise ValueError(
+                f'bucket_collectives: gathers={self.gathers!r} is unknown; write "auto", "coalesced", "grouped" or '
+                '"sequential".'
+            )
+        if not 0 < self.latency_share <= 1:
+            raise ValueError(
+                f"bucket_collectives: latency_share={self.latency_share} is the part of a transfer that its latency "
+                "may take; write a number above 0, up to 1."
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        graph = gm.graph
+        if self.bucket_bytes is None and (ctx.hardware is None or ctx.cost_of is None):
+            raise PreconditionError(
+                f"bucket_collectives on the {ctx.direction} graph: bucket_bytes=None asks for the size that suits the "
+                "link, and the PassContext knows no hardware; put SetTarget(hardware=...) first, or write a number of "
+                "bytes."
+            )
+        counts = Counter[Mode]()
+        merged = 0
         # Gathers first: what remains of the replicated gradients' means is a gather too, and is bucketed after the
         # exchange that it depends on.
-        buckets = 0
         for predicate in (nodes.is_all_gather, nodes.is_all_to_all, nodes.is_reduce_scatter, nodes.is_all_gather):
-            plan = plan_buckets(gm.graph, predicate, self.bucket_bytes)
-            for bucket in plan:
-                merge(gm.graph, bucket)
+            limits = self._by_link(graph, ctx) if self.bucket_bytes is None else self._by_bytes
+            plan = plan_buckets(graph, predicate, limits, one_by_one=self.gathers == "sequential")
+            modes = plan_modes(graph, plan, self.gathers, ctx)
+            for bucket, mode in zip(plan, modes, strict=True):
+                merge(graph, bucket, mode)
             # What reshapes a member's result may stand before the bucket, whose place is that of its last member.
-            nodes.restore_order(gm.graph)
-            buckets += len(plan)
-        if not buckets:
-            found = any(nodes.is_start(node) for node in gm.graph.nodes)
-            fitting = f"no two neighbouring collectives fit into {self.bucket_bytes} bytes"
-            ctx.note(self, fitting if found else "no collectives here")
-        return buckets > 0
+            nodes.restore_order(graph)
+            merged += len(plan)
+            counts += Counter(
+                mode for bucket, mode in zip(plan, modes, strict=True) if gathers_parameter(bucket.starts[0])
+            )
+        if self.gathers == "auto" and counts:
+            ctx.note(self, "gathers: " + ", ".join(f"{count} {mode}" for mode, count in sorted(counts.items())))
+        if not merged:
+            found = any(nodes.is_start(node) for node in graph.nodes)
+            size = "a bucket that pays" if self.bucket_bytes is None else f"{self.bucket_bytes} bytes"
+            ctx.note(self, f"no two neighbouring collectives fit into {size}" if found else "no collectives here")
+        return merged > 0
+
+    def _by_bytes(self, starts: Sequence[fx.Node]) -> Filling:
+        assert self.bucket_bytes is not None
+        return Filling(self.bucket_bytes)
+
+    def _by_link(self, graph: fx.Graph, ctx: PassContext) -> Callable[[Sequence[fx.Node]], Filling]:
+        compute_us = compute_ahead(graph, cast("Callable[[fx.Node], NodeCost]", ctx.cost_of))
+        all_us = compute_us[nodes.output_of(graph)]
+
+        def limits(starts: Sequence[fx.Node]) -> Filling:
+            sent = [next(transfers_of(start)) for start in starts]
+            kind, group_name = sent[0].kind, sent[0].group_name
+            latency_us = ctx.collective_us(kind, 0, group_name)
+            members = [
+                Member(compute_us[start], ctx.collective_us(kind, one.sent_bytes, group_name) - latency_us)
+                for start, one in zip(starts, sent, strict=True)
+            ]
+            limit_bytes = link_bytes(
+                whole_bytes=sum(map(nodes.whole_bytes, starts)),
+                latency_us=latency_us,
+                transfer_us=sum(member.transfer_us for member in members),
+                compute_us=all_us,
+                latency_share=self.latency_share,
+            )
+            if len(starts) > 1:
+                ctx.note(
+                    self,
+                    f"{kind} on group {group_name}: up to {limit_bytes} bytes each, for {latency_us:.1f} us latency",
+                )
+            queue = GatherQueue if gathers_parameter(starts[0]) else ReductionQueue
+            return Filling(limit_bytes, queue(members, latency_us, all_us))
+
+        return limits
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Starts to be merged, and the node before which the merged one goes."""
+class Filling:
+    """How buckets of one kind are filled.
 
-    starts: tuple[fx.Node, ...]
-    anchor: fx.Node
+    Attributes:
+        limit_bytes: the most that one carries.
+        queue: says of each member whether it is to join; None: whenever there is room.
+    """
+
+    limit_bytes: int
+    queue: GatherQueue | ReductionQueue | None = None
 
 
-def plan_buckets(graph: fx.Graph, predicate: Any, bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets greedily in program order; only buckets of two or more are returned."""
+def plan_buckets(
+    graph: fx.Graph,
+    predicate: Callable[[fx.Node], bool],
+    limits: Callable[[Sequence[fx.Node]], Filling],
+    *,
+    one_by_one: bool = False,
+) -> list[Bucket]:
+    """Fill buckets greedily in program order; only buckets of two or more are returned.
+
+    Args:
+        graph, predicate: the collectives to look at.
+        limits: of those that one collective could replace.
+        one_by_one: gathers of parameters are returned as buckets of one.
+    """
     order = nodes.order_of(graph)
-    open_buckets: dict[tuple[object, ...], list[fx.Node]] = {}
-    closed: list[list[fx.Node]] = []
+    alike: dict[tuple[object, ...], list[fx.Node]] = {}
     for start in nodes.call_functions(graph, predicate):
         key = _key(start)
-        if key is None:
-            continue
-        members = open_buckets.setdefault(key, [])
-        full = sum(map(nodes.whole_bytes, [*members, start])) > bucket_bytes
-        if members and (full or _anchor([*members, start], order) is None):
-            closed.append(members)
-            members = open_buckets[key] = []
-        members.append(start)
-    closed.extend(open_buckets.values())
+        if key is not None:
+            alike.setdefault(key, []).append(start)
+    buckets: list[list[fx.Node]] = []
+    for starts in alike.values():
+        if one_by_one and gathers_parameter(starts[0]):
+            buckets += [[start] for start in starts]
+        else:
+            buckets += [members for members in _fill(starts, limits(starts), order) if len(members) > 1]
     # Merging one bucket moves no member of another, so the anchors found here stay valid.
-    return [
-        Bucket(tuple(members), anchor)
-        for members in closed
-        if len(members) > 1 and (anchor := _anchor(members, order)) is not None
-    ]
+    return [Bucket(tuple(members), anchor) for members in buckets if (anchor := _anchor(members, order)) is not None]
+
+
+def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
+    buckets: list[list[fx.Node]] = []
+    for start in starts:
+        together = [*buckets[-1], start] if buckets else []
+        joins = (
+            bool(together)
+            and sum(map(nodes.whole_bytes, together)) <= filling.limit_bytes
+            and _anchor(together, order) is not None
+            and (filling.queue is None or filling.queue.should_join())
+        )
+        if joins:
+            buckets[-1].append(start)
+        else:
+            buckets.append([start])
+        if filling.queue is not None:
+            filling.queue.add(joins=joins)
+    return buckets
+
+
+def gathers_parameter(start: fx.Node) -> bool:
+    """Whether the collective gathers what the graph is given, and not a mean that it has computed."""
+    return nodes.is_all_gather(start) and nodes.copy_in(start) is not None
+
+
+def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> dict[fx.Node, float]:
+    """Microseconds of compute before each node; copies of what is communicated, which ranks may differ in, left out."""
+    ahead: dict[fx.Node, float] = {}
+    spent = 0.0
+    for node in graph.nodes:
+        ahead[node] = spent
+        if node.op == "call_function" and not nodes.is_communication(node):
+            cost = cost_of(node)
+            spent += cost.us if cost.lane == COMPUTE else 0.0
+    return ahead
+
+
+# --- modes ----------------------------------------------------------------------------------------------------------
+
+
+def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: PassContext) -> list[Mode]:
+    """How the members of each bucket share a collective."""
+    alive_bytes: list[int] | None = None
+    modes: list[Mode] = []
+    for bucket in plan:
+        if not gathers_parameter(bucket.starts[0]):
+            modes.append("coalesced")
+        elif gathers != "auto":
+            modes.append(gathers)
+        elif ctx.budget_bytes is None:
+            modes.append(_cheaper_mode(bucket, ctx))
+        else:
+            alive_bytes = alive_bytes or _alive_bytes(graph, inputs_die=ctx.direction == "backward")
+            modes.append(_fitting_mode(bucket, ctx, ctx.budget_bytes - _highest(graph, bucket, alive_bytes)))
+    return modes
+
+
+def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
+    """By what launches of single members cost on the link, and copies through a buffer on the compute lane."""
+    first = bucket.starts[0]
+    if ctx.hardware is None:
+        return "grouped" if ctx.group_backend(nodes.group_of(first)) == "nccl" else "coalesced"
+    more = 0 if ctx.hardware.backend == "nccl" else len(bucket.starts) - 1
+    launches_us = more * ctx.collective_us(next(transfers_of(first)).kind, 0, nodes.group_of(first))
+    dtype = meta.tensor_value(first).dtype
+    copied = [*map(nodes.whole_bytes, bucket.starts)]
+    copied.append(sum(copied) // ctx.group_size(nodes.group_of(first)))
+    copies_us = sum(ctx.hardware.compute_us(0, 2 * size, dtype) for size in copied)
+    return "grouped" if launches_us < copies_us else "coalesced"
+
+
+def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
+    """The cheaper one, if there is room for it beside the one member that is whole in any case."""
+    sizes = [*map(nodes.whole_bytes, bucket.starts)]
+    needed: dict[Mode, int] = {"coalesced": sum(sizes), "grouped": sum(sizes) - min(sizes), "sequential": 0}
+    options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "grouped")
+    return next((mode for mode in options if needed[mode] <= room_bytes), "sequential")
+
+
+def _alive_bytes(graph: fx.Graph, *, inputs_die: bool) -> list[int]:
+    """What is alive while each node runs, as all ranks count it, with every gather where its result is needed."""
+    order = list(graph.nodes)
+    free = {node: NodeCost("", 0.0) for node in order}
+    storages = agreed_storages(order, rows_of_its_own(order), inputs_die=inputs_die)
+    return [*map(Ledger.of(work := Work.of(order, free, Sharing()), storages).issue, range(len(work.nodes)))]
+
+
+def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int:
+    """The most that is alive from a bucket's place to its last reader."""
+    order = nodes.order_of(graph)
+    results = [cast(fx.Node, nodes.wait_of(start)) for start in bucket.starts]
+    readers = [order[user] for result in results for node in nodes.reshaped_values(result) for user in node.users]
+    return max(alive_bytes[order[bucket.anchor] : 1 + max(readers, default=order[bucket.anchor])])
+
+
+# --- what can be merged ---------------------------------------------------------------------------------------------
 
 
 def _key(start: fx.Node) -> tuple[object, ...] | None:
     """Equal for collectives that one can replace; None for those whose result is used in a way we do not know."""
     wait = nodes.wait_of(start)
-    if wait is None or len(start.users) != 1 or not meta.parameters(start):
+    if wait is None or len(start.users) != 1 or not meta.parameters(start) or meta.is_tagged_at_use(start):
         return None
     sent = meta.tensor_value(start.all_input_nodes[0])
     if any(not isinstance(size, int) for size in sent.shape):
@@ -106,17 +289,12 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
     saved = meta.is_tagged_saved(start)
     key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs, saved)
     if nodes.is_all_to_all(start):
-        total = _sum_of(wait)
+        total = result_of(start)
         return None if total is None else (*key, *total.args[1:])
     return (*key, start.args[1:])
 
 
-def _sum_of(wait: fx.Node) -> fx.Node | None:
-    users = list(wait.users)
-    return users[0] if len(users) == 1 and nodes.is_sum_ranks(users[0]) else None
-
-
-def _anchor(members: Sequence[fx.Node], order: dict[fx.Node, int]) -> fx.Node | None:
+def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node | None:
     """Before which node the merged collective can go, or None where its members depend on one another."""
     last = members[-1]
     results = [cast(fx.Node, nodes.wait_of(start)) for start in members]
@@ -140,105 +318,10 @@ def _readers(wait: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def _can_precede(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _can_precede(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> bool:
     """Whether node is there before anchor, or is a copy of inputs that can be moved there."""
     if order[node] < order[anchor]:
         return True
     if nodes.is_start(node) or nodes.is_wait(node) or not (nodes.is_communication(node) or nodes.is_reshaping(node)):
         return False
     return all(_can_precede(source, anchor, order) for source in node.all_input_nodes)
-
-
-def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
-    if order[node] < order[anchor]:
-        return
-    for source in node.all_input_nodes:
-        _bring_before(source, anchor, order)
-    nodes.move_before(node, anchor)
-
-
-def merge(graph: fx.Graph, bucket: Bucket) -> None:
-    """Replace the members by one collective over their concatenation; the order of nodes is restored later."""
-    order = nodes.order_of(graph)
-    for start in bucket.starts:
-        _bring_before(start.all_input_nodes[0], bucket.anchor, order)
-    with graph.inserting_before(bucket.anchor):
-        if nodes.is_all_gather(bucket.starts[0]):
-            old = _merge_gathers(graph, bucket.starts)
-        else:
-            old = _merge_reductions(graph, bucket.starts)
-    nodes.erase_dead(graph, old)
-
-
-def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """cat of the flat chunks, one gather, and for each member its columns of [N, total], made contiguous."""
-    waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
-    world = cast(int, starts[0].args[1])
-    sent = [start.all_input_nodes[0] for start in starts]
-    sizes = [math.prod(meta.tensor_value(node).shape) for node in sent]
-    flat = [_flat(graph, node, [size], start) for node, size, start in zip(sent, sizes, starts, strict=True)]
-    packed = meta.create(graph, aten.cat.default, (flat,))
-    name = _name("all_gather_bucket", starts)
-    start = meta.create(graph, starts[0].target, (packed, *starts[0].args[1:]), like=starts[0], name=name)
-    wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
-    rows = meta.create(graph, aten.view.default, (wait, [world, sum(sizes)]))
-    _work_for(starts, packed, start, wait, rows)
-    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
-    offset = 0
-    for old, size in zip(waits, sizes, strict=True):
-        columns = meta.create(graph, aten.slice.Tensor, (rows, 1, offset, offset + size), like=old)
-        copied = meta.create(
-            graph, aten.clone.default, (columns,), {"memory_format": torch.contiguous_format}, like=old
-        )
-        whole = meta.create(graph, aten.view.default, (copied, list(meta.tensor_value(old).shape)), like=old)
-        old.replace_all_uses_with(whole)
-        offset += size
-    return [*starts, *waits]
-
-
-def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """cat of the [N, n] chunks along n, one exchange and one sum; each member's mean is a view of the result."""
-    waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
-    exchange = nodes.is_all_to_all(starts[0])
-    sums = [cast(fx.Node, _sum_of(wait)) for wait in waits] if exchange else waits
-    world = cast(int, sums[0].args[1] if exchange else starts[0].args[2])
-    sent = [start.all_input_nodes[0] for start in starts]
-    sizes = [math.prod(meta.tensor_value(node).shape) // world for node in sent]
-    chunks = [_flat(graph, node, [world, size], start) for node, size, start in zip(sent, sizes, starts, strict=True)]
-    packed = meta.create(graph, aten.cat.default, (chunks, 1))
-    flat = meta.create(graph, aten.view.default, (packed, [world * sum(sizes)]))
-    args: tuple[Any, ...] = (
-        ([sum(sizes)] * world, [sum(sizes)] * world, starts[0].args[3]) if exchange else starts[0].args[1:]
-    )
-    kind = "all_to_all_bucket" if exchange else "reduce_scatter_bucket"
-    start = meta.create(graph, starts[0].target, (flat, *args), name=_name(kind, starts))
-    wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
-    total = wait
-    if exchange:
-        total = meta.create(graph, sums[0].target, (wait, *sums[0].args[1:]))
-    _work_for(starts, packed, flat, start, wait, total)
-    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
-    offset = 0
-    for old, size in zip(sums, sizes, strict=True):
-        part = meta.create(graph, aten.slice.Tensor, (total, 0, offset, offset + size), like=old)
-        shaped = meta.create(graph, aten.view.default, (part, list(meta.tensor_value(old).shape)), like=old)
-        old.replace_all_uses_with(shaped)
-        offset += size
-    return [*starts, *waits, *sums] if exchange else [*starts, *waits]
-
-
-def _flat(graph: fx.Graph, node: fx.Node, shape: list[int], start: fx.Node) -> fx.Node:
-    if not meta.tensor_value(node).is_contiguous():
-        node = meta.create(graph, aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, like=start)
-    return meta.create(graph, aten.view.default, (node, shape), like=start)
-
-
-def _work_for(starts: Sequence[fx.Node], *made: fx.Node) -> None:
-    names = [name for start in starts for name in meta.parameters(start)]
-    handles = [handle for start in starts for handle in meta.handles(start)]
-    for node in made:
-        meta.set_parameters(node, names, handles)
-
-
-def _name(kind: str, starts: Sequence[fx.Node]) -> str:
-    return f"{kind}_{meta.label(starts[0])}_{len(starts)}"

@@ -17,7 +17,8 @@ class HoistStarts(GraphPass):
     """Move each gather's start to just before the wait of an earlier one: earliest start, with bounded memory.
 
     Reductions already start where their gradients are ready.
-    Leaves alone: gathers whose input is computed in the graph, such as the means of replicated gradients.
+    Leaves alone: gathers whose input is computed in the graph, such as the means of replicated gradients, and those put
+    at their use to save memory.
 
     Attributes:
         prefetch: how many gathers may be under way beside the one that is waited for.
@@ -46,7 +47,7 @@ class HoistStarts(GraphPass):
         changed = False
         for start, anchor in plan:
             inputs = nodes.copy_in(start) or []
-            for node in [*sorted(inputs, key=order.__getitem__), start]:
+            for node in [*sorted(inputs, key=order.__getitem__), start, *nodes.started_by(start)]:
                 if order[node] > order[anchor]:
                     nodes.move_before(node, anchor)
                     changed = True
@@ -65,7 +66,7 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
     starts = [
         start
         for start in nodes.call_functions(graph, nodes.is_gather)
-        if meta.parameters(start) and nodes.copy_in(start) is not None
+        if meta.parameters(start) and nodes.copy_in(start) is not None and not meta.is_tagged_at_use(start)
     ]
     if not starts:
         return []

@@ -12,7 +12,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import ReduceArgs
-from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait, local_rows, wire_dtype_of
+from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait, local_rows, reduction_group, wire_dtype_of
 from zgraph.runtime.window import OPEN
 from zgraph.torch_compat import all_gather_op, all_to_all_op, reduce_scatter_op, wait_op
 
@@ -66,7 +66,8 @@ class _Lowering:
     def __init__(self, graph: fx.Graph, marker: fx.Node, ctx: PassContext, algorithm: Algorithm) -> None:
         self.graph = graph
         self.marker = marker
-        self.args = ReduceArgs.of(marker)
+        given = ReduceArgs.of(marker)
+        self.args = replace(given, group_name=reduction_group(given.group_name))
         self.ctx = ctx
         self.label = meta.label(marker)
         self.world = ctx.group_size(self.args.group_name)

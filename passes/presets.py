@@ -18,7 +18,7 @@ from zgraph.passes.sink_waits import SinkWaits
 
 def default(
     *,
-    bucket_bytes: int = 2 * MIB,
+    bucket_bytes: int | None = None,
     hardware: Hardware | None = None,
     budget_bytes: int | None = None,
     time_kernels: bool = False,
@@ -27,9 +27,11 @@ def default(
 
     Args:
         bucket_bytes: the most that one collective carries, counted on whole parameters and gradients.
-            The default suits Ethernet, where it keeps both directions of a link busy; faster links want larger buckets.
-        hardware: plan the order by what it costs there: `zgraph.calibrate()`, or `zgraph.Hardware.preset(...)`. None:
-            by rules that need no costs: three gathers ahead, three reductions in flight.
+            None: what suits the links of the hardware; without one 2 MiB, which suits Ethernet and keeps both
+            directions of a link busy.
+        hardware: plan buckets and order by what they cost there: `zgraph.calibrate()`, or
+            `zgraph.Hardware.preset(...)`. None: by rules that need no costs: three gathers ahead, three reductions in
+            flight.
         budget_bytes: what a graph may hold at any moment, of what it allocates; needs `hardware`.
         time_kernels: run each kernel once while compiling, which takes seconds, instead of estimating what it takes;
             needs the `hardware` of this machine.
@@ -37,6 +39,8 @@ def default(
     Raises:
         ValueError: a budget without hardware, by which alone it can be kept.
     """
+    if bucket_bytes is None and hardware is None:
+        bucket_bytes = 2 * MIB
     lowered = [
         DedupeGathers(),
         ChooseLifetimes(),

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from zgraph import meta, nodes
@@ -14,13 +13,12 @@ from zgraph.cost import NodeCost
 from zgraph.errors import PreconditionError
 from zgraph.exposure import why_exposed
 from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.ops import MIB, payload_bytes
+from zgraph.ops import MIB
 from zgraph.plan_schedule import plan_schedule
 from zgraph.schedule import Builder, Limits, Score, is_movable, is_no_better, problem_of
 from zgraph.simulate import Sharing, Timeline, simulate
-from zgraph.storages import Storage, storages_of
+from zgraph.storages import Storage, agreed_storages, rows_of_its_own
 
-aten = torch.ops.aten
 NOTES = 5  # exposed collectives that are explained, the longest first
 
 
@@ -60,7 +58,8 @@ class ScheduleOverlap(GraphPass):
             )
         order = list(gm.graph.nodes)
         if not any(is_movable(node) and nodes.is_start(node) for node in order):
-            ctx.note(self, "no collectives here")
+            found = any(meta.is_tagged_at_use(node) for node in order)
+            ctx.note(self, "every gather is to stay at its use" if found else "no collectives here")
             return False
         own = rows_of_its_own(order)
         costs = {node: ctx.cost_of(node) for node in order if node.op == "call_function"}
@@ -126,28 +125,3 @@ def plan_overlap(
     return Plan(list(order), before, before) if is_no_better(after, before) else Plan(found.nodes(), before, after)
 
 
-def rows_of_its_own(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copies of this rank's rows on their way into a gather.
-
-    Ranks hold different numbers of rows, and pad them or not. What they have packed, or send, is alike again.
-    """
-    found: dict[fx.Node, None] = {}
-    for start in order:
-        if nodes.is_gather(start) and is_movable(start):
-            copies = nodes.copy_in(start) or []
-            packed = dict.fromkeys(node for node in copies if node.target is aten.cat.default)
-            found |= dict.fromkeys(node for node in copies if node not in packed)
-    return list(found)
-
-
-def agreed_storages(order: Sequence[fx.Node], own: Sequence[fx.Node], *, inputs_die: bool) -> list[Storage]:
-    """What a graph allocates, as all ranks count it: of own rows the chunk that a gather sends, copied or not."""
-    left_out = set(own)
-    found = [one for one in storages_of(order, inputs_die=inputs_die) if one.first not in left_out]
-    for start in order:
-        wait = nodes.wait_of(start) if nodes.is_gather(start) and is_movable(start) else None
-        sent = start.all_input_nodes[0] if wait is not None else None
-        if wait is not None and sent is not None and (sent in left_out or sent.op == "placeholder"):
-            chunk = meta.tensor_value(sent)
-            found.append(Storage(payload_bytes(chunk.shape, chunk.dtype), start, (wait,)))
-    return found

@@ -12,6 +12,7 @@ from zgraph.cost import CostModel, group_stride
 from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.hardware import Hardware
 from zgraph.nodes import ReduceArgs, UnshardArgs
+from zgraph.ops import reduction_group
 from zgraph.simulate import Sharing
 from zgraph.timed_costs import TimedCosts
 
@@ -20,7 +21,8 @@ from zgraph.timed_costs import TimedCosts
 class SetTarget(GraphPass):
     """Put costs, and what lanes share, into the context; no pass has a machine or a budget of its own.
 
-    Groups along one axis of a mesh talk over one link. Where the CPU moves the bytes it takes that time from compute.
+    Groups along one axis of a mesh, those of gathers and of reductions, talk over one link. Where the CPU moves the
+    bytes it takes that time from compute.
 
     Attributes:
         hardware: of each rank.
@@ -50,6 +52,7 @@ class SetTarget(GraphPass):
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        ctx.hardware = self.hardware
         ctx.cost_of = (TimedCosts(self.hardware) if self.time_kernels else CostModel(self.hardware)).cost
         ctx.budget_bytes = self.budget_bytes
         ctx.sharing = sharing_of(gm.graph, self.hardware)
@@ -61,7 +64,8 @@ def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
     groups: dict[str, None] = {}
     for node in nodes.call_functions(graph, nodes.is_marker):
         args = UnshardArgs.of(node) if nodes.is_unshard(node) else ReduceArgs.of(node)
-        groups |= dict.fromkeys(name for name in (args.group_name, args.replicas) if name)
+        names = (args.group_name, reduction_group(args.group_name), args.replicas)
+        groups |= dict.fromkeys(name for name in names if name)
     link_of = {name: hardware.link_along(group_stride(name)) for name in groups}
     axis_of = {name: f"axis of stride {group_stride(name)}" for name in groups}
     fastest = max((link.bytes_per_us for link in link_of.values()), default=0.0)

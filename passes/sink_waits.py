@@ -58,7 +58,7 @@ def sink(graph: fx.Graph) -> None:
     sinkable = {
         node
         for node in graph.nodes
-        if nodes.is_communication(node) and (not nodes.is_start(node) or carries_mean(node)) and node.users
+        if nodes.is_communication(node) and (not _is_started(node) or carries_mean(node)) and node.users
     }
     placed: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
@@ -72,6 +72,11 @@ def sink(graph: fx.Graph) -> None:
             else:
                 placed[pending.pop()] = None
     nodes.relink(placed)
+
+
+def _is_started(node: fx.Node) -> bool:
+    """A start, or one result of a grouped one: until all of them are taken, the list of them keeps all alive."""
+    return nodes.is_start(node) or (nodes.is_getitem(node) and nodes.is_start(node.all_input_nodes[0]))
 
 
 def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int) -> None:

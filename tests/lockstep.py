@@ -57,9 +57,11 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> Step:
     raise AssertionError("the graph has no output")
 
 
-def _exchange(node: fx.Node, args: list[list[Any]]) -> list[Tensor]:
+def _exchange(node: fx.Node, args: list[list[Any]]) -> list[Any]:
     world = len(args)
     sent = [entry[0] for entry in args]
+    if nodes.is_grouped_gather(node):
+        return [[torch.cat(member) for member in zip(*sent, strict=True)]] * world
     assert len({(tensor.dtype, tuple(tensor.shape)) for tensor in sent}) == 1 or nodes.is_marker(node)
     if nodes.is_all_gather(node):
         return [torch.cat(sent)] * world

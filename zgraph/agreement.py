@@ -4,6 +4,10 @@ Every compiled graph has a communication signature: its collectives in order, wi
 sizes. A rank publishes the signature to the rendezvous store and waits until every peer of its groups has published an
 equal one, from any compile of theirs. It never asks through a collective: a rank that recompiles alone would hang the
 others. Two ranks that wait for each other with different signatures can never agree, and both say so at once.
+
+The order is one for all groups. Groups run independently, and yet equal orders on each would not do: a rank that waits
+for a gather before it starts a reduction, and another that waits for that reduction before it starts the gather, wait
+forever. On NCCL kernels of two groups that are launched in different orders may block each other as well.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
 from zgraph.errors import AgreementError
+from zgraph.ops import OF_REDUCTIONS
 from zgraph.report.text import dtype_text
 from zgraph.torch_compat import default_store, is_fake_world, resolve_group
 from zgraph.traffic import Transfer
@@ -50,9 +55,11 @@ class Signature:
             members = dist.get_process_group_ranks(resolve_group(transfer.group_name))
             ranks |= dict.fromkeys(members)
             # By their distances, which the groups along one axis of a mesh have in common.
-            axis = [member - members[0] for member in members]
+            axis = f"r + {[member - members[0] for member in members]}"
+            if transfer.group_name.endswith(OF_REDUCTIONS):
+                axis += ", reductions"
             entries.append(
-                f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes over ranks r + {axis}"
+                f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes over ranks {axis}"
             )
         names = tuple(", ".join(transfer.parameters) for transfer in transfers)
         return cls(direction, tuple(entries), names, tuple(sorted(ranks)))

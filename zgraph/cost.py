@@ -204,13 +204,17 @@ class CostModel:
             sent_bytes = self._number(transfer.sent_bytes)
             stride = self._stride(transfer.group_name)
             us += self.hardware.collective_us(transfer.kind, sent_bytes, transfer.group_size, stride)
+            if nodes.is_grouped_gather(node) and self.hardware.backend != "nccl":  # its members are launched one by one
+                launch_us = self.hardware.collective_us(transfer.kind, 0, transfer.group_size, stride)
+                us += (len(nodes.sent_by(node)) - 1) * launch_us
             sent += sent_bytes
         if nodes.is_marker(node):  # its kernel casts, pads and sums as well, one after the other
             local = self._kernel(node)
             if not found:
                 return local
             us += local.us
-        return NodeCost(f"group:{nodes.group_of(node)}", us, 0, sent)
+        group_name = found[0].group_name if found else nodes.group_of(node)  # reductions may have one of their own
+        return NodeCost(f"group:{group_name}", us, 0, sent)
 
     def _stride(self, group_name: str) -> int:
         if group_name not in self.strides:

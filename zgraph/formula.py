@@ -14,7 +14,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.cost import DATA_DEPENDENT_SIZE, CostModel, Totals, group_stride, size_hint, tensors_of
 from zgraph.hardware import Hardware
-from zgraph.ops import group_size
+from zgraph.ops import group_size, reduction_group
 from zgraph.torch_compat import size_expression
 from zgraph.traffic import transfers_of
 
@@ -122,8 +122,9 @@ class Symbols:
                 found.add_group(nodes.group_of(node))
                 found.add_start(node)
             elif nodes.is_marker(node):
-                for group_name in node.args[-2:]:  # the replicas', and its own
-                    found.add_group(cast(str, group_name))
+                replicas, group_name = cast("tuple[str, str]", node.args[-2:])
+                for each in (replicas, group_name, reduction_group(group_name)):
+                    found.add_group(each)
         return found
 
     def add_size(self, size: object) -> None:
@@ -154,16 +155,16 @@ class Symbols:
             copies = nodes.copy_in(start) or []
             for node in [*copies, *(source for copy in copies for source in copy.all_input_nodes)]:
                 self.scale.setdefault(node, shard)
-            self.scale.setdefault(start.all_input_nodes[0], shard)
-        else:
-            shard = whole * world / symbol
+            for node in nodes.sent_by(start):
+                self.scale.setdefault(node, shard)
+            self.scale.update(dict.fromkeys(nodes.waits_of(start), whole))
+            return
+        shard = whole * world / symbol
         wait = nodes.wait_of(start)
         if wait is None:
             return
         if nodes.is_reduce_scatter(start):
             self._follow(wait, shard)
-        elif nodes.is_gather(start):
-            self.scale[wait] = whole
         else:
             self.scale[wait] = whole
             for total in wait.users:

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 import torch.distributed as dist
 from torch import fx
 
-from zgraph.cost import NodeCost
+from zgraph.cost import NodeCost, group_stride
+from zgraph.hardware import Hardware
 from zgraph.schedule import Limits
 from zgraph.simulate import Sharing
 from zgraph.torch_compat import resolve_group
@@ -46,6 +47,7 @@ class PassContext:
         budget_bytes: what may be alive at any moment, of what a graph allocates; None: no limit.
         cost_of: what a call costs, in any graph; the same on all ranks, for plans follow from it. None: unknown, and a
             pass that plans by it is refused.
+        hardware: of each rank, the same on all; None: unknown.
         sharing: what the lanes of these costs take from one another.
         limits: that the order of the final graphs keeps to; None: it was made by rules, which know no costs.
         planned_backend: what the groups of a planned cluster stand for; a real group knows better.
@@ -58,6 +60,7 @@ class PassContext:
     user_outputs: int | None = None
     budget_bytes: int | None = None
     cost_of: Callable[[fx.Node], NodeCost] | None = None
+    hardware: Hardware | None = None
     sharing: Sharing = field(default_factory=Sharing)
     limits: Limits | None = None
     planned_backend: str = "gloo"
@@ -73,6 +76,15 @@ class PassContext:
 
     def group_rank(self, group_name: str) -> int:
         return dist.get_rank(resolve_group(group_name))
+
+    def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:
+        """Of a collective of a kind, such as "all_gather_into_tensor", of which each rank sends so much.
+
+        Raises:
+            AssertionError: the hardware is unknown.
+        """
+        assert self.hardware is not None, "ask only where there is hardware"
+        return self.hardware.collective_us(kind, sent_bytes, self.group_size(group_name), group_stride(group_name))
 
     def group_backend(self, group_name: str) -> str:
         """ "gloo", "nccl", ..."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -224,19 +224,31 @@ def _range(storage: Storage, numbers: Mapping[fx.Node, int]) -> LiveRange:
 def _beside(graph: fx.Graph, allocator: Allocator, threads: int, late_peers: bool) -> Iterator[int]:
     """What each node takes beside storages: its workspace, and what is staged for collectives in flight."""
     at_once = AT_ONCE if late_peers else 0
-    in_flight: dict[fx.Node, int] = {}
+    in_flight: dict[fx.Node, tuple[str, int]] = {}  # by what is waited for: the group, and what it stages
     for node in graph.nodes:
-        # The oldest run, the others queue.
-        taken = sum(itertools.islice(in_flight.values(), at_once)) if node.op != "placeholder" else 0
+        taken = _staged(in_flight.values(), at_once) if node.op != "placeholder" else 0
         if nodes.is_wait(node):
-            started = node.all_input_nodes[0]
-            in_flight.pop(started.all_input_nodes[0] if nodes.is_getitem(started) else started, None)
+            in_flight.pop(node.all_input_nodes[0], None)
         elif node.op == "call_function":
             taken += allocator.allocated_bytes(workspace_bytes(node, threads=threads))
             if nodes.is_start(node):
-                in_flight[node] = allocator.allocated_bytes(staging_bytes(node))
-                taken += in_flight[node]
+                group_name = nodes.group_of(node)
+                works = {
+                    one: (group_name, allocator.allocated_bytes(staging_bytes(one))) for one in nodes.started_by(node)
+                }
+                taken += sum(sorted(staged for _, staged in works.values())[-AT_ONCE:])
+                in_flight |= works
         yield taken
+
+
+def _staged(in_flight: Iterable[tuple[str, int]], at_once: int) -> int:
+    """Of each group the oldest run, the others queue."""
+    running = Counter[str]()
+    total = 0
+    for group_name, staged in in_flight:
+        running[group_name] += 1
+        total += staged if running[group_name] <= at_once else 0
+    return total
 
 
 class Ledger:

@@ -26,6 +26,7 @@ _REGION = "ac_graph_id"
 _SAVED = "zgraph_saved"
 _CHUNKS = "zgraph_chunks"
 _LANE = "zgraph_lane"
+_AT_USE = "zgraph_at_use"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
 # between two of them (it saves what lies on such a border).
 _GATHER_REGION = 1 << 30
@@ -105,6 +106,15 @@ def tag_saved(node: fx.Node) -> None:
 
 def is_tagged_saved(node: fx.Node) -> bool:
     return _SAVED in node.meta
+
+
+def tag_at_use(node: fx.Node) -> None:
+    """Say that this start, or wait, stands where its result is needed to save memory: nobody is to move it."""
+    node.meta[_AT_USE] = True
+
+
+def is_tagged_at_use(node: fx.Node) -> bool:
+    return _AT_USE in node.meta
 
 
 def evaluate(node: fx.Node) -> object:

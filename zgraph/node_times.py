@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from zgraph import nodes
 from zgraph.ops import group_size
-from zgraph.torch_compat import resolve_group, start_all_gather, wait
+from zgraph.torch_compat import resolve_group, start_all_gather, start_grouped_gather, wait
 
 
 def measure_nodes(
@@ -61,7 +61,9 @@ class _Timed(fx.Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         # As lowered graphs run it; see start_all_gather.
-        target = cast(Any, start_all_gather if nodes.is_all_gather(n) else n.target)
+        target = cast(Any, n.target)
+        if nodes.is_all_gather(n) or nodes.is_grouped_gather(n):
+            target = start_all_gather if nodes.is_all_gather(n) else start_grouped_gather
         if (nodes.is_start(n) or nodes.is_marker(n)) and group_size(nodes.group_of(n)) > 1:
             dist.barrier(resolve_group(nodes.group_of(n)))  # or the first rank would count how late the last one comes
         _settle()

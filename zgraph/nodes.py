@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zgraph import meta
 from zgraph.ops import payload_bytes
 from zgraph.torch_compat import (
     all_gather_op,
     all_to_all_op,
+    grouped_gather_op,
     is_functional_collective,
     reduce_scatter_op,
     returns_alias,
@@ -109,8 +110,13 @@ def is_kept_gather(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.all_gather_kept.default
 
 
+def is_grouped_gather(node: fx.Node) -> bool:
+    """Whether the node gathers several tensors side by side, each of which has a wait of its own."""
+    return node.target is grouped_gather_op()
+
+
 def is_gather(node: fx.Node) -> bool:
-    return is_all_gather(node) or is_kept_gather(node)
+    return is_all_gather(node) or is_kept_gather(node) or is_grouped_gather(node)
 
 
 def is_all_to_all(node: fx.Node) -> bool:
@@ -136,13 +142,37 @@ def group_of(start: fx.Node) -> str:
 
 def whole_bytes(start: fx.Node) -> int:
     """Bytes of the whole tensor a collective works on: what a gather yields, what a reduction takes."""
-    whole = meta.tensor_value(start if is_gather(start) else start.all_input_nodes[0])
-    return payload_bytes(whole.shape, whole.dtype)
+    whole = meta.value(start) if is_gather(start) else meta.tensor_value(start.all_input_nodes[0])
+    members: Iterable[Tensor] = whole if isinstance(whole, list | tuple) else [whole]
+    return sum(payload_bytes(member.shape, member.dtype) for member in members)
+
+
+def sent_by(start: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective sends: one, or each member of a grouped one."""
+    if is_grouped_gather(start):
+        return list(cast("list[fx.Node]", start.args[0]))
+    return start.all_input_nodes[:1] if is_kept_gather(start) else start.all_input_nodes
+
+
+def started_by(start: fx.Node) -> list[fx.Node]:
+    """What is to be waited for: the start, or each result of one that has several."""
+    return [user for user in start.users if is_getitem(user)] if isinstance(meta.value(start), list) else [start]
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """The waits that make a start's results usable, in program order."""
+    return sorted(user for started in started_by(start) for user in started.users if is_wait(user))
 
 
 def wait_of(start: fx.Node) -> fx.Node | None:
-    """The wait that makes a start's result usable."""
-    return next((user for user in start.users if is_wait(user)), None)
+    """The wait that makes a start's result usable, of several results the first one's."""
+    return next(iter(waits_of(start)), None)
+
+
+def start_of(wait: fx.Node) -> fx.Node:
+    """The start that a wait belongs to."""
+    started = cast(fx.Node, wait.args[0])
+    return cast(fx.Node, started.args[0]) if is_getitem(started) else started
 
 
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:

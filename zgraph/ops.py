@@ -21,9 +21,10 @@ from torch.distributed import ProcessGroup
 from zgraph.errors import CollectiveError, ZgraphError
 from zgraph.handle import name_of
 from zgraph.runtime.window import ALONE, OPEN, state_behind
-from zgraph.torch_compat import all_gather, resolve_group, start_all_gather, wait
+from zgraph.torch_compat import all_gather, find_group, make_beside, resolve_group, start_all_gather, wait
 
 MIB = 2**20
+OF_REDUCTIONS = ".reductions"  # behind the name of a group: that of the group on which it reduces
 
 
 def chunk_rows(rows: int, world: int) -> int:
@@ -40,6 +41,23 @@ def local_rows(rows: int, world: int, rank: int) -> int:
 def group_size(group_name: str) -> int:
     """Ranks of a group; the group "" is this rank alone."""
     return dist.get_world_size(resolve_group(group_name)) if group_name else 1
+
+
+def reduction_group(group_name: str) -> str:
+    """The group on which gradients are reduced over the ranks of a group: one of their own, or itself.
+
+    Collectives of one group run one after the other: a gather behind a reduction would wait for it. `zgraph.shard`
+    makes the other one, once for each group. Its name says whose it is, so nobody has to remember it.
+    """
+    beside = group_name + OF_REDUCTIONS
+    return beside if find_group(beside) is not None else group_name
+
+
+def separate_reductions(group: ProcessGroup) -> None:
+    """Make the group of its own on which gradients are reduced, where there is none; called by all members."""
+    beside = group.group_name + OF_REDUCTIONS
+    if dist.get_world_size(group) > 1 and find_group(beside) is None:
+        make_beside(group, beside)
 
 
 @dataclass(frozen=True)
@@ -315,7 +333,7 @@ def reduce_grad(
     Raises:
         CollectiveError: the exchange failed; names the parameter.
     """
-    group = resolve_group(group_name)
+    group = resolve_group(reduction_group(group_name))
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     copies = group_size(replicas)
     if world * copies > 1 and gradients_wait(zero_stage, window):

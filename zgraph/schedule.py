@@ -61,9 +61,9 @@ class Problem:
         inputs, users: of each node.
         needs: what must be issued before each node: its inputs, and of a start the one before it in its queue.
         is_start, whole_bytes: of each movable node, and of each start.
-        comes_along: whether each node is a view of what arrives, to be issued with it. Views are not for a schedule to
-            place: which ones there are differs between ranks.
-        start_of, wait_of: the one of each wait for a movable start, the other of each such start.
+        comes_along: whether each node is a view of what arrives or sets out, to be issued with it. Views are not for a
+            schedule to place: which ones there are differs between ranks.
+        start_of, wait_of: the one of each wait for a movable start, the other of each such start: of several the first.
         release: of each movable node: the first slot in which everything that it needs of the spine is there.
         use: of each movable node: the slot of the first node of the spine that needs it.
         after: of each movable node: the starts whose waits lie behind it, back to the next start.
@@ -93,15 +93,15 @@ class Problem:
         self.is_start = [self.movable[number] and nodes.is_start(node) for number, node in enumerate(work.nodes)]
         self.whole_bytes = {n: nodes.whole_bytes(work.nodes[n]) for n in range(count) if self.is_start[n]}
         self.start_of = {
-            number: self.inputs[number][0]
+            number: start
             for number, node in enumerate(work.nodes)
-            if nodes.is_wait(node) and self.is_start[self.inputs[number][0]]
+            if nodes.is_wait(node) and self.is_start[start := work.numbers[nodes.start_of(node)]]
         }
         self.comes_along = [
             self.movable[number] and not self.is_start[number] and lane == Work.IN_NO_TIME
             for number, lane in enumerate(work.lane)
         ]
-        self.wait_of = {start: wait for wait, start in self.start_of.items()}
+        self.wait_of = {start: wait for wait, start in reversed(self.start_of.items())}
         self.release, self.after, depth = self._look_back()
         self.queues = self._form_queues(depth)
         self.needs = list(self.inputs)
@@ -201,9 +201,10 @@ def problem_of(
 def is_movable(node: fx.Node) -> bool:
     """Whether the scheduler may put the node elsewhere: the communication of a parameter, and its copies.
 
-    What only adds to a sum that waits for its window has no collective to hide, and releases its gradient.
+    What only adds to a sum that waits for its window has no collective to hide, and releases its gradient. A gather
+    that was put where its result is needed stays there.
     """
-    if not nodes.is_communication(node) or not meta.parameters(node):
+    if not nodes.is_communication(node) or not meta.parameters(node) or meta.is_tagged_at_use(node):
         return False
     if nodes.is_start(node):
         return nodes.wait_of(node) is not None
@@ -337,7 +338,7 @@ class Builder:
     def _note_copies(self, number: int) -> None:
         problem, after = self.problem, self.problem.after[number]
         self.loose.pop(number, None)
-        for user in problem.users[number] if after else ():
+        for user in problem.users[number] if after or problem.is_start[number] else ():
             if problem.comes_along[user] and all(self.placed[one] for one in problem.needs[user]):
                 self.issue(user)
             elif problem.movable[user] and not problem.is_start[user] and user not in problem.start_of:

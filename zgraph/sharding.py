@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from zgraph.handle import make_handle
+from zgraph.ops import separate_reductions
 from zgraph.runtime.window import attach_state
 from zgraph.state_dict import follow_state_dicts
 from zgraph.torch_compat import local_parameters, replace_parameter
@@ -49,7 +50,8 @@ def shard(
     Rank 0's values of parameters and buffers become everyone's. At rest each parameter is a DTensor: `Shard(0)` at
     stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the whole tensor in
     `param_dtype`; its gradient is averaged over the ranks in rank order and arrives, sharded, in `.grad`. This holds
-    with and without `torch.compile`. Create the optimizer afterwards.
+    with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a process group
+    makes a second one of its ranks, for reductions.
 
     Call it on parts first to give them other options; a later call on the whole leaves them as they are.
 
@@ -128,6 +130,8 @@ def shard(
             base = getattr(type(part), "_zgraph_base", type(part))
             part.__class__ = unit_class(base, own)
     _broadcast_buffers(module, mesh)
+    if zero_stage > 0 and found:
+        _separate_reductions(mesh)
     return module
 
 
@@ -317,6 +321,14 @@ def _common_parent(prefixes: Sequence[str]) -> str:
 
 def _state(module: nn.Module) -> ModuleState:
     return cast(ModuleState, state_of(module))
+
+
+def _separate_reductions(mesh: DeviceMesh) -> None:
+    """Let reductions over the last axis not wait behind gathers, nor gathers behind them."""
+    group = mesh.get_group(mesh.ndim - 1)
+    # NCCL may split the new group off the default one, which takes every rank of the world.
+    if dist.get_backend(group) != "nccl" or mesh.size() == dist.get_world_size():
+        separate_reductions(group)
 
 
 def _broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:

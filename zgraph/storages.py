@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph import meta, nodes
+from zgraph.ops import payload_bytes
 from zgraph.runtime.window import OPEN
 from zgraph.torch_compat import OpOverload, alias_positions, fake_storage_key, hint_of
 from zgraph.workspace import remaining_bytes
@@ -56,9 +57,47 @@ def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False) -> list[S
     return [storage for storage in found.storages() if storage.nbytes and not storage.held]
 
 
+def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
+    """Copies of this rank's rows on their way into a gather.
+
+    Ranks hold different numbers of rows, and pad them or not. What they have packed, or send, is alike again.
+    """
+    found: dict[fx.Node, None] = {}
+    for start in order:
+        if _gathers_parameters(start):
+            copies = nodes.copy_in(start) or []
+            packed = dict.fromkeys(node for node in copies if node.target is torch.ops.aten.cat.default)
+            found |= dict.fromkeys(node for node in copies if node not in packed)
+    return list(found)
+
+
+def agreed_storages(order: Sequence[fx.Node], own: Sequence[fx.Node], *, inputs_die: bool) -> list[Storage]:
+    """What a graph allocates, as all ranks count it: of own rows the chunk that a gather sends, copied or not."""
+    left_out = set(own)
+    found = [one for one in storages_of(order, inputs_die=inputs_die) if one.first not in left_out]
+    for start in order:
+        for sent in nodes.sent_by(start) if _gathers_parameters(start) else ():
+            if sent in left_out or sent.op == "placeholder":
+                chunk = meta.tensor_value(sent)
+                found.append(Storage(payload_bytes(chunk.shape, chunk.dtype), start, tuple(nodes.waits_of(start))))
+    return found
+
+
+def _gathers_parameters(node: fx.Node) -> bool:
+    return nodes.is_gather(node) and bool(meta.parameters(node)) and nodes.wait_of(node) is not None
+
+
 def _feeds_parameter(placeholder: fx.Node) -> bool:
     """Whether the input is a parameter's shard or handle, which the model holds."""
     return any(nodes.is_communication(user) for user in placeholder.users)
+
+
+def _in_flight(started: fx.Node) -> list[fx.Node]:
+    """What a collective reads until it is waited for: each member of a grouped one by itself."""
+    if not nodes.is_getitem(started):
+        return started.all_input_nodes if nodes.is_start(started) else []
+    start, member = cast("tuple[fx.Node, int]", started.args)
+    return [nodes.sent_by(start)[member]] if nodes.is_grouped_gather(start) else start.all_input_nodes
 
 
 @dataclass(eq=False)
@@ -120,8 +159,7 @@ class Finder:
             elif nodes.is_wait(node):
                 started = cast(fx.Node, node.args[0])
                 self._places[node] = self._places[started]  # which the fake values do not tell
-                start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started  # of a coalesced one
-                for source in start.all_input_nodes if nodes.is_start(start) else ():
+                for source in _in_flight(started):
                     self._read(source, node)
             elif node.op != "output":
                 self._call(node)

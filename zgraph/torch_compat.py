@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -59,6 +60,39 @@ def resolve_group(group_name: str) -> ProcessGroup:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(cast(Any, group_name))
+
+
+def find_group(group_name: str) -> ProcessGroup | None:
+    """The process group of that name, None where there is none (`_world.pg_names`, 2.11 - 2.13)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return next((group for group, name in _world.pg_names.items() if name == group_name), None)
+
+
+def make_beside(group: ProcessGroup, group_name: str) -> ProcessGroup:
+    """A second group of the same ranks, backend and timeout, of this name; called by its members alone.
+
+    2.11 - 2.13: `dist.new_group` would need every rank of the world, and `use_local_synchronization` names a group by
+    how many groups a rank is in, which members of one group need not agree on. `_new_process_group_helper` takes a
+    name. `destroy_process_group()` destroys what it has made with all others.
+    """
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+    ranks = dist.get_process_group_ranks(group)
+    backend, store = _world.pg_map[group]
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # a fake one has none
+    made, _ = _new_process_group_helper(
+        len(ranks),
+        dist.get_rank(group),
+        ranks,
+        backend,
+        store,
+        cast(Any, group_name),
+        timeout=options._timeout if options is not None else timedelta(minutes=30),
+        group_desc=group_name,
+    )
+    _world.pg_group_ranks[cast("ProcessGroup", made)] = {rank: place for place, rank in enumerate(ranks)}
+    return cast("ProcessGroup", made)
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
@@ -131,6 +165,22 @@ def start_all_gather(input: Tensor, world: int, group_name: str) -> Tensor:
     """
     output = input.new_empty((world * input.shape[0], *input.shape[1:]))
     return torch.ops._c10d_functional.all_gather_into_tensor_out.default(input, world, group_name, out=output)
+
+
+def grouped_gather_op() -> Any:
+    """all_gather_into_tensor_coalesced(inputs, group_size, group_name) -> as all_gather_into_tensor, of each"""
+    return torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+
+
+def start_grouped_gather(inputs: list[Tensor], world: int, group_name: str) -> list[Tensor]:
+    """What `grouped_gather_op` computes: in one launch on NCCL, one member after the other elsewhere.
+
+    2.11 - 2.13: gloo runs it as ALLGATHER_COALESCED, which is not safe with several in flight (`start_all_gather`), and
+    copies every member twice.
+    """
+    if dist.get_backend(resolve_group(group_name)) == "nccl":
+        return grouped_gather_op()(inputs, world, group_name)
+    return [start_all_gather(input, world, group_name) for input in inputs]
 
 
 def all_to_all_op() -> Any:

@@ -18,6 +18,7 @@ from zgraph.ops import (
     group_size,
     keeps_gathered,
     payload_bytes,
+    reduction_group,
     wire_dtype_of,
 )
 from zgraph.runtime.window import OPEN
@@ -78,9 +79,7 @@ def transfers_of(node: fx.Node, size_of: SizeOf = group_size) -> Iterator[Transf
 
 
 def _start_transfer(node: fx.Node, size_of: SizeOf) -> Transfer:
-    # A coalesced one of the model's own has several.
-    sources = node.all_input_nodes[:1] if nodes.is_kept_gather(node) else node.all_input_nodes
-    sent = [meta.tensor_value(source) for source in sources]
+    sent = [meta.tensor_value(source) for source in nodes.sent_by(node)]
     group_name, dtype = nodes.group_of(node), sent[0].dtype
     payload: Any = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
     if size_of is not group_size:
@@ -108,6 +107,7 @@ def _unshard_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
 
 def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
     args = nodes.ReduceArgs.of(node)
+    args = replace(args, group_name=reduction_group(args.group_name))
     world, copies = group_size(args.group_name), group_size(args.replicas)
     waits = gradients_wait(args.zero_stage, args.window)
     if world * copies == 1 or (waits and args.window == OPEN):

@@ -208,7 +208,7 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
     """Between the wait of a gather and its first user there is nothing that could have hidden the gather."""
     order = nodes.order_of(graph)
     for wait in nodes.call_functions(graph, nodes.is_wait):
-        start = cast(fx.Node, wait.args[0])
+        start = nodes.start_of(wait)
         user = nodes.first_user(wait, order)
         if user is None or not nodes.is_gather(start):
             continue
@@ -225,7 +225,7 @@ def _gather_behind(node: fx.Node) -> fx.Node | None:
         if nodes.is_unshard(node):
             return node if nodes.UnshardArgs.of(node).zero_stage > 0 and not meta.is_tagged_saved(node) else None
         if nodes.is_wait(node):
-            start = cast(fx.Node, node.args[0])
+            start = nodes.start_of(node)
             releases = nodes.is_gather(start) and meta.parameters(start) and not meta.is_tagged_saved(start)
             return start if releases else None
         if not nodes.is_reshaping(node) or not node.all_input_nodes:

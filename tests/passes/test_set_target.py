@@ -36,9 +36,9 @@ def test_a_cpu_that_cannot_keep_up_computes_nothing_beside_a_collective() -> Non
 
 
 def test_the_preset_with_hardware_plans_instead_of_following_rules() -> None:
-    first, *between, last = presets.default(hardware=CPU, budget_bytes=99)
+    first, *between, last = presets.default(hardware=CPU, budget_bytes=99, bucket_bytes=77)
     assert (first, last) == (SetTarget(hardware=CPU, budget_bytes=99), ScheduleOverlap())
-    assert between == presets.default()[:-2]
+    assert between == presets.default(bucket_bytes=77)[:-2]
 
 
 def test_what_is_no_hardware_is_refused() -> None:

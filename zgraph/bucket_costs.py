@@ -1,0 +1,143 @@
+"""What a bucket costs on its link: how large it should be, and for which members it should wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def link_bytes(
+    *, whole_bytes: int, latency_us: float, transfer_us: float, compute_us: float, latency_share: float
+) -> int:
+    """The size of a bucket that suits a link.
+
+    The smallest whose latency is the given share of its transfer, or less where it could not be hidden: of a pipeline
+    nothing hides the first bucket (or the compute behind the last, where that is shorter), which grows with the size,
+    while all latencies together fall with it; their sum is least at the square root.
+
+    Args:
+        whole_bytes: of everything that is to be carried.
+        latency_us: of one collective.
+        transfer_us: of everything, without latencies.
+        compute_us: that could hide it.
+        latency_share: of the transfer, such as 0.1.
+    """
+    sizes = [1.0]
+    if transfer_us:
+        sizes.append(latency_us / (latency_share * transfer_us))
+    if min(compute_us, transfer_us):
+        sizes.append(math.sqrt(latency_us / min(compute_us, transfer_us)))
+    return max(1, math.ceil(whole_bytes * min(sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One collective.
+
+    Attributes:
+        at_us: compute ahead of it: of a gather when its result is read, of a reduction when its input is there.
+        transfer_us: on the link, without latency.
+    """
+
+    at_us: float
+    transfer_us: float
+
+
+class GatherQueue:
+    """Gathers of a graph in program order, on a link that starts with them at once and never pauses.
+
+    Says of each whether it should join the bucket before it. Joined, the bucket's first reader waits for it as well;
+    apart, a latency more passes before it is there. It stays out where the graph would end later with it, all gathers
+    behind it counted without latency:
+
+        joined   link [lat a b      ]      compute ...........[a][b]
+        apart    link [lat a][lat b ]      compute .......[a]....[b]
+    """
+
+    def __init__(self, members: Sequence[Member], latency_us: float, compute_us: float) -> None:
+        self.members = members
+        self.latency_us = latency_us
+        self.compute_us = compute_us
+        self._next = 0
+        self._read_at_us = 0.0  # the first of the open bucket
+        self._done_us = 0.0  # when the open bucket is there
+        self._late_us = 0.0  # compute, by waiting for closed buckets
+        # From the end of each member's transfer to that of the graph, as far as later transfers decide it.
+        self._rest_us = [-math.inf] * len(members)
+        for place in range(len(members) - 1, 0, -1):
+            after = max(compute_us - members[place].at_us, self._rest_us[place])
+            self._rest_us[place - 1] = members[place].transfer_us + after
+
+    def should_join(self) -> bool:
+        """Whether the next member should join the open bucket."""
+        member = self.members[self._next]
+        joined_us = self._done_us + member.transfer_us
+        apart_us = joined_us + self.latency_us
+        joined_late_us = max(self._late_us, joined_us - self._read_at_us)
+        apart_late_us = max(self._late_us, self._done_us - self._read_at_us, apart_us - member.at_us)
+        return not _is_later(self._end_us(joined_us, joined_late_us), self._end_us(apart_us, apart_late_us))
+
+    def _end_us(self, done_us: float, late_us: float) -> float:
+        return max(self.compute_us + late_us, done_us + self._rest_us[self._next])
+
+    def add(self, *, joins: bool) -> None:
+        """Go on behind the next member."""
+        member = self.members[self._next]
+        if not joins:
+            if self._next:
+                self._late_us = max(self._late_us, self._done_us - self._read_at_us)
+            self._read_at_us = member.at_us
+            self._done_us += self.latency_us
+        self._done_us += member.transfer_us
+        self._next += 1
+
+
+class ReductionQueue:
+    """Reductions of a graph in program order, each of which its link starts when its input is there.
+
+    Says of each whether it should join the bucket before it, which then starts no earlier than it could itself. It
+    stays out where the last reduction would end later with it, those behind it counted without latency.
+    """
+
+    def __init__(self, members: Sequence[Member], latency_us: float, compute_us: float) -> None:
+        self.members = members
+        self.latency_us = latency_us
+        self.compute_us = compute_us
+        self._next = 0
+        self._carried_us = 0.0  # transfers in the open bucket
+        self._begin_us = 0.0  # of the open bucket
+        self._free_us = 0.0  # when the link has done all closed buckets
+        # Behind each member: how long the others take, and when they end at the earliest.
+        self._rest_us = [0.0] * len(members)
+        self._earliest_us = [0.0] * len(members)
+        for place in range(len(members) - 1, 0, -1):
+            member = members[place]
+            self._rest_us[place - 1] = self._rest_us[place] + member.transfer_us
+            self._earliest_us[place - 1] = max(self._earliest_us[place], member.at_us + self._rest_us[place - 1])
+
+    def should_join(self) -> bool:
+        """Whether the next member should join the open bucket."""
+        member = self.members[self._next]
+        joined_us = max(self._free_us, member.at_us) + self.latency_us + self._carried_us + member.transfer_us
+        apart_us = max(self._closed_us(), member.at_us) + self.latency_us + member.transfer_us
+        return not _is_later(self._end_us(joined_us), self._end_us(apart_us))
+
+    def _closed_us(self) -> float:
+        return self._begin_us + self.latency_us + self._carried_us if self._next else 0.0
+
+    def _end_us(self, done_us: float) -> float:
+        return max(self.compute_us, done_us + self._rest_us[self._next], self._earliest_us[self._next])
+
+    def add(self, *, joins: bool) -> None:
+        """Go on behind the next member."""
+        member = self.members[self._next]
+        if not joins:
+            self._free_us, self._carried_us = self._closed_us(), 0.0
+        self._begin_us = max(self._free_us, member.at_us)
+        self._carried_us += member.transfer_us
+        self._next += 1
+
+
+def _is_later(one_us: float, other_us: float) -> bool:
+    return one_us > other_us and not math.isclose(one_us, other_us, rel_tol=1e-9)

@@ -1,0 +1,167 @@
+"""Rewrites a graph so that several collectives become one; what shares a bucket, and how, is decided elsewhere."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import fx
+
+from zgraph import meta, nodes
+from zgraph.torch_compat import grouped_gather_op, wait_op
+
+aten = torch.ops.aten
+Mode = Literal["coalesced", "grouped", "sequential"]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Starts to be merged, and the node before which the merged one goes."""
+
+    starts: tuple[fx.Node, ...]
+    anchor: fx.Node
+
+
+def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "coalesced") -> None:
+    """Replace the members by one collective over their concatenation; the order of nodes is restored later.
+
+    Gathers of parameters may also be "grouped", each into a tensor of its own, or stay alone ("sequential").
+    """
+    if mode == "sequential":
+        for start in bucket.starts:
+            put_at_use(start)
+        return
+    order = nodes.order_of(graph)
+    for start in bucket.starts:
+        _bring_before(start.all_input_nodes[0], bucket.anchor, order)
+    with graph.inserting_before(bucket.anchor):
+        if not nodes.is_all_gather(bucket.starts[0]):
+            old = _merge_reductions(graph, bucket.starts)
+        elif mode == "grouped":
+            old = _group_gathers(graph, bucket.starts)
+        else:
+            old = _merge_gathers(graph, bucket.starts)
+    nodes.erase_dead(graph, old)
+
+
+def put_at_use(start: fx.Node) -> None:
+    """Bring a gather, its wait and the views of its result to just before what computes with it, to stay there."""
+    wait = cast(fx.Node, nodes.wait_of(start))
+    for node in (start, wait):
+        meta.tag_at_use(node)
+    chain = dict.fromkeys([start, *nodes.reshaped_values(wait)])
+    readers = [user for node in chain for user in node.users if user not in chain]
+    if readers:
+        anchor = min(readers)  # nodes compare by their place in the graph
+        for node in sorted(chain):
+            nodes.move_before(node, anchor)
+
+
+def result_of(start: fx.Node) -> fx.Node | None:
+    """What a member yields: its wait, or the sum of what an exchange brings; None where others read that."""
+    wait = nodes.wait_of(start)
+    if wait is None or not nodes.is_all_to_all(start):
+        return wait
+    users = list(wait.users)
+    return users[0] if len(users) == 1 and nodes.is_sum_ranks(users[0]) else None
+
+
+def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
+    if order[node] < order[anchor]:
+        return
+    for source in node.all_input_nodes:
+        _bring_before(source, anchor, order)
+    nodes.move_before(node, anchor)
+
+
+def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """cat of the flat chunks, one gather, and for each member its columns of [N, total], made contiguous."""
+    waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
+    world = cast(int, starts[0].args[1])
+    sent = [start.all_input_nodes[0] for start in starts]
+    sizes = [math.prod(meta.tensor_value(node).shape) for node in sent]
+    flat = [_flat(graph, node, [size], start) for node, size, start in zip(sent, sizes, starts, strict=True)]
+    packed = meta.create(graph, aten.cat.default, (flat,))
+    name = _name("all_gather_bucket", starts)
+    start = meta.create(graph, starts[0].target, (packed, *starts[0].args[1:]), like=starts[0], name=name)
+    wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
+    rows = meta.create(graph, aten.view.default, (wait, [world, sum(sizes)]))
+    _work_for(starts, packed, start, wait, rows)
+    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
+    offset = 0
+    for old, size in zip(waits, sizes, strict=True):
+        columns = meta.create(graph, aten.slice.Tensor, (rows, 1, offset, offset + size), like=old)
+        copied = meta.create(
+            graph, aten.clone.default, (columns,), {"memory_format": torch.contiguous_format}, like=old
+        )
+        whole = meta.create(graph, aten.view.default, (copied, list(meta.tensor_value(old).shape)), like=old)
+        old.replace_all_uses_with(whole)
+        offset += size
+    return [*starts, *waits]
+
+
+def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """One start with a result for each member, which are waited for one by one."""
+    waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
+    sent = [start.all_input_nodes[0] for start in starts]
+    name = _name("all_gather_group", starts)
+    start = meta.create(graph, grouped_gather_op(), (sent, *starts[0].args[1:]), like=starts[0], name=name)
+    _work_for(starts, start)
+    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
+    parts = [meta.create(graph, operator.getitem, (start, place), like=old) for place, old in enumerate(waits)]
+    for old, part in zip(waits, parts, strict=True):
+        wait = meta.create(graph, wait_op(), (part,), like=old, name=f"wait_group_{meta.label(old)}")
+        old.replace_all_uses_with(wait)
+    return [*starts, *waits]
+
+
+def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """cat of the [N, n] chunks along n, one exchange and one sum; each member's mean is a view of the result."""
+    waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
+    exchange = nodes.is_all_to_all(starts[0])
+    sums = [cast(fx.Node, result_of(start)) for start in starts]
+    world = cast(int, sums[0].args[1] if exchange else starts[0].args[2])
+    sent = [start.all_input_nodes[0] for start in starts]
+    sizes = [math.prod(meta.tensor_value(node).shape) // world for node in sent]
+    chunks = [_flat(graph, node, [world, size], start) for node, size, start in zip(sent, sizes, starts, strict=True)]
+    packed = meta.create(graph, aten.cat.default, (chunks, 1))
+    flat = meta.create(graph, aten.view.default, (packed, [world * sum(sizes)]))
+    args: tuple[Any, ...] = (
+        ([sum(sizes)] * world, [sum(sizes)] * world, starts[0].args[3]) if exchange else starts[0].args[1:]
+    )
+    kind = "all_to_all_bucket" if exchange else "reduce_scatter_bucket"
+    start = meta.create(graph, starts[0].target, (flat, *args), name=_name(kind, starts))
+    wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
+    total = wait
+    if exchange:
+        total = meta.create(graph, sums[0].target, (wait, *sums[0].args[1:]))
+    _work_for(starts, packed, flat, start, wait, total)
+    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
+    offset = 0
+    for old, size in zip(sums, sizes, strict=True):
+        part = meta.create(graph, aten.slice.Tensor, (total, 0, offset, offset + size), like=old)
+        shaped = meta.create(graph, aten.view.default, (part, list(meta.tensor_value(old).shape)), like=old)
+        old.replace_all_uses_with(shaped)
+        offset += size
+    return [*starts, *waits, *sums] if exchange else [*starts, *waits]
+
+
+def _flat(graph: fx.Graph, node: fx.Node, shape: list[int], start: fx.Node) -> fx.Node:
+    if not meta.tensor_value(node).is_contiguous():
+        node = meta.create(graph, aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, like=start)
+    return meta.create(graph, aten.view.default, (node, shape), like=start)
+
+
+def _work_for(starts: Sequence[fx.Node], *made: fx.Node) -> None:
+    names = [name for start in starts for name in meta.parameters(start)]
+    handles = [handle for start in starts for handle in meta.handles(start)]
+    for node in made:
+        meta.set_parameters(node, names, handles)
+
+
+def _name(kind: str, starts: Sequence[fx.Node]) -> str:
+    return f"{kind}_{meta.label(starts[0])}_{len(starts)}"

@@ -45,7 +45,9 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
     whole = nodes.whole_bytes(start)
     if limits.budget_bytes is not None and timeline.memory.bytes_during[place_of[ahead]] + whole > limits.budget_bytes:
         return f"the budget of {limits.budget_bytes} bytes has no room for {whole} bytes beside {ahead.name}"
-    under_way = [nodes.whole_bytes(node) for node in before if _is_under_way(node, place_of, place_of[ahead])]
+    under_way = [
+        nodes.whole_bytes(node) for node in timeline.exposed_us if _is_under_way(node, place_of, place_of[ahead])
+    ]
     if len(under_way) > 1 and sum(under_way) + whole > limits.in_flight_bytes:
         return f"in_flight_bytes={limits.in_flight_bytes} has no room for {whole} bytes beside {ahead.name}"
     return f"too little to compute between {ahead.name} and its result's first reader"
@@ -58,16 +60,17 @@ def _waited_before(
     wait = nodes.wait_of(start)
     if wait is None:
         return None
-    needing, pending = {wait: None}, [wait]
+    timed = (node for node in order[place_of[wait] :] if timeline.spans[node].us and not nodes.is_communication(node))
+    first = next(timed, None)
+    pending, seen = [] if first is None else [first], dict[fx.Node, None]()
     while pending:
-        for user in pending.pop().users:
-            if user not in needing:
-                needing[user] = None
-                pending.append(user)
-    for node in order[place_of[wait] :]:
-        if timeline.spans[node].us and not nodes.is_communication(node):
-            return None if node in needing else node
-    return None
+        node = pending.pop()
+        if node is wait:
+            return None
+        if node not in seen and place_of[node] > place_of[wait]:
+            seen[node] = None
+            pending.extend(node.all_input_nodes)
+    return first
 
 
 def _is_under_way(node: fx.Node, place_of: Mapping[fx.Node, int], place: int) -> bool:

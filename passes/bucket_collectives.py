@@ -14,8 +14,8 @@ from zgraph.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
 from zgraph.cost import COMPUTE, NodeCost
 from zgraph.errors import PreconditionError
 from zgraph.graph_pass import Fact, GraphPass, PassContext
+from zgraph.liveness import curve_of
 from zgraph.merge_collectives import Bucket, Mode, merge, result_of
-from zgraph.simulate import Ledger, Sharing, Work
 from zgraph.storages import agreed_storages, rows_of_its_own
 from zgraph.traffic import transfers_of
 
@@ -261,9 +261,8 @@ def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
 def _alive_bytes(graph: fx.Graph, *, inputs_die: bool) -> list[int]:
     """What is alive while each node runs, as all ranks count it, with every gather where its result is needed."""
     order = list(graph.nodes)
-    free = {node: NodeCost("", 0.0) for node in order}
     storages = agreed_storages(order, rows_of_its_own(order), inputs_die=inputs_die)
-    return [*map(Ledger.of(work := Work.of(order, free, Sharing()), storages).issue, range(len(work.nodes)))]
+    return list(curve_of(order, storages).bytes_during)
 
 
 def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int:

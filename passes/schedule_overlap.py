@@ -123,5 +123,3 @@ def plan_overlap(
         found = plan_schedule(problem_of(order, costs, sharing, storages, relaxed))
     after = found.score(limits)
     return Plan(list(order), before, before) if is_no_better(after, before) else Plan(found.nodes(), before, after)
-
-

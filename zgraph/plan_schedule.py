@@ -125,11 +125,11 @@ class Greedy:
         """Whether a link, when the program next comes to start something, has less to do than fills it and one more."""
         problem, clock, work = self.problem, self.builder.clock, self.problem.work
         link = problem.link_of(start)
-        capacity = work.capacities[link]
+        capacity = problem.capacity_of(start)
         number = problem.spine[slot]
         waited_for = [problem.start_of[one] for one in self.builder.missing([number]) if one in problem.start_of]
         blocked_us = [
-            clock.backlog_us(work.lane[one], one) / work.capacities[problem.link_of(one)]
+            clock.backlog_us(work.lane[one], one) / problem.capacity_of(one)
             for one in waited_for
             if self.builder.placed[one] and not clock.is_done(one)
         ]
@@ -281,7 +281,7 @@ def latest_starts(problem: Problem) -> dict[int, float]:
 def _hides(problem: Problem, start: int) -> float:
     """How much compute fits beside a collective, in a stream of them."""
     work = problem.work
-    return work.us[start] * max(0.0, 1 / work.capacities[problem.link_of(start)] - work.sharing.compute_share)
+    return work.us[start] * max(0.0, 1 / problem.capacity_of(start) - work.sharing.compute_share)
 
 
 def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, float]]:
@@ -339,7 +339,7 @@ class _Promise:
         for queue, head in zip(problem.queues, state.heads, strict=True):
             link = problem.link_of(queue[0])
             at = free.get(link, clock.now)
-            capacity = problem.work.capacities.get(link, 1.0)
+            capacity = problem.capacity_of(queue[0])
             for start in queue[head : head + AHEAD]:
                 at += problem.work.us[start] / capacity
                 end = max(end, at + problem.spine_at[-1] - problem.spine_at[problem.use[start]])

@@ -128,6 +128,10 @@ class Problem:
         lane = self.work.lane[start]
         return self.work.sharing.link_of(self.work.lanes[lane]) if lane >= 0 else ""
 
+    def capacity_of(self, start: int) -> float:
+        """How many collectives at their speed alone the start's link gets through; 1 where it takes no time."""
+        return self.work.capacities.get(self.link_of(start), 1.0)
+
     def _look_back(self) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
         count = len(self.work.nodes)
         release, depth = [0] * count, [0] * count

@@ -22,9 +22,10 @@ import zgraph
 from tests.compiled import with_fx
 from zgraph import meta
 from zgraph.graph_pass import Direction, GraphPass, PassContext, Phase
+from zgraph.ops import separate_reductions
 from zgraph.passes import ChooseLifetimes, DedupeGathers
 from zgraph.pipeline import Pipeline
-from zgraph.torch_compat import all_gather_op, all_to_all_op, wait_op
+from zgraph.torch_compat import all_gather_op, all_to_all_op, resolve_group, wait_op
 from zgraph.verify import Snapshot, Where, verify
 
 aten = torch.ops.aten
@@ -49,6 +50,7 @@ def fake_world(world: int, rank: int = 0) -> Iterator[None]:
     store = _AgreeableStore()  # kept here: the group does not keep its Python side alive
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
     try:
+        separate_reductions(resolve_group("0"))  # as zgraph.shard does, which `traced` may have called in another world
         yield
     finally:
         dist.destroy_process_group()

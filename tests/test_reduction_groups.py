@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.graphs import fake_world, mlp, traced
 from tests.ranks import fresh_ranks
-from zgraph import Hardware, PassContext, nodes
+from zgraph import Hardware, PassContext, nodes, torch_compat
 from zgraph.agreement import Signature
 from zgraph.cost import costs_of
-from zgraph.ops import reduction_group, separate_reductions
+from zgraph.ops import reduction_group
 from zgraph.passes import LowerGathers, LowerReductions, SetTarget
 from zgraph.simulate import simulate
 from zgraph.torch_compat import find_group, resolve_group
@@ -74,10 +74,10 @@ def test_each_group_gets_one_for_reductions_however_many_models_use_it() -> None
 
 
 def test_it_goes_with_the_process_group_and_one_rank_needs_none() -> None:
-    with fake_world(2):
+    with torch_compat.fake_world(2):
         zgraph.shard(nn.Linear(4, 4))
         assert reduction_group("0") == BESIDE
-    with fake_world(1):
+    with torch_compat.fake_world(1):
         assert find_group(BESIDE) is None
         zgraph.shard(nn.Linear(4, 4))
         assert reduction_group("0") == "0"
@@ -87,7 +87,6 @@ def test_it_goes_with_the_process_group_and_one_rank_needs_none() -> None:
 def test_reductions_are_lowered_onto_their_own_group(zero_stage: int) -> None:
     """Those of replicated parameters with the gathers of their means."""
     with fake_world(2):
-        separate_reductions(resolve_group("0"))
         found = traced(mlp, [LowerGathers(), LowerReductions()], zero_stage=zero_stage)
         graph = found.graphs["backward"].graph
         groups = {True: dict[str, None](), False: dict[str, None]()}
@@ -100,7 +99,6 @@ def test_reductions_are_lowered_onto_their_own_group(zero_stage: int) -> None:
 def test_markers_and_collectives_cost_on_two_lanes_of_one_link() -> None:
     hardware = Hardware.preset("cpu")
     with fake_world(2):
-        separate_reductions(resolve_group("0"))
         found, ctx = traced(mlp), PassContext()
         SetTarget(hardware=hardware).run(found.graphs["backward"], ctx)
         lanes = ["group:0", f"group:{BESIDE}"]
@@ -114,7 +112,6 @@ def test_markers_and_collectives_cost_on_two_lanes_of_one_link() -> None:
 def test_agreement_tells_the_groups_apart_and_wants_one_order_for_both() -> None:
     """Ranks that wait for two collectives crosswise would wait forever, whatever the order on each group."""
     with fake_world(2):
-        separate_reductions(resolve_group("0"))
         found = list(transfers(traced(mlp, [LowerGathers(), LowerReductions()]).graphs["backward"].graph))
         first = next(place for place, one in enumerate(found) if one.group_name == "0")
         second = next(place for place, one in enumerate(found) if one.group_name == BESIDE)

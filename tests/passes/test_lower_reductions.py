@@ -41,7 +41,7 @@ def test_each_gradient_is_padded_exchanged_and_summed_in_rank_order() -> None:
         FileCheck()
         .check("constant_pad_nd(t_6, [0, 0, 0, 1])")
         .check("all_to_all_4_weight: f32[6, 5]")
-        .check("[3, 3], [3, 3], '0')")
+        .check("[3, 3], [3, 3], '0.reductions')")
         .check("wait_grad_4_weight")
         .check("f32[3, 5] = zgraph.sum_ranks(wait_grad_4_weight, 2, 2, torch.float32)")
         .check("all_to_all_0_weight")

@@ -23,7 +23,7 @@ def test_the_context_has_costs_budget_and_sharing() -> None:
         assert ctx.cost_of is not None
         assert {node: ctx.cost_of(node) for node in graph.graph.nodes} == costs_of(graph.graph, machine)
     assert ctx.budget_bytes == 77
-    assert ctx.sharing.links == {"group:0": "axis of stride 1"}
+    assert ctx.sharing.links == dict.fromkeys(["group:0", "group:0.reductions"], "axis of stride 1")
     assert ctx.sharing.compute_share == pytest.approx(0.25)
 
 

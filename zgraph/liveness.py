@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -143,6 +143,34 @@ def live_ranges(graph: fx.Graph, *, owned: Collection[fx.Node] = ()) -> tuple[Li
     return memory_curve(graph, owned=owned).ranges
 
 
+@dataclass(frozen=True)
+class Placements:
+    """Where the values of a graph lie.
+
+    Attributes:
+        storages: of the whole graph, each with the node that makes it.
+        lies_in: of each node: positions in `storages`.
+        workspace_bytes: of each node.
+    """
+
+    storages: tuple[LiveRange, ...]
+    lies_in: Mapping[fx.Node, tuple[int, ...]]
+    workspace_bytes: Mapping[fx.Node, int]
+
+
+def placements(graph: fx.Graph) -> Placements:
+    """Which storages the nodes of a graph make, and which they only look at; all inputs are held."""
+    walk = _Walk(EXACT, threads=1, late_peers=False)
+    walk.enter(graph)
+    walk.run(graph)
+    numbers = {storage: number for number, storage in enumerate(walk.storages)}
+    return Placements(
+        storages=walk.curve().ranges,
+        lies_in={node: tuple(numbers[one] for one in walk.storages_of(node)) for node in walk.program},
+        workspace_bytes=dict(zip(walk.program, walk.workspace, strict=True)),
+    )
+
+
 def step_curve(
     forward: fx.Graph,
     backward: fx.Graph,
@@ -238,7 +266,7 @@ class _Walk:
             if node.op == "placeholder":
                 continue
             here = self._step(node)
-            read = [storage for source in node.all_input_nodes for storage in self._storages(source)]
+            read = [storage for source in node.all_input_nodes for storage in self.storages_of(source)]
             # The oldest run, the others queue.
             running = itertools.islice(in_flight.values(), self.at_once)
             self.workspace[here] = sum(work.staging_bytes for work in running)
@@ -262,7 +290,7 @@ class _Walk:
         known = {
             key: storage
             for source in node.all_input_nodes
-            for key, storage in zip(_keys(meta.value(source)), self._storages(source), strict=True)
+            for key, storage in zip(_keys(meta.value(source)), self.storages_of(source), strict=True)
         }
         constant = node.op == "get_attr"  # the module holds it
         self.places[node] = self._placed(node, known, held=constant, shared=self._shared(node))
@@ -285,16 +313,16 @@ class _Walk:
         shared: list[_Storage | None] = []
         for position in self.aliases[node.target]:
             source = node.args[position] if position is not None and position < len(node.args) else None
-            shared.append(self._storages(source)[0] if isinstance(source, fx.Node) else None)
+            shared.append(self.storages_of(source)[0] if isinstance(source, fx.Node) else None)
         if node.target is torch.ops.aten._unsafe_view.default:  # whose schema does not say so
-            return self._storages(node.all_input_nodes[0])[:1]
+            return self.storages_of(node.all_input_nodes[0])[:1]
         return shared
 
     def hold(self, values: Iterable[Any]) -> None:
         """Values that are alive at the end."""
         for node in values:
             if isinstance(node, fx.Node):
-                self.to_the_end.extend(self._storages(node))
+                self.to_the_end.extend(self.storages_of(node))
 
     def curve(self) -> MemoryCurve:
         for storage in self.to_the_end:
@@ -327,7 +355,7 @@ class _Walk:
         self.workspace.append(0)
         return len(self.program) - 1
 
-    def _storages(self, node: fx.Node) -> list[_Storage]:
+    def storages_of(self, node: fx.Node) -> list[_Storage]:
         return [storage for item in self.places.get(node, ()) for storage in item]
 
     def _placed(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -110,6 +110,7 @@ class Model:
         self.given = {known[node.name] for node in backward.find_nodes(op="placeholder") if node.name in known}
         self.saved = [known[node.name] for node in nodes.returned_by(forward)[user_outputs:] if node is not None]
         self.costs = {node: cost_of(node) for node in calls.values()}
+        self.reads = {node: tuple(node.all_input_nodes) for node in joint.nodes}
         self.required = _ancestors(self.user_outputs, self.forward)
         self._place(joint)
         self.values = [*self._parameters(), *self._activations()]
@@ -131,6 +132,12 @@ class Model:
         self.makes: dict[fx.Node, list[int]] = {}
         for number in allocated:
             self.makes.setdefault(found.storages[number].node, []).append(number)
+        # A getitem stands just behind what it reads.
+        self.reads_storages = {
+            node: () if nodes.is_getitem(node) else tuple(dict.fromkeys(n for read in reads for n in self.lies_in[read]))
+            for node, reads in self.reads.items()
+            if node.op != "output"
+        }
         self.tangents = [
             number
             for node in joint.find_nodes(op="placeholder")
@@ -226,13 +233,18 @@ class Model:
         order: list[fx.Node] = []
         own = dict.fromkeys(self.backward)
         for node in self.backward:
+            if all(source in there or source.op != "call_function" for source in self.reads[node]):
+                if node not in there:
+                    there[node] = None
+                    order.append(node)
+                continue
             missing: dict[fx.Node, None] = {}
             pending = [node]
             while pending:
                 reached = pending.pop()
                 if reached.op == "call_function" and reached not in there and reached not in missing:
                     missing[reached] = None
-                    pending.extend(reached.all_input_nodes)
+                    pending.extend(self.reads[reached])
             for found in sorted(missing, key=self.order.__getitem__):
                 there[found] = None
                 order.append(found)
@@ -257,7 +269,7 @@ class Model:
                 if not self.may_run_again(node):
                     return None
                 found[node] = None
-                pending.extend(node.all_input_nodes)
+                pending.extend(self.reads[node])
         return list(found)
 
 
@@ -274,46 +286,43 @@ class _Walk:
         self.workspace: list[int] = []
 
     def forward(self, calls: Sequence[fx.Node]) -> None:
-        lies_in, makes = self.model.lies_in, self.model.makes
+        makes, reads = self.model.makes, self.model.reads_storages
         for node in calls:
             here = self._step(node)
             for number in makes.get(node, ()):
                 self.first[number] = self.last[number] = here
-            if not nodes.is_getitem(node):  # which stand just behind what they read
-                for source in node.all_input_nodes:
-                    for number in lies_in[source]:
-                        self.last[number] = here
+            for number in reads[node]:
+                self.last[number] = here
         self.last_here = self.last.copy()
         for number in self.model.tangents:
             self.first[number] = self.last[number] = len(calls)
 
     def backward(self, calls: Sequence[fx.Node]) -> None:
         lies_in, makes, again = self.model.lies_in, self.model.makes, len(self.model.sizes)
-        placed: dict[fx.Node, dict[int, int]] = {}
+        placed: dict[fx.Node, Sequence[int]] = {}  # where it lies, if not where the model says
         for node in calls:
             here = self._step(node)
+            read = {number: number for number in self.model.reads_storages[node]}
+            for source in self.model.reads[node]:
+                if source in placed:
+                    read |= zip(lies_in[source], placed[source], strict=True)
             own = makes.get(node, ())
-            read = {
-                number: place
-                for source in node.all_input_nodes
-                for number, place in (placed.get(source) or {number: number for number in lies_in[source]}).items()
-            }
-            placed[node] = {
-                number: number + again if number in own else read.get(number, number) for number in lies_in[node]
-            }
             for number in own:
                 self.first[number + again] = self.last[number + again] = here
-            if not nodes.is_getitem(node):
-                for place in read.values():
-                    self.last[place] = here
-                    if self.first_there[place] < 0:
-                        self.first_there[place] = here
+            if lies_in[node]:
+                placed[node] = [number + again if number in own else read.get(number, number) for number in lies_in[node]]
+            if nodes.is_getitem(node):
+                continue
+            for place in read.values():
+                self.last[place] = here
+                if self.first_there[place] < 0:
+                    self.first_there[place] = here
         end = len(self.workspace)
         for node in self.model.user_outputs:
             for number in lies_in[node]:
                 self.last[number] = end
         for node in self.model.gradients:
-            for place in placed.get(node, {}).values():
+            for place in placed.get(node, ()):
                 self.last[place] = end
 
     def bytes_during(self) -> list[int]:
@@ -350,8 +359,7 @@ class _Walk:
 class Path:
     """Steps from the fastest to the most frugal; which they are does not depend on what is looked for."""
 
-    model: Model
-    looks: list[Look] = field(default_factory=list[Look])
+    looks: list[Look]
 
     def choose(self, target_bytes: int) -> Look:
         """The fastest step that holds no more; where there is none, the one that holds least.
@@ -374,24 +382,24 @@ def walk(model: Model) -> Path:
     are alive at the peak count.
     """
     look = model.look({})
-    path = Path(model, [look])
+    path = Path([look])
     at_once = max(1, len(model.values) // LOOKS)
     barred: dict[Value, None] = {}
-    while True:
-        moves = _moves(model, look, barred)[:at_once]
-        if not moves:
-            return path
-        after = model.look(look.dropped | dict.fromkeys(moves))
-        if after.peak_bytes > look.peak_bytes:  # what is made again needs more than what it leaves
-            if len(moves) == 1:
-                barred |= dict.fromkeys(moves)
-            at_once = 1
+    while moves := _moves(model, look, barred):
+        count = at_once
+        while (after := model.look(look.dropped | dict.fromkeys(moves[:count]))).peak_bytes > look.peak_bytes:
+            if count == 1:  # what is made again needs more than what it leaves
+                break
+            count = max(1, count // 4)
+        if after.peak_bytes > look.peak_bytes:
+            barred[moves[0]] = None
             continue
         path.looks.append(after)
-        if after.peak_bytes < look.peak_bytes:
-            after = _take_back(model, after)
-            path.looks.append(after)
-        look = after
+        kept = _take_back(model, after) if after.peak_bytes < look.peak_bytes else after
+        if kept is not after:
+            path.looks.append(kept)
+        look = kept
+    return path
 
 
 def _moves(model: Model, look: Look, barred: Mapping[Value, None]) -> list[Value]:
@@ -416,11 +424,12 @@ def _moves(model: Model, look: Look, barred: Mapping[Value, None]) -> list[Value
 def _take_back(model: Model, look: Look) -> Look:
     """The same step with values kept again where there is room for them below the peak."""
     during, dropped = list(look.bytes_during), dict(look.dropped)
+    peak = during.index(look.peak_bytes)
     gain = {value: sum(model.costs[node].us for node in value.nodes) for value in dropped}
     for value in sorted(dropped, key=lambda value: -gain[value]):
         gap = look.gaps[value]
         size = sum(model.sizes[place] for place in model.lies_in[value.nodes[0]])
-        if gap and max(during[gap.start : gap.stop]) + size <= look.peak_bytes:
+        if gap and peak not in gap and max(during[gap.start : gap.stop]) + size <= look.peak_bytes:
             for position in gap:
                 during[position] += size
             del dropped[value]

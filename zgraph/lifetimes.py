@@ -17,7 +17,7 @@ from zgraph.liveness import placements
 from zgraph.nodes import ReduceArgs, UnshardArgs
 from zgraph.ops import chunk_rows, group_size, payload_bytes
 from zgraph.simulate import COMPUTE, Sharing
-from zgraph.torch_compat import OpOverload, is_pure, is_tangent, written_arguments
+from zgraph.torch_compat import OpOverload, is_pure, is_tangent, mutated_inputs, written_arguments
 
 LOOKS = 64  # at whole steps while a path is walked; between two of them several values are dropped
 
@@ -107,10 +107,10 @@ class Model:
         returned = nodes.returned_by(joint)
         self.user_outputs = [node for node in returned[:user_outputs] if isinstance(node, fx.Node)]
         self.gradients = [node for node in returned[user_outputs:] if isinstance(node, fx.Node)]
-        self.given = {known[node.name] for node in backward.find_nodes(op="placeholder") if node.name in known}
         self.saved = [known[node.name] for node in nodes.returned_by(forward)[user_outputs:] if node is not None]
         self.costs = {node: cost_of(node) for node in calls.values()}
         self.reads = {node: tuple(node.all_input_nodes) for node in joint.nodes}
+        self.mutated = dict.fromkeys(mutated_inputs(joint))
         self.required = _ancestors(self.user_outputs, self.forward)
         self._place(joint)
         self.values = [*self._parameters(), *self._activations()]
@@ -261,11 +261,9 @@ class Model:
             node = pending.pop()
             if node in found or node in there:
                 continue
-            if node.op == "placeholder":
-                # Others may have been written to by then, or are not what they seem.
-                if node not in self.given and not all(map(nodes.is_unshard, node.users)):
-                    return None
-            elif node.op == "call_function":
+            if node in self.mutated:
+                return None
+            if node.op == "call_function":
                 if not self.may_run_again(node):
                     return None
                 found[node] = None

@@ -395,6 +395,21 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
+def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs of a joint graph that hold something else once the step has run (2.11 - 2.13).
+
+    Nodes write to them, or an output describes itself (`meta["desc"]`) as what is copied into one afterwards.
+    """
+    written = [node for call in graph.nodes for node in written_arguments(call)]
+    output = next(iter(reversed(graph.nodes)))
+    copied = [getattr(one, "mutated_input", None) for one in output.meta.get("desc", ())]
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node in written or any(node.meta.get("desc") == one for one in copied if one is not None)
+    ]
+
+
 def dynamo_example(node: fx.Node) -> object:
     """The real value behind a placeholder of a Dynamo graph, or None once Dynamo has dropped it (2.11 - 2.13)."""
     return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example

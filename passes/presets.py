@@ -26,7 +26,9 @@ def default(
             The default suits Ethernet, where it keeps both directions of a link busy; faster links want larger buckets.
         hardware: plan the order by what it costs there: `zgraph.calibrate()`, or `zgraph.Hardware.preset(...)`. None:
             by rules that need no costs: three gathers ahead, three reductions in flight.
-        budget_bytes: what a graph may hold at any moment, of what it allocates; needs `hardware`.
+        budget_bytes: what a step may hold at any moment, of what it allocates; see `SetTarget`. Decides what backward
+            gathers and computes again. Needs `hardware`; a budget that is too small is an error of the compile, which
+            says what would do.
 
     Raises:
         ValueError: a budget without hardware, by which alone it can be kept.

@@ -128,25 +128,31 @@ class FrameCompiler:
         if budget is None:
             self._finish(graphs)
             return graphs
-        first = True
+        planned_for = budget
+        peaks: dict[int, int] = {}
+        explained: dict[int, str] = {}
 
         def peak_of(target: int) -> int:
-            nonlocal first, graphs
-            if not (first and target == budget):  # which was planned for already
-                self.ctx = replace(before, budget_bytes=None, target_bytes=target, notes=[])
+            nonlocal planned_for, graphs
+            if target != planned_for:
+                planned_for = target
+                self.ctx = replace(before, target_bytes=target, notes=[])
                 del self.report.passes[recorded:]
                 if self.dumper is not None:
                     self.dumper.begin_again()
                 graphs = plan(nodes.copy_of(untouched))
-            first = False
-            return agreed_peak(self._curve(graphs))
+            curve = self._curve(graphs)
+            peaks[target] = agreed_peak(curve)
+            explained[peaks[target]] = explain(curve)
+            return peaks[target]
 
         if fit(peak_of, budget) is None:
-            least = smallest_feasible(peak_of)
+            least = smallest_feasible(peak_of, peaks)
             torch_compat.raise_through_dynamo(
-                f"zgraph: frame {self.frame} does not fit budget_bytes={budget}: the smallest budget that can be kept is "
-                f"{least} bytes, held {explain(self._curve(graphs))}. Raise budget_bytes to that, use smaller "
-                "buckets (bucket_bytes) or a smaller batch, or shard more (zero_stage=3, more ranks)."
+                f"zgraph: the step of frame {self.frame} does not fit into budget_bytes={budget}. The smallest budget "
+                f"that it was found to fit into is {least} bytes, which are there "
+                f"{explained[max(peak for peak in explained if peak <= least)]}. Raise budget_bytes to it; or take smaller buckets "
+                "(bucket_bytes), a smaller batch, zero_stage=3 or more ranks."
             )
         self._finish(graphs)
         return graphs

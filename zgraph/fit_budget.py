@@ -12,6 +12,7 @@ from zgraph.liveness import MemoryCurve
 from zgraph.ops import group_size, payload_bytes
 
 TRIES = 4  # before the most frugal plan
+STEP = 32  # the part of a budget by which a target is lowered at least, from the second try on
 SEARCHES = 4  # for a smaller budget than the most frugal plan needs, before an error names it
 LEAST = 1  # to plan for so many bytes is to hold as little as possible
 
@@ -26,19 +27,24 @@ def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
         budget_bytes: to keep.
     """
     target = budget_bytes
-    for _ in range(TRIES):
+    for number in range(TRIES):
         peak = peak_of(target)
         if peak <= budget_bytes:
             return target
-        target -= peak - budget_bytes
+        # What is a little too much may be so again for all targets nearby: plans come in steps.
+        target -= max(peak - budget_bytes, budget_bytes // STEP if number else 0)
         if target <= LEAST:
             break
     return LEAST if peak_of(LEAST) <= budget_bytes else None
 
 
-def smallest_feasible(peak_of: Callable[[int], int]) -> int:
-    """A budget that `fit` keeps, and so small that it does not keep one of a byte less, as far as was searched."""
-    known: dict[int, int] = {}
+def smallest_feasible(peak_of: Callable[[int], int], known: dict[int, int]) -> int:
+    """A budget that `fit` keeps, and so small that it does not keep one of a byte less, as far as was searched.
+
+    Args:
+        peak_of: as for `fit`.
+        known: what it has returned so far, by argument; more is added.
+    """
 
     def remembered(target: int) -> int:
         if target not in known:
@@ -50,8 +56,8 @@ def smallest_feasible(peak_of: Callable[[int], int]) -> int:
         target = fit(remembered, least - 1)
         if target is None:
             break
-        held = remembered(target)
-        least = held if fit(remembered, held) is not None else least - 1
+        peak = remembered(target)
+        least = peak if fit(remembered, peak) is not None else least - 1
     return least
 
 

@@ -145,6 +145,8 @@ _TABLE: Mapping[str, Callable[[fx.Node, int], int]] = MappingProxyType(
         "aten.convolution": _convolution,
         "aten.convolution_backward": _convolution_backward,
         "aten.native_batch_norm_backward": _first_argument,
+        "aten.native_dropout": _first_argument,  # the mask, as numbers
+        "aten.native_dropout_backward": _first_argument,
         "aten.logsumexp": _first_argument,
         "aten.mean": _reduction,
         "aten.sum": _reduction,

@@ -43,13 +43,16 @@ class ChooseLifetimes(GraphPass):
         for node in nodes.call_functions(gm.graph, nodes.is_unshard):
             if UnshardArgs.of(node).zero_stage in (1, 2):
                 meta.tag_saved(node)
-        changed = False
+        before = [meta.lifetime(node) for node in gm.graph.nodes]
         for node in plan_regathers(gm.graph, ctx.user_outputs):
             for part in nodes.reshaped_values(node):
-                changed = changed or not meta.is_tagged_recompute(part)
                 meta.tag_recompute(part)
+        self._plan(gm, ctx)
+        return before != [meta.lifetime(node) for node in gm.graph.nodes]
+
+    def _plan(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         if ctx.plan_bytes is None or ctx.cost_of is None or ctx.split is None or ctx.user_outputs is None:
-            return changed
+            return
         # The partitioner's own choice, on a copy, is what there is to choose from.
         tried = nodes.copy_of(gm)
         forward, backward = ctx.split(tried)
@@ -64,7 +67,6 @@ class ChooseLifetimes(GraphPass):
         )
         apply(found, {node.name: node for node in gm.graph.nodes})
         self._note(found, fastest, ctx)
-        return True
 
     def _note(self, found: Look, fastest: Look, ctx: PassContext) -> None:
         parameters = [value for value in found.gaps if value.gather is not None]

@@ -29,7 +29,6 @@ from zgraph.report.summary import GraphReport, Report
 from zgraph.traffic import transfers
 from zgraph.unit import scope_behind
 
-
 Graphs = dict[Direction, fx.GraphModule]
 
 
@@ -148,11 +147,11 @@ class FrameCompiler:
 
         if fit(peak_of, budget) is None:
             least = smallest_feasible(peak_of, peaks)
+            where = explained[max(peak for peak in explained if peak <= least)]
             torch_compat.raise_through_dynamo(
                 f"zgraph: the step of frame {self.frame} does not fit into budget_bytes={budget}. The smallest budget "
-                f"that it was found to fit into is {least} bytes, which are there "
-                f"{explained[max(peak for peak in explained if peak <= least)]}. Raise budget_bytes to it; or take smaller buckets "
-                "(bucket_bytes), a smaller batch, zero_stage=3 or more ranks."
+                f"that it was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; "
+                "or take smaller buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks."
             )
         self._finish(graphs)
         return graphs

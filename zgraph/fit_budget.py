@@ -72,7 +72,11 @@ def agreed_peak(curve: MemoryCurve) -> int:
     for start in curve.nodes:
         copies = nodes.copy_in(start) if nodes.is_gather(start) else None
         wait = nodes.wait_of(start)
-        if copies is None or wait is None or all(_is_even(chunk.rows, chunk.group_names) for chunk in meta.chunks(start)):
+        if (
+            copies is None
+            or wait is None
+            or all(_is_even(chunk.rows, chunk.group_names) for chunk in meta.chunks(start))
+        ):
             continue
         sent = start.all_input_nodes[0]
         packed = next((node for node in copies if node.target is torch.ops.aten.cat.default), None)
@@ -96,7 +100,8 @@ def explain(curve: MemoryCurve, count: int = 5) -> str:
     if not curve.nodes:
         return "nothing is allocated"
     alive = [
-        f"{entry.node.name}{_works_for(entry.node)} {entry.bytes}" for entry in curve.alive_at(curve.peak_position)[:count]
+        f"{entry.node.name}{_works_for(entry.node)} {entry.bytes}"
+        for entry in curve.alive_at(curve.peak_position)[:count]
     ]
     return f"at {curve.nodes[curve.peak_position].name}: {', '.join(alive)}"
 

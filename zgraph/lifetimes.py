@@ -1,7 +1,7 @@
 """What a training step keeps from forward to backward, and what it makes again there: memory against time, on paper.
 
-    forward   a b c d           keeps a, c        bytes of c between its last reader here and its first one there
-    backward      D  c C b B A                    microseconds of b, made again from a just before it is read
+forward   a b c d           keeps a, c        bytes of c between its last reader here and its first one there
+backward      D  c C b B A                    microseconds of b, made again from a just before it is read
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zgraph.liveness import placements
 from zgraph.nodes import ReduceArgs, UnshardArgs
 from zgraph.ops import chunk_rows, group_size, payload_bytes
 from zgraph.simulate import COMPUTE, Sharing
-from zgraph.torch_compat import OpOverload, is_pure, is_tangent, mutated_inputs, written_arguments
+from zgraph.torch_compat import OpOverload, hint_of, is_pure, is_tangent, mutated_inputs, written_arguments
 
 LOOKS = 64  # at whole steps while a path is walked; between two of them several values are dropped
 
@@ -27,7 +27,7 @@ class Value:
     """What can be kept from forward to backward: one storage.
 
     Attributes:
-        nodes: forward saves these where it is kept: the value, or views of it.
+        nodes: forward saves these where it is kept: one, or several that share the storage.
         gather: where it is a gathered parameter.
     """
 
@@ -107,19 +107,23 @@ class Model:
         returned = nodes.returned_by(joint)
         self.user_outputs = [node for node in returned[:user_outputs] if isinstance(node, fx.Node)]
         self.gradients = [node for node in returned[user_outputs:] if isinstance(node, fx.Node)]
-        self.saved = [known[node.name] for node in nodes.returned_by(forward)[user_outputs:] if node is not None]
         self.costs = {node: cost_of(node) for node in calls.values()}
         self.reads = {node: tuple(node.all_input_nodes) for node in joint.nodes}
         self.mutated = dict.fromkeys(mutated_inputs(joint))
         self.required = _ancestors(self.user_outputs, self.forward)
-        self._place(joint)
+        saved = [known[node.name] for node in nodes.returned_by(forward)[user_outputs:] if node is not None]
+        self._place(joint, saved)
         self.values = [*self._parameters(), *self._activations()]
 
     # --- what there is
 
-    def _place(self, joint: fx.Graph) -> None:
-        """Numbers instead of nodes: a step is looked at many times."""
+    def _place(self, joint: fx.Graph, saved: Sequence[fx.Node]) -> None:
+        """Numbers instead of nodes: a step is looked at many times.
+
+        Of what is saved as a view the whole is taken: that costs nothing more, and whoever needs the whole finds it.
+        """
         found = placements(joint)
+        self.saved = list(dict.fromkeys(self._whole(node, found.lies_in) for node in saved))
         self.workspace = found.workspace_bytes
         self.sizes = [
             0 if storage.held and not is_tangent(storage.node) else _agreed_bytes(storage.node, storage.bytes)
@@ -134,16 +138,23 @@ class Model:
             self.makes.setdefault(found.storages[number].node, []).append(number)
         # A getitem stands just behind what it reads.
         self.reads_storages = {
-            node: () if nodes.is_getitem(node) else tuple(dict.fromkeys(n for read in reads for n in self.lies_in[read]))
+            node: ()
+            if nodes.is_getitem(node)
+            else tuple(dict.fromkeys(n for read in reads for n in self.lies_in[read]))
             for node, reads in self.reads.items()
             if node.op != "output"
         }
         self.tangents = [
-            number
-            for node in joint.find_nodes(op="placeholder")
-            if is_tangent(node)
-            for number in self.lies_in[node]
+            number for node in joint.find_nodes(op="placeholder") if is_tangent(node) for number in self.lies_in[node]
         ]
+
+    def _whole(self, node: fx.Node, lies_in: Mapping[fx.Node, tuple[int, ...]]) -> fx.Node:
+        while node.op == "call_function" and not nodes.is_getitem(node) and not meta.is_tagged_by_others(node):
+            source = next(iter(self.reads[node]), None)
+            if source is None or not lies_in[node] or lies_in[source] != lies_in[node]:
+                break
+            node = source
+        return node
 
     def _parameters(self) -> Iterator[Value]:
         """Gathered parameters that forward and backward read; what is kept is their cast, where all readers cast."""
@@ -178,7 +189,9 @@ class Model:
             return UnshardArgs.of(node).zero_stage in (0, 3)
         if nodes.is_getitem(node):
             return True
-        return isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims") and is_pure(node.target)
+        return (
+            isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims") and is_pure(node.target)
+        )
 
     # --- one step
 
@@ -308,7 +321,9 @@ class _Walk:
             for number in own:
                 self.first[number + again] = self.last[number + again] = here
             if lies_in[node]:
-                placed[node] = [number + again if number in own else read.get(number, number) for number in lies_in[node]]
+                placed[node] = [
+                    number + again if number in own else read.get(number, number) for number in lies_in[node]
+                ]
             if nodes.is_getitem(node):
                 continue
             for place in read.values():
@@ -371,33 +386,39 @@ class Path:
 
 
 def walk(model: Model) -> Path:
-    """From a step that keeps everything: drop what costs the least time for each byte at the peak, again and again.
+    """Steps that drop ever more, of what costs the least time for each byte at the peak.
 
-    What turns out to lie beside the peak is taken back, the most expensive first.
+    Twice: from a step that keeps everything, and from one that keeps no parameter. What turns out to lie beside the
+    peak is taken back, the most expensive first.
 
     Source: the ratio is that of Chen et al. 2016, arXiv 1604.06174, and of Jain et al. 2020 (Checkmate), arXiv
     1910.02653, section 6, whose optimum it approaches; here parameters are values like any other, and only bytes that
     are alive at the peak count.
     """
-    look = model.look({})
-    path = Path([look])
+    parameters = dict.fromkeys(value for value in model.values if value.gather is not None)
+    looks = _walk_from(model, model.look({}))
+    return Path(looks + _walk_from(model, model.look(parameters)) if parameters else looks)
+
+
+def _walk_from(model: Model, look: Look) -> list[Look]:
+    """As long as one move lowers the peak, or leaves it."""
+    looks = [look]
     at_once = max(1, len(model.values) // LOOKS)
     barred: dict[Value, None] = {}
     while moves := _moves(model, look, barred):
         count = at_once
-        while (after := model.look(look.dropped | dict.fromkeys(moves[:count]))).peak_bytes > look.peak_bytes:
+        while (after := model.look({**look.dropped, **dict.fromkeys(moves[:count])})).peak_bytes > look.peak_bytes:
             if count == 1:  # what is made again needs more than what it leaves
                 break
             count = max(1, count // 4)
         if after.peak_bytes > look.peak_bytes:
             barred[moves[0]] = None
             continue
-        path.looks.append(after)
-        kept = _take_back(model, after) if after.peak_bytes < look.peak_bytes else after
-        if kept is not after:
-            path.looks.append(kept)
-        look = kept
-    return path
+        looks.append(after)
+        look = _take_back(model, after) if after.peak_bytes < look.peak_bytes else after
+        if look is not after:
+            looks.append(look)
+    return looks
 
 
 def _moves(model: Model, look: Look, barred: Mapping[Value, None]) -> list[Value]:
@@ -458,11 +479,7 @@ def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Nod
 def _from_first_tangent(calls: list[fx.Node]) -> list[fx.Node]:
     """Those from the first reader of a tangent on; the others stand before who reads them."""
     first = next(
-        (
-            position
-            for position, node in enumerate(calls)
-            if any(map(is_tangent, node.all_input_nodes))
-        ),
+        (position for position, node in enumerate(calls) if any(map(is_tangent, node.all_input_nodes))),
         0,
     )
     return calls[first:]
@@ -475,9 +492,8 @@ def _agreed_bytes(node: fx.Node, found: int) -> int:
         is_local = args.zero_stage == 0 or group_size(args.group_name) == 1
         # Where nothing is gathered and nothing cast, the shard itself is read.
         return 0 if is_local and meta.tensor_value(args.shard).dtype == meta.tensor_value(node).dtype else found
-    if nodes.is_reduce_grad(node):
+    if nodes.is_reduce_grad(node) and ReduceArgs.of(node).zero_stage:
         args = ReduceArgs.of(node)
-        rows, *others = meta.tensor_value(args.grad).shape
-        if args.zero_stage and all(isinstance(size, int) for size in (rows, *others)):
-            return payload_bytes((chunk_rows(rows, group_size(args.group_name)), *others), args.dtype)
+        rows, *others = (hint_of(size) or 0 for size in meta.tensor_value(args.grad).shape)
+        return payload_bytes((chunk_rows(rows, group_size(args.group_name)), *others), args.dtype)
     return found

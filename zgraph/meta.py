@@ -95,6 +95,11 @@ def tag_recompute(node: fx.Node) -> None:
     node.meta[_REGION] = _GATHER_REGION
 
 
+def lifetime(node: fx.Node) -> object:
+    """What the partitioner is told of a node: save it, or compute it again; None where it may choose."""
+    return node.meta.get(_RECOMPUTE)
+
+
 def is_tagged_by_others(node: fx.Node) -> bool:
     """Whether somebody else has decided if the node is saved, such as the user's activation checkpointing."""
     return _RECOMPUTE in node.meta and _PLANNED not in node.meta and not is_tagged_recompute(node)

@@ -16,11 +16,11 @@ from examples.train_gpt import GPT
 from tests import gloo
 from tests.allocations import counted
 from tests.compiled import with_fx
-from tests.graphs import Keep
+from tests.graphs import Keep, by_rank, fake_world
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph.fit_budget import LEAST, fit, smallest_feasible
-from zgraph.liveness import step_curve
+from zgraph.fit_budget import LEAST, agreed_peak, fit, smallest_feasible
+from zgraph.liveness import memory_curve, step_curve
 from zgraph.passes import presets
 
 STEPS = 3
@@ -60,6 +60,25 @@ def test_the_smallest_feasible_budget_is_searched_below_the_most_frugal_plan() -
     least = smallest_feasible(peak_of, {})
     assert least == 50
     assert fit(peak_of, least) is not None and fit(peak_of, least - 1) is None
+
+
+def uneven() -> nn.Module:
+    """31 rows, of which three ranks of four hold 8 and the last 7: only that one pads, beside the gathered whole."""
+    return nn.Sequential(nn.Linear(64, 31, bias=False), nn.Linear(31, 4, bias=False))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+def test_ranks_with_uneven_shards_count_the_same_peak(bucket_bytes: int) -> None:
+    agreed: list[int] = []
+    own: list[int] = []
+    passes = presets.default(bucket_bytes=bucket_bytes)[2:]
+    for rank, found in enumerate(by_rank(uneven, passes, world=4, train=False)):
+        with fake_world(4, rank):
+            curve = memory_curve(found.graphs["inference"].graph)
+            agreed.append(agreed_peak(curve))
+        own.append(curve.peak_bytes)
+    assert bucket_bytes > 1 or own[-1] > own[0]  # packed, the rows are gone before the gather's result is there
+    assert agreed == agreed[:1] * 4 and agreed[0] >= max(own)
 
 
 # --- whole steps ----------------------------------------------------------------------------------------------------

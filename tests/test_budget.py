@@ -210,3 +210,33 @@ def test_ranks_keep_a_budget_together(two_ranks: Ranks) -> None:
     plenty, little = found.values()
     assert plenty.gathered == {"forward": 14, "backward": 0}
     assert little.gathered["forward"] == 14 and little.gathered["backward"] > 0
+
+
+def test_inference_and_symbolic_sizes_have_budgets_too() -> None:
+    """Sizes count by their hints, those of the batch that is compiled for."""
+    torch.compiler.reset()
+    model, batch = layers()
+
+    def called(budget_bytes: int, **options: Any) -> Any:
+        passes = presets.default(hardware=zgraph.Hardware.preset("h100"), budget_bytes=budget_bytes)
+        pipeline = zgraph.Pipeline(passes)
+        return torch.compile(model, backend="zgraph", options={"lowering": "fx", "pipeline": pipeline}, **options)
+
+    with torch.no_grad():
+        with pytest.raises(ValueError) as error:
+            called(1)(*batch)
+        least = least_of(str(error.value))
+        called(least)(*batch)
+        torch.compiler.reset()
+        with pytest.raises(ValueError, match=f"fit into is {least} bytes"):
+            called(least - 1)(*batch)
+    torch.compiler.reset()
+    dynamic = called(PLENTY, dynamic=True)
+    for rows in (16, 24):
+        x = torch.randn(rows, 64)
+        losses: list[Tensor] = []
+        for step in (model, dynamic):
+            torch.manual_seed(5)
+            losses.append(step(x))
+        assert torch.equal(*losses)
+        losses[1].backward()

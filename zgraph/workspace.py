@@ -128,7 +128,8 @@ def _sum_ranks(node: fx.Node, threads: int) -> int:
 
 def _promotion(node: fx.Node) -> int:
     """Operands of two types are converted to a common one, and so is a result that is written in place."""
-    values = [_tensor(node, position) for position, given in enumerate(node.args[:2]) if isinstance(given, fx.Node)]
+    operands = [meta.value(given) for given in node.args[:2] if isinstance(given, fx.Node)]
+    values = [value for value in operands if isinstance(value, Tensor)]  # a symbolic size is a number
     if len(values) < 2:
         return 0
     common = torch.result_type(*values)

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from zgraph import lifetimes, meta, nodes
+from zgraph import plan_lifetimes, meta, nodes
 from zgraph.cost import NodeCost
 from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.lifetimes import Look, Model
+from zgraph.plan_lifetimes import Look, Model
 from zgraph.nodes import UnshardArgs
 from zgraph.simulate import Sharing
 

@@ -15,7 +15,7 @@ from tests.drawn_training import draw_training, model_of
 from tests.graphs import Drawing, fake_world
 from zgraph import nodes
 from zgraph.cost import NodeCost
-from zgraph.lifetimes import Look, Model, walk
+from zgraph.plan_lifetimes import Look, Model, walk
 from zgraph.liveness import step_curve
 from zgraph.passes.choose_lifetimes import apply
 from zgraph.simulate import Sharing

@@ -1,25 +1,33 @@
-"""Decide how long a gathered parameter lives, by its ZeRO stage."""
+"""Decide what lives from forward to backward: gathered parameters and activations, under the one budget."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from zgraph import meta, nodes
+from zgraph.cost import NodeCost
 from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.nodes import UnshardArgs
+from zgraph.plan_lifetimes import Look, Model, walk
+from zgraph.simulate import Sharing
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChooseLifetimes(GraphPass):
-    """Make backward gather again what forward gathered, instead of saving it, at stages 0 and 3.
+    """Keep what the budget has room for, and make again in backward what costs the least time there.
 
-    The gather and every view and cast after it are tagged for recomputation, or the partitioner would save whole
-    weights. A replicated parameter is tagged as well: its gather is free, and what would be saved is its cast copy.
+    With a budget and costs in the context one plan decides for each parameter of stage 3 whether it is gathered again,
+    and for each activation that torch's partitioner would save whether it is computed again. Without them, and for
+    replicated parameters in any case, gathers are repeated and activations are left to the partitioner. The gather and
+    every view and cast after it are tagged, or the partitioner would save whole weights. A replicated parameter is
+    tagged as well: its gather is free, and what would be saved is its cast copy.
     Leaves alone: parameters of stages 1 and 2, which are gathered once per window and saved for its backwards; those
-    that the graph returns, as before a graph break, for whoever receives them keeps them alive.
+    that the graph returns, as before a graph break, for whoever receives them keeps them alive; what is random, writes,
+    or communicates for the model; and what activation checkpointing has decided.
     """
 
     name: ClassVar[str] = "choose_lifetimes"
@@ -35,12 +43,42 @@ class ChooseLifetimes(GraphPass):
         for node in nodes.call_functions(gm.graph, nodes.is_unshard):
             if UnshardArgs.of(node).zero_stage in (1, 2):
                 meta.tag_saved(node)
-        changed = False
+        before = [meta.lifetime(node) for node in gm.graph.nodes]
         for node in plan_regathers(gm.graph, ctx.user_outputs):
             for part in nodes.reshaped_values(node):
-                changed = changed or not meta.is_tagged_recompute(part)
                 meta.tag_recompute(part)
-        return changed
+        self._plan(gm, ctx)
+        return before != [meta.lifetime(node) for node in gm.graph.nodes]
+
+    def _plan(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        if ctx.plan_bytes is None or ctx.cost_of is None or ctx.split is None or ctx.user_outputs is None:
+            return
+        # The partitioner's own choice, on a copy, is what there is to choose from.
+        tried = nodes.copy_of(gm)
+        forward, backward = ctx.split(tried)
+        found, fastest = plan_lifetimes(
+            tried.graph,
+            forward.graph,
+            backward.graph,
+            user_outputs=ctx.user_outputs,
+            cost_of=ctx.cost_of,
+            sharing=ctx.sharing,
+            target_bytes=ctx.plan_bytes,
+        )
+        apply(found, {node.name: node for node in gm.graph.nodes})
+        self._note(found, fastest, ctx)
+
+    def _note(self, found: Look, fastest: Look, ctx: PassContext) -> None:
+        parameters = [value for value in found.gaps if value.gather is not None]
+        kept = [value.name for value in parameters if value not in found.dropped]
+        activations = [value.name for value in found.dropped if value.gather is None]
+        ctx.note(
+            self,
+            f"predicted peak {found.peak_bytes} bytes of {ctx.plan_bytes}, {found.step_us:.0f} us; everything kept: "
+            f"{fastest.peak_bytes} bytes, {fastest.step_us:.0f} us",
+        )
+        ctx.note(self, f"keeps {len(kept)} of {len(parameters)} gathered parameters: {', '.join(kept) or 'none'}")
+        ctx.note(self, f"computes {len(activations)} activations again: {', '.join(activations) or 'none'}")
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
@@ -52,3 +90,37 @@ def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
         if UnshardArgs.of(node).zero_stage in (0, 3)
         and not any(part in returned for part in nodes.reshaped_values(node))
     ]
+
+
+def plan_lifetimes(
+    joint: fx.Graph,
+    forward: fx.Graph,
+    backward: fx.Graph,
+    *,
+    user_outputs: int,
+    cost_of: Callable[[fx.Node], NodeCost],
+    sharing: Sharing,
+    target_bytes: int,
+) -> tuple[Look, Look]:
+    """The fastest step found that holds no more than the target, else the most frugal; and the one that keeps all."""
+    model = Model(joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing)
+    path = walk(model)
+    return path.choose(target_bytes), path.looks[0]
+
+
+def apply(found: Look, joint: Mapping[str, fx.Node]) -> None:
+    """Tag the nodes of these names so that the partitioner can split them in no other way."""
+    for node in found.saved:
+        saved = joint[node.name]
+        if saved.op != "call_function" or meta.is_tagged_by_others(saved):
+            continue
+        meta.tag_kept(saved)
+        if nodes.is_getitem(saved):  # the partitioner asks the call itself
+            meta.tag_kept(saved.all_input_nodes[0])
+    for value in found.gaps:
+        if value.gather is not None and value not in found.dropped:
+            meta.tag_saved(joint[value.gather.name])
+    for node in found.again:
+        again = joint[node.name]
+        if not meta.is_tagged_by_others(again) and not meta.is_tagged_recompute(again):
+            meta.tag_computed_again(again)

@@ -32,7 +32,9 @@ def default(
         hardware: plan buckets and order by what they cost there: `zgraph.calibrate()`, or
             `zgraph.Hardware.preset(...)`. None: by rules that need no costs: three gathers ahead, three reductions in
             flight.
-        budget_bytes: what a graph may hold at any moment, of what it allocates; needs `hardware`.
+        budget_bytes: what a step may hold at any moment, of what it allocates; see `SetTarget`. Decides what backward
+            gathers and computes again. Needs `hardware`; a budget that is too small is an error of the compile, which
+            says what would do.
         time_kernels: run each kernel once while compiling, which takes seconds, instead of estimating what it takes;
             needs the `hardware` of this machine.
 

@@ -65,7 +65,7 @@ class ScheduleOverlap(GraphPass):
         costs = {node: ctx.cost_of(node) for node in order if node.op == "call_function"}
         costs |= {node: NodeCost("", 0.0) for node in own}
         storages = agreed_storages(order, own, inputs_die=ctx.direction == "backward")
-        limits = ctx.limits = Limits(budget_bytes=ctx.budget_bytes, in_flight_bytes=self.in_flight_bytes)
+        limits = ctx.limits = Limits(budget_bytes=ctx.plan_bytes, in_flight_bytes=self.in_flight_bytes)
         plan = plan_overlap(order, costs, ctx.sharing, storages, limits)
         self._note(plan, simulate(plan.order, costs, ctx.sharing, storages), limits, ctx)
         nodes.relink(plan.order)

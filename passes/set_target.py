@@ -26,7 +26,11 @@ class SetTarget(GraphPass):
 
     Attributes:
         hardware: of each rank.
-        budget_bytes: what a graph may hold at any moment, of what it allocates; None: no limit.
+        budget_bytes: what a step may hold at any moment of what its graphs allocate; None: no limit. It counts
+            activations, those saved for backward included, gathered parameters, buckets, gradients, the outputs, and
+            what operators and gloo need while they run (of CPU operators, on one thread), in bytes as requested.
+            It does not count parameters, gradients and optimizer state at rest, the inputs, or what an allocator
+            rounds up. Of a model with graph breaks each frame may hold as much.
         time_kernels: run every kernel once while compiling, on this machine, instead of estimating what it takes.
     """
 

@@ -93,6 +93,13 @@ def test_a_convolution_of_single_pixels_is_not() -> None:
     assert not agrees(aten.convolution.default, x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_dropout_has_its_mask_as_numbers(dtype: torch.dtype) -> None:
+    x = torch.randn(200, 300, dtype=dtype)
+    assert agrees(aten.native_dropout.default, x, 0.1, True)
+    assert agrees(aten.native_dropout_backward.default, x, x > 0, 1.1)
+
+
 def test_batch_norm_backward() -> None:
     x, ones = torch.randn(8, 16, 32, 32), torch.ones(16)
     args = (torch.randn_like(x), x, ones, ones, ones, ones, ones, True, 1e-5, [True, True, True])

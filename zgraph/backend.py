@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,10 @@ from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.lower import lower_fx
 from zgraph.config import CompileOptions
 from zgraph.errors import ZgraphWarning
+from zgraph.fit_budget import agreed_peak, explain, fit, smallest_feasible
 from zgraph.graph_pass import Direction, GraphPass, PassContext
 from zgraph.handle import name_of
+from zgraph.liveness import MemoryCurve, memory_curve, step_curve
 from zgraph.local_shards import compile_on_local_shards
 from zgraph.passes import presets
 from zgraph.pipeline import Pipeline
@@ -26,6 +29,8 @@ from zgraph.report.dump import Dumper
 from zgraph.report.of_graph import describe
 from zgraph.report.summary import Report
 from zgraph.unit import scope_behind
+
+Graphs = dict[Direction, fx.GraphModule]
 
 
 def zgraph(
@@ -82,23 +87,81 @@ class FrameCompiler:
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Joint passes, min-cut partition, then graph passes on forward and backward together."""
+
+        def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return torch_compat.min_cut_partition(gm, inputs, **kwargs)
+
+        def plan(gm: fx.GraphModule) -> Graphs:
+            self._run_passes({"joint": gm}, "joint")
+            forward, backward = split(gm)
+            graphs: Graphs = {"forward": forward, "backward": backward}
+            self._run_passes(graphs, "graph")
+            return graphs
+
         self.ctx.user_outputs = kwargs["num_fwd_outputs"]
-        self._name_markers(joint.graph)
-        self._run_passes({"joint": joint}, "joint")
-        forward, backward = torch_compat.min_cut_partition(joint, inputs, **kwargs)
-        graphs: dict[Direction, fx.GraphModule] = {"forward": forward, "backward": backward}
-        self._run_passes(graphs, "graph")
-        self._finish(graphs)
-        return forward, backward
+        self.ctx.split = split
+        graphs = self._within_budget(joint, plan)
+        return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """All passes on the one graph."""
-        self._name_markers(gm.graph)
-        graphs: dict[Direction, fx.GraphModule] = {"inference": gm}
-        self._run_passes(graphs, "joint")
-        self._run_passes(graphs, "graph")
+
+        def plan(gm: fx.GraphModule) -> Graphs:
+            graphs: Graphs = {"inference": gm}
+            self._run_passes(graphs, "joint")
+            self._run_passes(graphs, "graph")
+            return graphs
+
+        return self.lower("inference", self._within_budget(gm, plan)["inference"], inputs)
+
+    def _within_budget(self, captured: fx.GraphModule, plan: Callable[[fx.GraphModule], Graphs]) -> Graphs:
+        """The final graphs. Where there is a budget they keep it, after some more tries if need be.
+
+        Raises:
+            ValueError: no try fits; says which budget would do.
+        """
+        self._name_markers(captured.graph)
+        untouched = nodes.copy_of(captured)  # passes rewrite what they are given
+        before, recorded = self.ctx, len(self.report.passes)
+        graphs = plan(captured)
+        budget = self.ctx.budget_bytes
+        if budget is None:
+            self._finish(graphs)
+            return graphs
+        planned_for = budget
+        peaks: dict[int, int] = {}
+        explained: dict[int, str] = {}
+
+        def peak_of(target: int) -> int:
+            nonlocal planned_for, graphs
+            if target != planned_for:
+                planned_for = target
+                self.ctx = replace(before, target_bytes=target, notes=[])
+                del self.report.passes[recorded:]
+                if self.dumper is not None:
+                    self.dumper.begin_again()
+                graphs = plan(nodes.copy_of(untouched))
+            curve = self._curve(graphs)
+            peaks[target] = agreed_peak(curve)
+            explained[peaks[target]] = explain(curve)
+            return peaks[target]
+
+        if fit(peak_of, budget) is None:
+            least = smallest_feasible(peak_of, peaks)
+            where = explained[max(peak for peak in explained if peak <= least)]
+            torch_compat.raise_through_dynamo(
+                f"zgraph: the step of frame {self.frame} does not fit into budget_bytes={budget}. The smallest budget "
+                f"that it was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; "
+                "or take smaller buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks."
+            )
         self._finish(graphs)
-        return self.lower("inference", gm, inputs)
+        return graphs
+
+    def _curve(self, graphs: Graphs) -> MemoryCurve:
+        if "inference" in graphs:
+            return memory_curve(graphs["inference"].graph)
+        assert self.ctx.user_outputs is not None
+        return step_curve(graphs["forward"].graph, graphs["backward"].graph, user_outputs=self.ctx.user_outputs)
 
     def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         meter_of = partial(self.report.meter_of, self.frame, direction)
@@ -111,7 +174,7 @@ class FrameCompiler:
             self.report.distinct_islands += len(self.inductor.compiled) - distinct
             return lowered
 
-    def _run_passes(self, graphs: dict[Direction, fx.GraphModule], phase: Any) -> None:
+    def _run_passes(self, graphs: Graphs, phase: Any) -> None:
         self.ctx.graphs = graphs
         if self.dumper is not None and (phase == "joint" or "inference" not in graphs):
             for direction, gm in graphs.items():
@@ -124,7 +187,7 @@ class FrameCompiler:
             notes = tuple(text for name, where, text in self.ctx.notes if (name, where) == (graph_pass.name, direction))
             self.dumper.after(graph_pass, direction, graph, notes)
 
-    def _finish(self, graphs: dict[Direction, fx.GraphModule]) -> None:
+    def _finish(self, graphs: Graphs) -> None:
         """Agree with the peers on what will be sent before anything is, and report on the graphs."""
         with self.report.phase("predicting"):
             found = describe(

@@ -44,7 +44,10 @@ class PassContext:
         parameters: name of the parameter behind each marker's handle, by placeholder name of the joint graph.
         user_outputs: how many outputs of the joint and forward graph are the user's; the others are gradients, or
             saved for backward. None in inference.
-        budget_bytes: what may be alive at any moment, of what a graph allocates; None: no limit.
+        budget_bytes: what a step may hold at any moment of what it allocates; see `zgraph.passes.SetTarget`. None: no
+            limit.
+        target_bytes: what to plan for instead, where graphs that were planned for the budget itself hold more.
+        split: how the joint graph will be split into forward and backward, to be tried on a copy. None in inference.
         cost_of: what a call costs, in any graph; the same on all ranks, for plans follow from it. None: unknown, and a
             pass that plans by it is refused.
         hardware: of each rank, the same on all; None: unknown.
@@ -59,12 +62,19 @@ class PassContext:
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
     user_outputs: int | None = None
     budget_bytes: int | None = None
+    target_bytes: int | None = None
+    split: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]] | None = None
     cost_of: Callable[[fx.Node], NodeCost] | None = None
     hardware: Hardware | None = None
     sharing: Sharing = field(default_factory=Sharing)
     limits: Limits | None = None
     planned_backend: str = "gloo"
     notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])
+
+    @property
+    def plan_bytes(self) -> int | None:
+        """What passes plan for."""
+        return self.budget_bytes if self.target_bytes is None else self.target_bytes
 
     def note(self, graph_pass: GraphPass, text: str) -> None:
         """Leave a line for the reader of the dump, such as why a pass did nothing."""

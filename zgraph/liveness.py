@@ -139,6 +139,31 @@ def live_ranges(graph: fx.Graph, *, owned: Collection[fx.Node] = ()) -> tuple[Li
     return memory_curve(graph, owned=owned).ranges
 
 
+@dataclass(frozen=True)
+class Placements:
+    """Where the values of a graph lie.
+
+    Attributes:
+        storages: of the whole graph.
+        lies_in: of each node: positions in `storages`.
+        workspace_bytes: of each node.
+    """
+
+    storages: tuple[Storage, ...]
+    lies_in: Mapping[fx.Node, tuple[int, ...]]
+    workspace_bytes: Mapping[fx.Node, int]
+
+
+def placements(graph: fx.Graph) -> Placements:
+    """Which storages the nodes of a graph make, and which they only look at; all inputs are held."""
+    found = Finder()
+    found.enter(graph.find_nodes(op="placeholder"))
+    found.run(graph.nodes)
+    beside = _beside(graph, EXACT, threads=1, late_peers=False)
+    lies_in = dict.fromkeys(graph.nodes, ()) | found.lies_in()
+    return Placements(tuple(found.storages()), lies_in, dict(zip(graph.nodes, beside, strict=True)))
+
+
 def step_curve(
     forward: fx.Graph,
     backward: fx.Graph,

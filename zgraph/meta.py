@@ -24,6 +24,7 @@ _HANDLES = "zgraph_handles"
 _RECOMPUTE = "recompute"
 _REGION = "ac_graph_id"
 _SAVED = "zgraph_saved"
+_PLANNED = "zgraph_planned"
 _CHUNKS = "zgraph_chunks"
 _LANE = "zgraph_lane"
 _AT_USE = "zgraph_at_use"
@@ -93,6 +94,28 @@ def tag_recompute(node: fx.Node) -> None:
     """Make the partitioner compute the node again in backward instead of saving it."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta[_REGION] = _GATHER_REGION
+
+
+def lifetime(node: fx.Node) -> object:
+    """What the partitioner is told of a node: save it, or compute it again; None where it may choose."""
+    return node.meta.get(_RECOMPUTE)
+
+
+def is_tagged_by_others(node: fx.Node) -> bool:
+    """Whether somebody else has decided if the node is saved, such as the user's activation checkpointing."""
+    return _RECOMPUTE in node.meta and _PLANNED not in node.meta and not is_tagged_recompute(node)
+
+
+def tag_computed_again(node: fx.Node) -> None:
+    """Make the partitioner compute an activation again in backward; it borders on no region of anybody's."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta[_PLANNED] = True
+
+
+def tag_kept(node: fx.Node) -> None:
+    """Make the partitioner save the node for backward."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+    node.meta[_PLANNED] = True
 
 
 def is_tagged_recompute(node: fx.Node) -> bool:

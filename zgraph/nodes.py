@@ -198,6 +198,14 @@ def call_functions(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> Ite
     yield from [node for node in graph.nodes if node.op == "call_function" and predicate(node)]
 
 
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, names and meta included, to be changed freely; the values in the meta are shared."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(gm.graph, {}))
+    output.meta = dict(output_of(gm.graph).meta)
+    return fx.GraphModule(gm, graph)
+
+
 # Ops with one tensor input whose result is a view, a cast or a copy of it: following a gathered weight through them
 # still finds the gathered weight.
 _RESHAPING = frozenset(

@@ -203,6 +203,8 @@ class _Keep(GraphPass):
     name: ClassVar[str] = "plan_keep"
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if ctx.target_bytes is not None and ctx.direction != "backward":  # the frame is planned anew
+            del self.kept.graphs[-len(ctx.graphs) :], self.kept.curves[-1:]
         order = list(gm.graph.nodes)
         timeline = simulate(order, {node: self.kept.costs.cost(node) for node in order}, ctx.sharing)
         sent = sum(transfer.sent_bytes for transfer in transfers(gm.graph))

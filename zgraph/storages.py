@@ -175,6 +175,11 @@ class Finder:
         behind = self._behind(node)
         return not behind or any(storage.held for storage in behind)
 
+    def lies_in(self) -> dict[fx.Node, tuple[int, ...]]:
+        """Of each node met: positions in `storages()`."""
+        numbers = {storage: number for number, storage in enumerate(self._found)}
+        return {node: tuple(numbers[storage] for storage in self._behind(node)) for node in self._places}
+
     def storages(self) -> list[Storage]:
         """All of them, held ones and empty ones included, in the order in which they were met."""
         return [Storage(one.nbytes, one.first, tuple(one.readers), one.outlives, one.held) for one in self._found]

@@ -258,6 +258,12 @@ def is_binary(target: OpOverload) -> bool:
     return len(arguments) > 1 and arguments[1].name == "other" and torch.Tag.pointwise in target.tags
 
 
+def is_pure(target: OpOverload) -> bool:
+    """Whether equal arguments yield equal bits and nothing is written, by schema and tags (`_schema`, 2.11 - 2.13)."""
+    random = {torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise}
+    return not target._schema.is_mutable and not random.intersection(target.tags)
+
+
 def is_higher_order(target: object) -> bool:
     """Whether a node's target calls other graphs, as torch.cond does (HigherOrderOperator, 2.11 - 2.13)."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -462,6 +468,26 @@ def aot_input_index(node: fx.Node) -> int | None:
         described = described.base
     index = getattr(described, "idx", None)
     return index if isinstance(index, int) else None
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a joint-graph placeholder is a gradient of an output, by its name as in the partitioner (2.11 - 2.13)."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs of a joint graph that hold something else once the step has run (2.11 - 2.13).
+
+    Nodes write to them, or an output describes itself (`meta["desc"]`) as what is copied into one afterwards.
+    """
+    written = [node for call in graph.nodes for node in written_arguments(call)]
+    output = next(iter(reversed(graph.nodes)))
+    copied = [getattr(one, "mutated_input", None) for one in output.meta.get("desc", ())]
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node in written or any(node.meta.get("desc") == one for one in copied if one is not None)
+    ]
 
 
 def dynamo_example(node: fx.Node) -> object:

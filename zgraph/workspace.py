@@ -132,7 +132,8 @@ def _sum_ranks(node: fx.Node, threads: int) -> int:
 
 def _promotion(node: fx.Node) -> int:
     """Operands of two types are converted to a common one, and so is a result that is written in place."""
-    values = [_tensor(node, position) for position, given in enumerate(node.args[:2]) if isinstance(given, fx.Node)]
+    operands = [meta.value(given) for given in node.args[:2] if isinstance(given, fx.Node)]
+    values = [value for value in operands if isinstance(value, Tensor)]  # a symbolic size is a number
     if len(values) < 2:
         return 0
     common = torch.result_type(*values)
@@ -149,6 +150,8 @@ _TABLE: Mapping[str, Callable[[fx.Node, int], int]] = MappingProxyType(
         "aten.convolution": _convolution,
         "aten.convolution_backward": _convolution_backward,
         "aten.native_batch_norm_backward": _first_argument,
+        "aten.native_dropout": _first_argument,  # the mask, as numbers
+        "aten.native_dropout_backward": _first_argument,
         "aten.logsumexp": _first_argument,
         "aten.mean": _reduction,
         "aten.sum": _reduction,

@@ -32,6 +32,12 @@ class Dumper:
     _count: int = 0
     _failed: bool = False
 
+    def begin_again(self) -> None:
+        """The frame is planned anew: what follows replaces what was written of it."""
+        self._before.clear()
+        self._peaks.clear()
+        self._count = 0
+
     def captured(self, direction: Direction, graph: fx.Graph) -> None:
         """A graph as it was before any pass."""
         self._write(direction, "captured", "as captured", graph, ())

@@ -168,7 +168,8 @@ def test_glibc_rounds_as_the_heap_says(size: int) -> None:
         return heap.used_bytes() - before + 0 * len(kept)
 
     rise(0)  # the first calls leave things behind
-    found = (rise(size) - rise(0)) / count  # without what describes a tensor
+    # Without what describes a tensor; and whatever else the process lets go in between.
+    found = statistics.median(rise(size) - rise(0) for _ in range(9)) / count
     assert GLIBC.allocated_bytes(size) <= found <= GLIBC.allocated_bytes(size) + 64  # where its alignment left a gap
 
 

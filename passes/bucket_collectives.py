@@ -47,7 +47,7 @@ class BucketCollectives(GraphPass):
 
     bucket_bytes: int | None
     gathers: Gathers = "auto"
-    latency_share: float = 0.1
+    latency_share: float = 0.02
 
     name: ClassVar[str] = "bucket_collectives"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
@@ -119,6 +119,7 @@ class BucketCollectives(GraphPass):
                 Member(compute_us[start], ctx.collective_us(kind, one.sent_bytes, group_name) - latency_us)
                 for start, one in zip(starts, sent, strict=True)
             ]
+            latency_us += ctx.sharing.issue_us
             limit_bytes = link_bytes(
                 whole_bytes=sum(map(nodes.whole_bytes, starts)),
                 latency_us=latency_us,
@@ -242,7 +243,8 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
     if ctx.hardware is None:
         return "grouped" if ctx.group_backend(nodes.group_of(first)) == "nccl" else "coalesced"
     more = 0 if ctx.hardware.backend == "nccl" else len(bucket.starts) - 1
-    launches_us = more * ctx.collective_us(next(transfers_of(first)).kind, 0, nodes.group_of(first))
+    launch_us = ctx.collective_us(next(transfers_of(first)).kind, 0, nodes.group_of(first)) + ctx.sharing.issue_us
+    launches_us = more * launch_us
     dtype = meta.tensor_value(first).dtype
     copied = [*map(nodes.whole_bytes, bucket.starts)]
     copied.append(sum(copied) // ctx.group_size(nodes.group_of(first)))

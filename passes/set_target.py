@@ -77,5 +77,6 @@ def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
         links={f"group:{name}": axis for name, axis in axis_of.items()},
         at_once=hardware.collectives_at_once,
         gains={axis_of[name]: link.gain_at_once for name, link in link_of.items()},
+        issue_us=hardware.cpu_us_per_collective,
         compute_share=min(1.0, hardware.cpu_us_per_wire_byte * fastest),
     )

@@ -42,6 +42,7 @@ def replay(order: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], sharing:
     world = World()
     program = list(order)
     computing: Fraction | None = None
+    issued: tuple[str, list[Any]] | None = None  # a collective, on which the program is still at work
     while program or any(world.left.values()):
         blocked: fx.Node | None = None
         if program and computing is None:
@@ -52,6 +53,9 @@ def replay(order: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], sharing:
                 program.pop(0)
                 if cost.lane == "compute":
                     computing = Fraction(cost.us)
+                elif cost.lane.startswith("group:") and sharing.issue_us:
+                    computing = Fraction(sharing.issue_us)
+                    issued = cost.lane, [node, Fraction(cost.us)]
                 elif cost.lane:
                     world.left.setdefault(cost.lane, []).append([node, Fraction(cost.us)])
                 elif all(_is_there(source, world) for source in node.all_input_nodes):
@@ -76,6 +80,9 @@ def replay(order: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], sharing:
             computing -= step * pace
             if not computing:
                 computing = None
+                if issued is not None:
+                    world.left.setdefault(issued[0], []).append(issued[1])
+                    issued = None
         for (lane, entry), speed in moving:
             entry[1] -= step * speed
             if not entry[1]:

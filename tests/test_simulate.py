@@ -91,6 +91,8 @@ def two_gathers(second: str) -> fx.GraphModule:
         ("u", Sharing(at_once=2, gains={"group:0": 1.6}), (5.0, 7.0), (0.0, 2.0)),
         # They would go no faster than alone if the link had room for more.
         ("u", Sharing(at_once=2, gains={"group:0": 3.0}), (4.0, 6.0), (0.0, 1.0)),
+        # The program spends 1 us on each: w begins at 1, u at 5, behind it, and one ends at 7.
+        ("u", Sharing(issue_us=1.0), (5.0, 11.0), (0.0, 4.0)),
         # Copies that take half of the core: compute is slowed down to 5 + (4 + 1) us; both at once stop it.
         ("u", Sharing(compute_share=0.5), (4.0, 10.0), (0.0, 0.0)),
         ("v", Sharing(compute_share=0.5), (4.0, 6.0), (0.0, 0.0)),
@@ -180,7 +182,11 @@ def test_a_second_account_of_the_machine_agrees(seed: int) -> None:
     links = {"group:0": "eth0", "group:1": "eth0"} if seed % 3 == 0 else {}
     gains = {"eth0": 1.5, "group:0": 1.25} if seed % 5 else {}
     sharing = Sharing(
-        links=links, at_once=1 + seed % 2, gains=gains, compute_share=(0.0, 0.25, 0.5, 1.0)[seed // 2 % 4]
+        links=links,
+        at_once=1 + seed % 2,
+        gains=gains,
+        issue_us=(0.0, 0.5)[seed // 4 % 2],
+        compute_share=(0.0, 0.25, 0.5, 1.0)[seed // 2 % 4],
     )
     storages = storages_of(order, inputs_die=seed % 2 == 0)
     found = simulate(order, step.costs, sharing, storages)
@@ -218,5 +224,7 @@ def test_refusals_name_the_node() -> None:
         Sharing(compute_share=1.5)
     with pytest.raises(ValueError, match="simulate: at_once=0 collectives of a group; write 1 or more"):
         Sharing(at_once=0)
+    with pytest.raises(ValueError, match=r"simulate: issue_us=-1\.0; write a finite time"):
+        Sharing(issue_us=-1.0)
     with pytest.raises(ValueError, match=r"simulate: transfers at once get 0\.5 times as much through eth0"):
         Sharing(gains={"eth0": 0.5})

@@ -157,13 +157,14 @@ def _measure(ranks: _Ranks) -> Hardware:
     to_device, to_host = (copy, copy) if ranks.device.type == "cpu" else _host_links(ranks)
     links: dict[int, Link] = {}
     inside = outside = None
-    cpu_us = 0.0
+    cpu_us = cpu_us_per_collective = 0.0
     for group, axis in zip(ranks.groups, axes, strict=True):
         members = dist.get_process_group_ranks(group)
         if axis is None:
             continue
         links[abs(members[1] - members[0])] = axis.link
         cpu_us = max(cpu_us, axis.cpu_us_per_byte)
+        cpu_us_per_collective = max(cpu_us_per_collective, axis.cpu_us_per_collective)
         if axis.on_one_node:
             inside = axis.link
         else:
@@ -185,6 +186,7 @@ def _measure(ranks: _Ranks) -> Hardware:
         links=links,
         backend=ranks.backend,
         collectives_at_once=_GLOO_THREADS if ranks.backend == "gloo" else 1,
+        cpu_us_per_collective=cpu_us_per_collective,
         cpu_us_per_wire_byte=cpu_us,
     )
 
@@ -243,6 +245,7 @@ def _host_links(ranks: _Ranks) -> tuple[Link, Link]:
 class _Axis:
     link: Link
     on_one_node: bool
+    cpu_us_per_collective: float
     cpu_us_per_byte: float
 
 
@@ -272,7 +275,9 @@ def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
     link = replace(link, gain_at_once=max(1.0, 1 / (stream_us * link.bytes_per_us)))
     burnt = fit_link(list(zip(sizes, times[len(sizes) :], strict=True)), messages=world - 1)
     on_one_node = _same_host(ranks, group) == world
-    return _Axis(link, on_one_node, 1 / burnt.bytes_per_us if ranks.device.type == "cpu" else 0.0)
+    if ranks.device.type != "cpu":
+        return _Axis(link, on_one_node, 0.0, 0.0)
+    return _Axis(link, on_one_node, (world - 1) * burnt.latency_us, 1 / burnt.bytes_per_us)
 
 
 def _stream_us(ranks: _Ranks, group: ProcessGroup) -> float:

@@ -61,6 +61,8 @@ class Hardware:
         host_to_device, device_to_host, disk: of one rank.
         backend: of torch.distributed between its ranks.
         collectives_at_once: how many of one group run at once: one on NCCL, two threads work for each group of gloo.
+        cpu_us_per_collective: time of the compute lane that each collective costs, however small, where the host that
+            issues them is the one that computes.
         cpu_us_per_wire_byte: time of the compute lane that a byte costs where no device of its own moves it.
     """
 
@@ -78,12 +80,13 @@ class Hardware:
     links: Mapping[int, Link] = field(default_factory=dict[int, Link], hash=False)
     backend: str = "gloo"
     collectives_at_once: int = 1
+    cpu_us_per_collective: float = 0.0
     cpu_us_per_wire_byte: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_us", "memory_bytes", "ranks_per_node", "collectives_at_once"):
             _check("Hardware", name, getattr(self, name))
-        for name in ("launch_us", "cpu_us_per_wire_byte"):
+        for name in ("launch_us", "cpu_us_per_collective", "cpu_us_per_wire_byte"):
             _check("Hardware", name, getattr(self, name), zero_allowed=True)
         if self.ranks_per_node != int(self.ranks_per_node):
             raise ValueError(f"zgraph.Hardware: ranks_per_node={self.ranks_per_node}; write a whole number of ranks.")

@@ -37,6 +37,7 @@ class Sharing:
         at_once: how many collectives of one group run at once; they begin in order.
         gains: by link, how much more several transfers at once get through than one alone, which some transports do not
             let fill a link. n of them run at gain/n of their speed alone, or at all of it. 1 where none is listed.
+        issue_us: what the program itself spends on each collective, on the compute lane, before it is queued.
         compute_share: the part of a collective's time that it takes from compute which runs beside it: 0 where copies
             have engines of their own, up to 1 where one core does both (gloo).
     """
@@ -44,6 +45,7 @@ class Sharing:
     links: Mapping[str, str] = field(default_factory=dict[str, str])
     at_once: int = 1
     gains: Mapping[str, float] = field(default_factory=dict[str, float])
+    issue_us: float = 0.0
     compute_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -55,6 +57,8 @@ class Sharing:
                     f"simulate: transfers at once get {gain} times as much through {link} as one alone does; write 1 "
                     "or more."
                 )
+        if not (math.isfinite(self.issue_us) and self.issue_us >= 0):
+            raise ValueError(f"simulate: issue_us={self.issue_us}; write a finite time that is not negative.")
         if not 0 <= self.compute_share <= 1:
             raise ValueError(
                 f"simulate: compute_share={self.compute_share} is the part of a collective's time that it takes from "
@@ -247,6 +251,7 @@ class Clock:
         self._link = [links.index(link) for link in links]
         self._gain = [work.sharing.gains.get(link, 1.0) for link in links]
         self._takes = [work.sharing.compute_share if name.startswith(_GROUP) else 0.0 for name in work.lanes]
+        self._issues = [work.sharing.issue_us if name.startswith(_GROUP) else 0.0 for name in work.lanes]
         self._free = [work.sharing.at_once_on(name) for name in work.lanes]  # how many more may run
         self._on_link = [0] * len(links)  # how many run
         self._queues: list[deque[int]] = [deque() for _ in work.lanes]  # those that have not begun
@@ -262,6 +267,8 @@ class Clock:
         if lane == Work.IN_NO_TIME:
             self.begin[node] = self.end[node] = self.now
         elif lane >= 0:
+            if self._issues[lane]:
+                self._compute(self._issues[lane])
             self._queues[lane].append(node)
             self._begin(lane, self.last)
             self._finish_due()

@@ -11,8 +11,9 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.cost import NodeCost
 from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
+from zgraph.lifetime_model import Look, Model
 from zgraph.nodes import UnshardArgs
-from zgraph.plan_lifetimes import Look, Model, walk
+from zgraph.plan_lifetimes import walk
 from zgraph.simulate import Sharing
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from tests.graphs import Drawing
 from zgraph import meta, nodes
 from zgraph.cost import NodeCost
-from zgraph.plan_lifetimes import Model
+from zgraph.lifetime_model import Model
 from zgraph.simulate import Sharing
 from zgraph.torch_compat import min_cut_partition
 

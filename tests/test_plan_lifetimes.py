@@ -15,9 +15,10 @@ from tests.drawn_training import draw_training, model_of
 from tests.graphs import Drawing, fake_world
 from zgraph import nodes
 from zgraph.cost import NodeCost
+from zgraph.lifetime_model import Look, Model
 from zgraph.liveness import step_curve
 from zgraph.passes.choose_lifetimes import apply
-from zgraph.plan_lifetimes import Look, Model, walk
+from zgraph.plan_lifetimes import walk
 from zgraph.simulate import Sharing
 from zgraph.torch_compat import min_cut_partition
 

@@ -55,6 +55,7 @@ class Setting:
 
     config: ModelConfig
     mesh: DeviceMesh
+    nodes: int
     hardware: Hardware | None = None
 
     def new_model(self) -> LanguageModel:

@@ -124,13 +124,14 @@ def main() -> None:
 
 def make_setting(plan: Plan, rank: int) -> Setting:
     mesh = init_device_mesh("cpu", (len(plan.addresses),), mesh_dim_names=("dp",))
+    nodes = len(set(plan.addresses))
     if not any("zgraph" in name or "overlap" in name for name in plan.strategies):
-        return Setting(plan.model, mesh)
+        return Setting(plan.model, mesh, nodes)
     import zgraph
 
     _say(rank, "calibrating")
     with tempfile.TemporaryDirectory() as nothing_kept:
-        return Setting(plan.model, mesh, zgraph.calibrate(mesh, cache=nothing_kept))
+        return Setting(plan.model, mesh, nodes, zgraph.calibrate(mesh, cache=nothing_kept))
 
 
 def measure_goodput(plan: Plan, rank: int) -> float:
@@ -142,10 +143,11 @@ def measure_goodput(plan: Plan, rank: int) -> float:
     chunk = bytes(1 << 20)
     buffer = bytearray(len(chunk))
     rates: list[float] = []
-    with socket.create_server((plan.addresses[rank], _GOODPUT_PORT)) as server:
+    with socket.create_server((plan.addresses[rank], _GOODPUT_PORT + rank)) as server:
         dist.barrier()
-        next_address = plan.addresses[(rank + 1) % len(plan.addresses)]
-        with socket.create_connection((next_address, _GOODPUT_PORT)) as sending, server.accept()[0] as receiving:
+        following = (rank + 1) % len(plan.addresses)
+        target = (plan.addresses[following], _GOODPUT_PORT + following)
+        with socket.create_connection(target) as sending, server.accept()[0] as receiving:
 
             def send() -> None:
                 for _ in range(total_bytes // len(chunk)):
@@ -193,7 +195,7 @@ def measure_all_gather(plan: Plan) -> dict[str, float]:
 
 def build(row: Row, setting: Setting, rank: int) -> Trainer:
     """Build the row's strategy and take its warm-up steps."""
-    row.payload_bytes = row.strategy.payload_bytes(setting.new_model(), setting.mesh.size())
+    row.payload_bytes = row.strategy.payload_bytes(setting.new_model(), setting.nodes)
     trainer = row.strategy.build(setting)
     for _ in range(WARM_UP_STEPS):
         train_step(trainer, make_batch(setting.config, row.steps_done, rank))

@@ -23,6 +23,7 @@ from tests.gloo import settled
 from tests.ranks import Ranks, fresh_ranks
 from tests.replicated import whole
 from tests.test_memory import live_tensors, local, storage_bytes
+from zgraph.ops import reduction_group
 
 ROWS, LAYERS = 48, 3  # 48 rows divide by 1, 2, 3 and 4, so that the formulas are exact
 PARAMETER_BYTES = LAYERS * ROWS * ROWS * 4
@@ -358,7 +359,8 @@ def bytes_by_axis(zero_stage: int, micro_batches: int) -> dict[str, int]:
     model = zgraph.shard(build(), mesh, zero_stage=zero_stage)
     call = with_fx(model, report=report)
     train_window(call, 1)
-    axes = {mesh.get_group(axis).group_name: axis for axis in ("replicate", "shard")}
+    gathers = {axis: mesh.get_group(axis).group_name for axis in ("replicate", "shard")}
+    axes = {name: axis for axis, group in gathers.items() for name in (group, reduction_group(group))}
     found = {"replicate": 0, "shard": 0}
     for graph in report.graphs:
         for transfer in graph.transfers:

@@ -15,6 +15,8 @@ from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.set_target import SetTarget
 from zgraph.passes.sink_waits import SinkWaits
 
+ETHERNET_BYTES = 2 * MIB  # a bucket that keeps both directions of a link busy
+
 
 def default(
     *,
@@ -27,8 +29,8 @@ def default(
 
     Args:
         bucket_bytes: the most that one collective carries, counted on whole parameters and gradients.
-            None: what suits the links of the hardware; without one 2 MiB, which suits Ethernet and keeps both
-            directions of a link busy.
+            None: what suits the links of the hardware, and over gloo, without a budget, no less than 2 MiB; without
+            hardware 2 MiB, which suits Ethernet and keeps both directions of a link busy.
         hardware: plan buckets and order by what they cost there: `zgraph.calibrate()`, or
             `zgraph.Hardware.preset(...)`. None: by rules that need no costs: three gathers ahead, three reductions in
             flight.
@@ -42,13 +44,16 @@ def default(
         ValueError: a budget without hardware, by which alone it can be kept.
     """
     if bucket_bytes is None and hardware is None:
-        bucket_bytes = 2 * MIB
+        bucket_bytes = ETHERNET_BYTES
+    # After a pause TCP starts slowly (RFC 5681, section 4.1), which no measurement of a busy link sees.
+    over_tcp = hardware is not None and hardware.backend == "gloo"
+    least_bytes = ETHERNET_BYTES if over_tcp and budget_bytes is None else 0
     lowered = [
         DedupeGathers(),
         ChooseLifetimes(),
         LowerGathers(),
         LowerReductions(),
-        BucketCollectives(bucket_bytes=bucket_bytes),
+        BucketCollectives(bucket_bytes=bucket_bytes, least_bytes=least_bytes),
     ]
     if hardware is not None:
         return [

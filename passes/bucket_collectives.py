@@ -237,11 +237,11 @@ def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: P
             modes.append("coalesced")
         elif gathers != "auto":
             modes.append(gathers)
-        elif ctx.budget_bytes is None:
+        elif ctx.plan_bytes is None:
             modes.append(_cheaper_mode(bucket, ctx))
         else:
             alive_bytes = alive_bytes or _alive_bytes(graph, inputs_die=ctx.direction == "backward")
-            modes.append(_fitting_mode(bucket, ctx, ctx.budget_bytes - _highest(graph, bucket, alive_bytes)))
+            modes.append(_fitting_mode(bucket, ctx, ctx.plan_bytes - _highest(graph, bucket, alive_bytes)))
     return modes
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import zgraph
 from tests import models
@@ -62,6 +64,26 @@ def test_nothing_is_left_behind() -> None:
         TimedCosts(CPU, HashStore()).cost(found["product"])
     assert torch.equal(torch.rand(3), expected)
     assert type(found["product"].meta["val"]).__name__ == "FakeTensor"
+
+
+def test_sizes_of_another_graph_are_timed_anew() -> None:
+    """Two graphs whose symbols have one name stand for different sizes."""
+    store = HashStore()
+    keys: list[int] = []
+    for size in (8, 512):
+        environment = ShapeEnv()
+        with FakeTensorMode(shape_env=environment) as mode:
+            x = mode.from_tensor(
+                torch.ones(size, size),
+                symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2),
+            )
+        drawing = Drawing()
+        node = drawing.input("x", 8, 8)
+        node.meta["val"] = x
+        product = drawing.call(aten.mm.default, node, node, name="product")
+        assert TimedCosts(CPU, store).cost(product).us > 0
+        keys.append(store.num_keys())
+    assert keys[1] == keys[0] + 1
 
 
 @torch.library.custom_op("zgraph_tests::counts_its_calls", mutates_args=())

@@ -31,6 +31,7 @@ from zgraph.torch_compat import all_gather
 _POINT_S = 0.2  # of measuring one size of one kind
 _SMALL_BYTES = (256, 4096)  # their time is latency
 _LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
+_MESSAGE_US = 25_000.0  # of one of several in flight, at the most
 _GLOO_THREADS = 2  # of one process group, each of which runs a collective
 
 
@@ -268,22 +269,24 @@ def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
             us, cpu_us = (statistics.median(each) for each in zip(*times, strict=True))
             points.append((4 * numel * (world - 1), us))
             cpu.append((4 * numel * (world - 1), cpu_us))
-    slowest = ranks.slowest([*(us for _, us in (*points, *cpu)), _stream_us(ranks, group)])
+    slowest = ranks.slowest([us for _, us in (*points, *cpu)])
     sizes = [sent for sent, _ in points]
-    *times, stream_us = slowest
-    link = fit_link(list(zip(sizes, times[: len(sizes)], strict=True)), messages=world - 1)
+    link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
+    (stream_us,) = ranks.slowest([_stream_us(ranks, group, link)])
     link = replace(link, gain_at_once=max(1.0, 1 / (stream_us * link.bytes_per_us)))
-    burnt = fit_link(list(zip(sizes, times[len(sizes) :], strict=True)), messages=world - 1)
+    burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
     on_one_node = _same_host(ranks, group) == world
     if ranks.device.type != "cpu":
         return _Axis(link, on_one_node, 0.0, 0.0)
     return _Axis(link, on_one_node, (world - 1) * burnt.latency_us, 1 / burnt.bytes_per_us)
 
 
-def _stream_us(ranks: _Ranks, group: ProcessGroup) -> float:
+def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link) -> float:
     """Of a byte that is sent while others of the group are under way: both kinds in turn, three in flight."""
     world = dist.get_world_size(group)
-    numel = MIB // 2 // (world - 1) // 4 + 1
+    # Each takes as long as a bucket does, and not for ever on a slow link.
+    sent_bytes = min(_LARGE_BYTES[1] // 2, int(link.bytes_per_us * _MESSAGE_US))
+    numel = sent_bytes // (world - 1) // 4 + 1
     own = torch.ones(numel, device=ranks.device)
     pieces = torch.ones(numel * world, device=ranks.device)
     results = [torch.empty_like(pieces) for _ in range(3)]

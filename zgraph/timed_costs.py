@@ -6,7 +6,8 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx.node import map_arg
 
 from zgraph import meta, nodes
 from zgraph.cost import COMPUTE, CostModel, NodeCost
+from zgraph.hardware import Hardware
 from zgraph.torch_compat import default_store, hint_of, is_distributed_ready, is_fake_world, without_fake_mode
 
 _ENOUGH_US = 2_000.0  # of running one kernel again and again
@@ -28,7 +30,7 @@ class TimedCosts(CostModel):
     """As `CostModel`, but compute costs what it takes here; collectives and copies between devices are estimated.
 
     Operators run as in eager mode, on random values of the shapes at hand: what a compiler fuses takes less. Each
-    operator with its shapes is timed once by the first rank that comes to it, whose time the store of the default group
+    operator with its sizes is timed once by the first rank that comes to it, whose time the store of the default group
     gives to all others, so that all plan alike. What cannot be run is estimated, and so are operators of other
     libraries, which may communicate.
 
@@ -37,7 +39,7 @@ class TimedCosts(CostModel):
         store: where ranks share their times; None: that of the default group, if there is one.
     """
 
-    def __init__(self, hardware: Any, store: Store | None = None) -> None:
+    def __init__(self, hardware: Hardware, store: Store | None = None) -> None:
         super().__init__(hardware)
         if store is None and is_distributed_ready() and not is_fake_world():
             store = default_store()
@@ -52,7 +54,7 @@ class TimedCosts(CostModel):
     def _agreed_us(self, node: fx.Node, estimate_us: float) -> float:
         if self.store is None:
             return _timed_us(node, estimate_us)
-        described = (str(node.target), self._key(node), self._key(node.args), self._key(node.kwargs))
+        described = (str(node.target), map_arg((node.args, node.kwargs), lambda source: _shape(meta.value(source))))
         key = hashlib.sha256(repr(described).encode()).hexdigest()
         if not self.store.check([key]):
             self.store.compare_set(key, "", repr(_timed_us(node, estimate_us)))  # or a faster rank's stays
@@ -65,11 +67,18 @@ def _can_run(node: fx.Node) -> bool:
 
 def _timed_us(node: fx.Node, estimate_us: float) -> float:
     try:
-        with without_fake_mode(), torch.no_grad(), torch.random.fork_rng():
-            run = _call(node)
-            return _median_us(run)
+        with without_fake_mode(), torch.no_grad(), _random_state_kept():
+            return _median_us(_call(node))
     except Exception:  # an operator that minds its values; the estimate is left
         return estimate_us
+
+
+def _random_state_kept() -> AbstractContextManager[None]:
+    """Of the CPU and of this rank's device; of all devices it would warn."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device.type)
 
 
 def _call(node: fx.Node) -> Callable[[], object]:
@@ -78,7 +87,7 @@ def _call(node: fx.Node) -> Callable[[], object]:
 
     def real(source: fx.Node) -> Any:
         if source not in made:
-            made[source] = _like(meta.value(source))
+            made[source] = _like(_shape(meta.value(source)))
         return made[source]
 
     args, kwargs = map_arg((node.args, node.kwargs), real)
@@ -86,15 +95,32 @@ def _call(node: fx.Node) -> Callable[[], object]:
     return lambda: target(*args, **kwargs)
 
 
-def _like(fake: Any) -> Any:
+@dataclass(frozen=True)
+class _Shape:
+    """What the time of a kernel depends on, of one of its tensors; symbolic sizes by their present values."""
+
+    sizes: tuple[int | None, ...]
+    strides: tuple[int | None, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _shape(fake: Any) -> Any:
     if isinstance(fake, tuple | list):
-        return type(fake)(map(_like, cast("list[Any]", fake)))
+        return tuple(map(_shape, cast("list[Any]", fake)))
     if not isinstance(fake, Tensor):
         return hint_of(fake) if isinstance(fake, torch.SymInt) else fake
-    sizes, strides = ([hint_of(each) for each in sequence] for sequence in (fake.shape, fake.stride()))
-    real = torch.empty_strided(
-        cast("list[int]", sizes), cast("list[int]", strides), dtype=fake.dtype, device=fake.device
-    )
+    sizes, strides = (tuple(map(hint_of, sequence)) for sequence in (fake.shape, fake.stride()))
+    return _Shape(sizes, strides, fake.dtype, fake.device)
+
+
+def _like(shape: Any) -> Any:
+    if isinstance(shape, tuple):
+        return [_like(part) for part in cast("tuple[Any, ...]", shape)]
+    if not isinstance(shape, _Shape):
+        return shape
+    sizes, strides = cast("tuple[int, ...]", shape.sizes), cast("tuple[int, ...]", shape.strides)
+    real = torch.empty_strided(sizes, strides, dtype=shape.dtype, device=shape.device)
     # Indices and masks: zeros are valid in any table. Values: never denormal, on which CPUs are slow.
     return real.uniform_(0.5, 1.5) if real.is_floating_point() else real.zero_()
 

@@ -125,7 +125,7 @@ def main() -> None:
 def make_setting(plan: Plan, rank: int) -> Setting:
     mesh = init_device_mesh("cpu", (len(plan.addresses),), mesh_dim_names=("dp",))
     nodes = len(set(plan.addresses))
-    if not any("zgraph" in name or "overlap" in name for name in plan.strategies):
+    if not any(strategies()[name].needs == "zgraph" for name in plan.strategies):
         return Setting(plan.model, mesh, nodes)
     import zgraph
 

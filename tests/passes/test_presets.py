@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.graphs import Autocast, Twice, apply, by_rank, deep, fake_world, mlp, traced
+from tests.hash_seeds import printed_under_two_hash_seeds
 from tests.lockstep import assert_same_results
 from zgraph import Pipeline, meta, nodes
 from zgraph.passes import BucketCollectives, HoistStarts, SinkWaits, presets
@@ -141,22 +138,9 @@ with fake_world(3, 2):
 
 def test_hash_seed_changes_nothing() -> None:
     """After every pass the same text, whatever order sets and dicts of strings have."""
-    root = Path(__file__).parents[2]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _PRINT_GRAPHS],
-            cwd=root,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    texts = [process.communicate() for process in running]
-    assert [process.returncode for process in running] == [0, 0], texts[0][1]
-    assert texts[0][0].count("backward") >= 5
-    assert texts[0][0] == texts[1][0]
+    texts = printed_under_two_hash_seeds(_PRINT_GRAPHS)
+    assert texts[0].count("backward") >= 5
+    assert texts[0] == texts[1]
 
 
 def test_two_compiles_in_one_process_give_the_same_text() -> None:

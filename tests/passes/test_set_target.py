@@ -9,13 +9,21 @@ import pytest
 from tests.graphs import deep, fake_world, traced
 from zgraph import Hardware, PassContext
 from zgraph.cost import costs_of
-from zgraph.passes import ScheduleOverlap, SetTarget, presets
+from zgraph.hardware import Link
+from zgraph.ops import MIB
+from zgraph.passes import BucketCollectives, ScheduleOverlap, SetTarget, presets
 
 CPU = Hardware.preset("cpu")
 
 
 def test_the_context_has_costs_budget_and_sharing() -> None:
-    machine = replace(CPU, cpu_us_per_wire_byte=0.25 / CPU.inter_node.bytes_per_us)
+    machine = replace(
+        CPU,
+        links={1: Link(latency_us=1.0, bytes_per_us=100.0, gain_at_once=1.5)},
+        collectives_at_once=3,
+        cpu_us_per_collective=7.0,
+        cpu_us_per_wire_byte=0.25 / 100.0,
+    )
     ctx = PassContext()
     with fake_world(2):
         graph = traced(deep, [], world=2).graphs["backward"]
@@ -24,6 +32,8 @@ def test_the_context_has_costs_budget_and_sharing() -> None:
         assert {node: ctx.cost_of(node) for node in graph.graph.nodes} == costs_of(graph.graph, machine)
     assert ctx.budget_bytes == 77
     assert ctx.sharing.links == dict.fromkeys(["group:0", "group:0.reductions"], "axis of stride 1")
+    assert ctx.sharing.gains == {"axis of stride 1": 1.5}
+    assert (ctx.sharing.at_once, ctx.sharing.issue_us) == (3, 7.0)
     assert ctx.sharing.compute_share == pytest.approx(0.25)
 
 
@@ -39,6 +49,19 @@ def test_the_preset_with_hardware_plans_instead_of_following_rules() -> None:
     first, *between, last = presets.default(hardware=CPU, budget_bytes=99, bucket_bytes=77)
     assert (first, last) == (SetTarget(hardware=CPU, budget_bytes=99), ScheduleOverlap())
     assert between == presets.default(bucket_bytes=77)[:-2]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "budget_bytes", "expected"),
+    [(CPU, None, 2 * MIB), (CPU, 99, 0), (Hardware.preset("h100"), None, 0)],
+)
+def test_over_tcp_buckets_are_no_smaller_than_it_needs_to_come_up_to_speed(
+    hardware: Hardware, budget_bytes: int | None, expected: int
+) -> None:
+    """Unless a budget wants them smaller."""
+    passes = presets.default(hardware=hardware, budget_bytes=budget_bytes)
+    (bucketing,) = [entry for entry in passes if isinstance(entry, BucketCollectives)]
+    assert (bucketing.bucket_bytes, bucketing.least_bytes) == (None, expected)
 
 
 def test_what_is_no_hardware_is_refused() -> None:

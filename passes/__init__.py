@@ -1,8 +1,10 @@
 """The passes, one per file; `presets.default()` is the list that runs when no pipeline is given."""
 
+from zgraph.compression import ErrorFeedback, LoCo, NoFeedback, TwoHop
 from zgraph.passes import presets
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
+from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
@@ -14,12 +16,17 @@ from zgraph.passes.sink_waits import SinkWaits
 __all__ = [
     "BucketCollectives",
     "ChooseLifetimes",
+    "CompressGradients",
     "DedupeGathers",
+    "ErrorFeedback",
     "HoistStarts",
+    "LoCo",
     "LowerGathers",
     "LowerReductions",
+    "NoFeedback",
     "ScheduleOverlap",
     "SetTarget",
     "SinkWaits",
+    "TwoHop",
     "presets",
 ]

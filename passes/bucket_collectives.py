@@ -15,7 +15,7 @@ from zgraph.cost import COMPUTE, NodeCost
 from zgraph.errors import PreconditionError
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.liveness import curve_of
-from zgraph.merge_collectives import Bucket, Mode, merge, result_of
+from zgraph.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
 from zgraph.storages import agreed_storages, rows_of_its_own
 from zgraph.traffic import transfers_of
 
@@ -299,7 +299,12 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
     key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs, saved)
     if nodes.is_all_to_all(start):
         total = result_of(start)
-        return None if total is None else (*key, *total.args[1:])
+        if total is None:
+            return None
+        if not is_compressed(start):
+            return (*key, *total.args[1:])
+        quantized = start.all_input_nodes[0].all_input_nodes[0]
+        return (*key, *quantized.args[2:4], *quantized.args[5:], *total.args[4:])
     return (*key, start.args[1:])
 
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import fx
 
-from zgraph import meta, nodes
+from zgraph import nodes
+from zgraph.build_reduction import Algorithm, ReductionBuilder
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import ReduceArgs
-from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait, local_rows, reduction_group, wire_dtype_of
-from zgraph.runtime.window import OPEN
-from zgraph.torch_compat import all_gather_op, all_to_all_op, reduce_scatter_op, wait_op
-
-aten = torch.ops.aten
-Algorithm = Literal["auto", "all_to_all", "reduce_scatter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,128 +45,9 @@ class LowerReductions(GraphPass):
         for marker in markers:
             nodes.drop_unchanging_views(marker)
             with gm.graph.inserting_before(marker):
-                reduced = _Lowering(gm.graph, marker, ctx, self.algorithm).build()
+                reduced = ReductionBuilder(gm.graph, marker, ctx, self.algorithm).build()
             marker.replace_all_uses_with(reduced)
             nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
         if not markers:
             ctx.note(self, "nothing is reduced here")
         return bool(markers)
-
-
-class _Lowering:
-    """Builds what one reduce_grad becomes, at the graph's insertion point."""
-
-    def __init__(self, graph: fx.Graph, marker: fx.Node, ctx: PassContext, algorithm: Algorithm) -> None:
-        self.graph = graph
-        self.marker = marker
-        given = ReduceArgs.of(marker)
-        self.args = replace(given, group_name=reduction_group(given.group_name))
-        self.ctx = ctx
-        self.label = meta.label(marker)
-        self.world = ctx.group_size(self.args.group_name)
-        self.copies = ctx.group_size(self.args.replicas)
-        self.divisor = self.world * self.copies if self.args.reduction == "mean" else 1
-        self.rank = ctx.group_rank(self.args.group_name)
-        self.algorithm = algorithm
-        if algorithm == "auto":
-            self.algorithm = "reduce_scatter" if ctx.group_backend(self.args.group_name) == "nccl" else "all_to_all"
-
-    def node(self, target: object, *args: object, name: str | None = None, **kwargs: object) -> fx.Node:
-        return meta.create(self.graph, target, args, kwargs, like=self.marker, name=name)
-
-    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return node if meta.tensor_value(node).dtype == dtype else self.node(aten._to_copy.default, node, dtype=dtype)
-
-    def build(self) -> fx.Node:
-        args = self.args
-        if self.world * self.copies == 1:
-            # Always a new contiguous tensor, as the marker returns: autograd keeps it as .grad, where an alias of
-            # another gradient would be clipped twice, and fused optimizers do not look at strides.
-            wide = self.cast(args.grad, args.dtype)
-            return self.node(aten.clone.default, wide, memory_format=torch.contiguous_format)
-        shape = meta.tensor_value(args.grad).shape
-        rows = local_rows(shape[0], self.world, self.rank) if args.zero_stage > 0 else 0
-        grad = args.grad
-        if gradients_wait(args.zero_stage, args.window):
-            if args.window == OPEN:
-                accumulate = torch.ops.zgraph.accumulate_grad.default
-                return self.node(accumulate, grad, args.handle, args.dtype, args.zero_stage, rows)
-            grad = self.node(torch.ops.zgraph.add_accumulated.default, grad, args.handle, args.dtype, args.zero_stage)
-        wire = self.cast(*self._on_the_wire(grad)) if self.world > 1 else grad
-        if not meta.tensor_value(wire).is_contiguous():
-            wire = self.node(aten.clone.default, wire, memory_format=torch.contiguous_format)
-        if args.zero_stage == 0:
-            wire = self.node(aten.view.default, wire, [math.prod(shape)])
-        pieces = self._padded(wire, self.world)
-        numel = math.prod(shape)
-        split = numel if args.zero_stage == 0 else shape[0]
-        chunk = Chunk(split, numel // max(1, split), (args.group_name,))
-        if self.copies == 1:
-            total = self._sum(pieces, chunk, self.divisor, args.dtype)
-        else:
-            partial = self._sum(pieces, chunk, 1, accumulate_dtype(meta.tensor_value(pieces).dtype))
-            total = self._all_reduce(partial, replace(chunk, group_names=(args.group_name, args.replicas)))
-        if args.zero_stage == 0:
-            return self.node(aten.view.default, self._gathered(total, chunk, numel), list(shape))
-        held = meta.tensor_value(total).shape[0]
-        return total if rows == held else self.node(aten.slice.Tensor, total, 0, 0, rows)
-
-    def _on_the_wire(self, grad: fx.Node) -> tuple[fx.Node, torch.dtype]:
-        """The gradient to send and the dtype to send it in, before any widening that changes no bit of the sum."""
-        dtype = meta.tensor_value(grad).dtype
-        if nodes.is_cast(grad) == torch.float32:
-            source = grad.all_input_nodes[0]
-            narrow = meta.tensor_value(source).dtype
-            if narrow in (torch.bfloat16, torch.float16) and wire_dtype_of(dtype, self.args.wire_dtype) == dtype:
-                return source, narrow
-        return grad, wire_dtype_of(dtype, self.args.wire_dtype)
-
-    def _padded(self, pieces: fx.Node, world: int) -> fx.Node:
-        shape = meta.tensor_value(pieces).shape
-        missing = world * chunk_rows(shape[0], world) - shape[0]
-        if not missing:
-            return pieces
-        return self.node(aten.constant_pad_nd.default, pieces, [0, 0] * (len(shape) - 1) + [0, missing])
-
-    def _sum(self, pieces: fx.Node, chunk: Chunk, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """[N * chunk, ...] of every rank -> the sum of this rank's [chunk, ...], divided."""
-        group_name = chunk.group_names[-1]
-        world = self.ctx.group_size(group_name)
-        if world == 1:
-            return self.node(torch.ops.zgraph.sum_ranks.default, pieces, 1, divisor, dtype)
-        if self.algorithm == "all_to_all":
-            splits = [meta.tensor_value(pieces).shape[0] // world] * world
-            start = self.node(all_to_all_op(), pieces, splits, splits, group_name, name=f"all_to_all_{self.label}")
-            meta.set_chunks(start, [chunk])
-            received = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
-            return self.node(torch.ops.zgraph.sum_ranks.default, received, world, divisor, dtype)
-        wide = self.cast(pieces, accumulate_dtype(meta.tensor_value(pieces).dtype))
-        start = self.node(reduce_scatter_op(), wide, "sum", world, group_name, name=f"reduce_scatter_{self.label}")
-        meta.set_chunks(start, [chunk])
-        total = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
-        if divisor > 1:
-            total = self.node(aten.div.Tensor, total, divisor)
-        return self.cast(total, dtype)
-
-    def _all_reduce(self, partial: fx.Node, chunk: Chunk) -> fx.Node:
-        """The sum of this shard's partial sums over its replicas."""
-        found = meta.tensor_value(partial)
-        numel = math.prod(found.shape)
-        flat = self.cast(
-            self.node(aten.view.default, partial, [numel]), wire_dtype_of(found.dtype, self.args.wire_dtype)
-        )
-        pieces = self._padded(flat, self.copies)
-        mean = self._sum(pieces, chunk, self.divisor, self.args.dtype)
-        return self.node(aten.view.default, self._gathered(mean, chunk, numel), list(found.shape))
-
-    def _gathered(self, piece: fx.Node, chunk: Chunk, numel: int) -> fx.Node:
-        """[n] of every rank -> [numel], the first of them all."""
-        group_name = chunk.group_names[-1]
-        world = self.ctx.group_size(group_name)
-        if world > 1:
-            start = self.node(all_gather_op(), piece, world, group_name, name=f"all_gather_grad_{self.label}")
-            meta.set_chunks(start, [chunk])
-            piece = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
-        if meta.tensor_value(piece).shape[0] != numel:
-            piece = self.node(aten.slice.Tensor, piece, 0, 0, numel)
-        return piece

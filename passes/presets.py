@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from zgraph.compression import CompressionMethod, TwoHop
 from zgraph.graph_pass import GraphPass
 from zgraph.hardware import Hardware
 from zgraph.ops import MIB
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
+from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
@@ -24,6 +26,7 @@ def default(
     hardware: Hardware | None = None,
     budget_bytes: int | None = None,
     time_kernels: bool = False,
+    compression: CompressionMethod | TwoHop | None = None,
 ) -> list[GraphPass]:
     """Gathers and reductions, bucketed and overlapped; the ZeRO stage comes from each parameter.
 
@@ -39,6 +42,8 @@ def default(
             says what would do.
         time_kernels: run each kernel once while compiling, which takes seconds, instead of estimating what it takes;
             needs the `hardware` of this machine.
+        compression: such as `zgraph.passes.LoCo()`: gradients travel as codes of a few bits, see `CompressGradients`.
+            Lossy. None: as they are.
 
     Raises:
         ValueError: a budget without hardware, by which alone it can be kept.
@@ -52,6 +57,7 @@ def default(
         DedupeGathers(),
         ChooseLifetimes(),
         LowerGathers(),
+        *([] if compression is None else [CompressGradients(method=compression)]),
         LowerReductions(),
         BucketCollectives(bucket_bytes=bucket_bytes, least_bytes=least_bytes),
     ]

@@ -6,7 +6,8 @@ from zgraph.torch_compat import require_supported_torch
 
 require_supported_torch(torch.__version__)
 
-from zgraph import ops  # noqa: E402  (registers the dialect)
+from zgraph import compressed_ops as compressed_ops  # noqa: E402  (registers the dialect)
+from zgraph import ops  # noqa: E402
 from zgraph import passes as passes  # noqa: E402
 from zgraph.calibration import calibrate  # noqa: E402
 from zgraph.checkpoint import (  # noqa: E402

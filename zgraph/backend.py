@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph import meta, nodes, torch_compat
 from zgraph.agreement import Signature, agree
+from zgraph.codegen import compression as compression  # registers the kernels of compressed reductions
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.lower import lower_fx
 from zgraph.config import CompileOptions

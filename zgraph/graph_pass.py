@@ -12,6 +12,7 @@ from torch import fx
 
 from zgraph.cost import NodeCost, group_stride
 from zgraph.hardware import Hardware
+from zgraph.ops import make_node_groups
 from zgraph.schedule import Limits
 from zgraph.simulate import Sharing
 from zgraph.torch_compat import resolve_group
@@ -27,6 +28,7 @@ class Fact(StrEnum):
     GATHERS_DEDUPED = "gathers_deduped"
     LIFETIMES_CHOSEN = "lifetimes_chosen"
     GATHERS_LOWERED = "gathers_lowered"
+    GRADIENTS_COMPRESSED = "gradients_compressed"
     REDUCTIONS_LOWERED = "reductions_lowered"
     COLLECTIVES_BUCKETED = "collectives_bucketed"
     STARTS_HOISTED = "starts_hoisted"
@@ -86,6 +88,13 @@ class PassContext:
 
     def group_rank(self, group_name: str) -> int:
         return dist.get_rank(resolve_group(group_name))
+
+    def node_groups(self, group_name: str, ranks_per_node: int) -> tuple[str, str]:
+        """Names of the groups of this rank's node, and of the ranks that have its place in theirs.
+
+        Made where there are none yet; all ranks of the group ask. Neighbouring ranks share a node.
+        """
+        return make_node_groups(group_name, ranks_per_node)
 
     def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:
         """Of a collective of a kind, such as "all_gather_into_tensor", of which each rank sends so much.

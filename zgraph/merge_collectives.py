@@ -39,7 +39,9 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "coalesced") -> None:
     for start in bucket.starts:
         _bring_before(start.all_input_nodes[0], bucket.anchor, order)
     with graph.inserting_before(bucket.anchor):
-        if not nodes.is_all_gather(bucket.starts[0]):
+        if is_compressed(bucket.starts[0]):
+            old = _merge_compressed(graph, bucket.starts)
+        elif not nodes.is_all_gather(bucket.starts[0]):
             old = _merge_reductions(graph, bucket.starts)
         elif mode == "grouped":
             old = _group_gathers(graph, bucket.starts)
@@ -67,7 +69,14 @@ def result_of(start: fx.Node) -> fx.Node | None:
     if wait is None or not nodes.is_all_to_all(start):
         return wait
     users = list(wait.users)
-    return users[0] if len(users) == 1 and nodes.is_sum_ranks(users[0]) else None
+    sums = len(users) == 1 and (nodes.is_sum_ranks(users[0]) or nodes.is_dequantize_sum(users[0]))
+    return users[0] if sums else None
+
+
+def is_compressed(start: fx.Node) -> bool:
+    """Whether an exchange carries the codes of gradients."""
+    result = result_of(start) if nodes.is_all_to_all(start) else None
+    return result is not None and nodes.is_dequantize_sum(result)
 
 
 def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
@@ -148,6 +157,41 @@ def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
         old.replace_all_uses_with(shaped)
         offset += size
     return [*starts, *waits, *sums] if exchange else [*starts, *waits]
+
+
+def _merge_compressed(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """One payload of all gradients, one exchange, and one operator that yields each member's sum."""
+    waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
+    sums = [cast(fx.Node, result_of(start)) for start in starts]
+    codes = [start.all_input_nodes[0] for start in starts]
+    quantized = [code.all_input_nodes[0] for code in codes]
+    grads, handles, method, slot, numels, *others = (
+        [item for node in quantized for item in cast("list[Any]", node.args[place])]
+        if place in (0, 1, 4)
+        else quantized[0].args[place]
+        for place in range(len(quantized[0].args))
+    )
+    args = (grads, handles, method, slot, numels, *others)
+    packed = meta.create(graph, quantized[0].target, args, name=_name("quantize_bucket", starts))
+    payload = meta.create(graph, operator.getitem, (packed, 0))
+    draw = meta.create(graph, operator.getitem, (packed, 1))
+    world = len(cast("list[int]", starts[0].args[1]))
+    splits = [meta.tensor_value(payload).shape[0] // world] * world
+    name = _name("all_to_all_bucket", starts)
+    start = meta.create(graph, starts[0].target, (payload, splits, splits, starts[0].args[3]), name=name)
+    wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
+    args = (wait, draw, method, numels, *sums[0].args[4:])
+    every = meta.create(graph, sums[0].target, args, name=_name("dequantize_bucket", starts))
+    _work_for(starts, packed, payload, draw, start, wait, every)
+    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
+    taken: list[fx.Node] = []
+    for place, old in enumerate(sums):
+        part = meta.create(graph, operator.getitem, (every, place), like=old)
+        for user in list(old.users):
+            user.replace_all_uses_with(part)
+            taken.append(user)
+    draws = [user for node in quantized for user in node.users if user not in codes]
+    return [*starts, *waits, *sums, *codes, *draws, *quantized, *taken]
 
 
 def _flat(graph: fx.Graph, node: fx.Node, shape: list[int], start: fx.Node) -> fx.Node:

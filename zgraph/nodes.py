@@ -87,6 +87,10 @@ def is_sum_ranks(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.sum_ranks.default
 
 
+def is_dequantize_sum(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.dequantize_sum.default
+
+
 def is_start(node: fx.Node) -> bool:
     """Whether the node starts a collective whose result needs a wait."""
     return node.op == "call_function" and (is_functional_collective(node.target) or is_kept_gather(node))

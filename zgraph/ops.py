@@ -60,6 +60,26 @@ def separate_reductions(group: ProcessGroup) -> None:
         make_beside(group, beside)
 
 
+def make_node_groups(group_name: str, ranks_per_node: int) -> tuple[str, str]:
+    """The groups of each node's ranks of a group, and of ranks of equal place in their nodes; called by all members.
+
+    Returns:
+        Names of the two that this rank is in.
+    """
+    group = resolve_group(group_name)
+    node, place = divmod(dist.get_rank(group), ranks_per_node)
+    members = list(range(dist.get_world_size(group)))
+    inside = f"{group_name}.node{node}_of_{ranks_per_node}"
+    across = f"{group_name}.place{place}_of_{ranks_per_node}"
+    for name, chosen in (
+        (inside, members[node * ranks_per_node : (node + 1) * ranks_per_node]),
+        (across, members[place::ranks_per_node]),
+    ):
+        if find_group(name) is None:
+            make_beside(group, name, chosen)
+    return inside, across
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What each rank holds of a tensor that is split over one group, or over one after the other, padding included.
@@ -68,19 +88,21 @@ class Chunk:
         rows, row_numel: of the whole tensor. The first group splits rows, which are single elements of a replicated
             gradient; each further one splits the elements of what is left.
         group_names: of the groups, outermost split first.
+        unit: so many elements travel, filled up, as so many of the wire's dtype; (128, 66) where bytes are sent.
     """
 
     rows: int
     row_numel: int
     group_names: tuple[str, ...]
+    unit: tuple[int, int] = (1, 1)
 
     def numel(self, size_of: Callable[[str], Any] = group_size) -> Any:
-        """Elements of one rank; an expression where `size_of` gives symbols for the sizes of groups."""
+        """Elements of one rank, as they travel; an expression where `size_of` gives symbols for the sizes of groups."""
         first, *others = self.group_names
         numel = chunk_rows(self.rows, size_of(first)) * self.row_numel
         for group_name in others:
             numel = chunk_rows(numel, size_of(group_name))
-        return numel
+        return chunk_rows(numel, self.unit[0]) * self.unit[1]
 
 
 def group_backend(group_name: str) -> str:

@@ -69,8 +69,13 @@ def find_group(group_name: str) -> ProcessGroup | None:
     return next((group for group, name in _world.pg_names.items() if name == group_name), None)
 
 
-def make_beside(group: ProcessGroup, group_name: str) -> ProcessGroup:
+def make_beside(group: ProcessGroup, group_name: str, members: Sequence[int] | None = None) -> ProcessGroup:
     """A second group of the same ranks, backend and timeout, of this name; called by its members alone.
+
+    Args:
+        group: whose ranks they are.
+        group_name: of the new one.
+        members: which of them, by their rank in the group; None: all.
 
     2.11 - 2.13: `dist.new_group` would need every rank of the world, and `use_local_synchronization` names a group by
     how many groups a rank is in, which members of one group need not agree on. `_new_process_group_helper` takes a
@@ -79,11 +84,13 @@ def make_beside(group: ProcessGroup, group_name: str) -> ProcessGroup:
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
     ranks = dist.get_process_group_ranks(group)
+    if members is not None:
+        ranks = [ranks[member] for member in members]
     backend, store = _world.pg_map[group]
     options = getattr(group._get_backend(group._device_types[0]), "options", None)  # a fake one has none
     made, _ = _new_process_group_helper(
         len(ranks),
-        dist.get_rank(group),
+        ranks.index(dist.get_rank()),
         ranks,
         backend,
         store,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from zgraph.compression import CompressionMethod
+from zgraph.compression import BlockMethod, CompressionMethod
+from zgraph.ops import Chunk
 
 ALIGNMENT = 16  # bytes; vector units and GPUs like the payload of each rank to begin at such a multiple
 
@@ -57,3 +58,13 @@ class BucketLayout:
                 payload[:, offset : offset + self.stretches * size].unflatten(1, (self.stretches, size))
                 for offset, size in zip(offsets, sizes, strict=True)
             )
+
+
+def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
+    """What a collective carries of a chunk, as `meta.set_chunks` is told; [] where only the method knows.
+
+    A stretch travels as a chunk of its own.
+    """
+    if not isinstance(method, BlockMethod):
+        return []
+    return [replace(chunk, unit=(method.group, sum(method.sections(method.group))))] * stretches

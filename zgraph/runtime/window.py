@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.handle import name_of
+from zgraph.runtime.feedback import Feedbacks
 from zgraph.torch_compat import local_parameters
 
 _STATE = "zgraph_state"
@@ -37,6 +38,7 @@ class ParameterState:
         accumulated: stage 1: the sum of this rank's own whole gradients, [*shape].
         earlier: stage 0: what `.grad` held before the window, reduced already; the waiting sum is in `.grad` itself.
         tensors: this rank's own, kept from step to step by name; checkpoints store and restore them.
+        feedbacks: what compression has not sent.
     """
 
     owner: nn.Module
@@ -46,6 +48,7 @@ class ParameterState:
     accumulated: Tensor | None = None
     earlier: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    feedbacks: Feedbacks = field(default_factory=Feedbacks)
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Let a gradient wait for the closing backward.

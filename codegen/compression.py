@@ -1,0 +1,136 @@
+"""The kernels of `zgraph::quantize_grads` and its counterparts: which implementation serves which method and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zgraph.codegen import reference
+from zgraph.compressed_ops import layout_of
+from zgraph.compression import BlockMethod, Draw
+from zgraph.handle import name_of
+from zgraph.runtime.feedback import Feedback
+from zgraph.runtime.window import ALONE, OPEN, state_behind
+from zgraph.unit import scope_behind
+from zgraph.wire_format import BucketLayout
+
+_DEVICES = ("cpu", "cuda")
+
+
+@torch.library.impl("zgraph::quantize_grads", _DEVICES)
+def quantize_grads(
+    grads: Sequence[Tensor],
+    handles: Sequence[Tensor],
+    method: str,
+    slot: str,
+    numels: Sequence[int],
+    world: int,
+    stretches: int,
+    rank: int,
+    salt: int,
+    window: str,
+) -> tuple[Tensor, Tensor]:
+    layout = layout_of(method, tuple(numels), world, stretches)
+    kept = [
+        _feedback(handle, slot, method, numel, layout, grad.device)
+        for handle, numel, grad in zip(handles, numels, grads, strict=True)
+    ]
+    for handle, feedback in zip(handles, kept, strict=True):
+        scaled = state_behind(handle).feedbacks.loss_scale is not None
+        feedback.begin(forgets_every=layout.method.forgets_every, keep_before=scaled)
+    step = kept[0].reductions
+    payload = grads[0].new_zeros((world, layout.payload_bytes), dtype=torch.uint8)
+    states = [feedback.tensors for feedback in kept]
+    _quantize(grads, states, layout, Draw(step, salt), rank, payload)
+    for handle, feedback in zip(handles, kept, strict=True):
+        feedback.end(closing=_closes(handle, window))
+    return payload.view(-1), torch.tensor([step])
+
+
+@torch.library.impl("zgraph::dequantize_sum", _DEVICES)
+def dequantize_sum(
+    received: Tensor,
+    draw: Tensor,
+    method: str,
+    numels: Sequence[int],
+    world: int,
+    stretches: int,
+    salt: int,
+    divisor: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    layout = layout_of(method, tuple(numels), world, stretches)
+    outputs = [received.new_empty((stretches * numel,), dtype=dtype) for numel in numels]
+    _dequantize_sum(received.view(world, -1), layout, Draw(int(draw.item()), salt), 0, divisor, outputs)
+    return outputs
+
+
+@torch.library.impl("zgraph::dequantize_each", _DEVICES)
+def dequantize_each(
+    received: Tensor,
+    draw: Tensor,
+    method: str,
+    numels: Sequence[int],
+    world: int,
+    salt: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    layout = layout_of(method, tuple(numels), 1, 1)
+    outputs = [received.new_empty((world, numel), dtype=dtype) for numel in numels]
+    rows = received.view(world, -1)
+    for rank in range(world):
+        parts = [output[rank] for output in outputs]
+        _dequantize_sum(rows[rank : rank + 1], layout, Draw(int(draw.item()), salt), rank, 1, parts)
+    return [output.view(-1) for output in outputs]
+
+
+def _closes(handle: Tensor, window: str) -> bool:
+    """Whether an optimizer step follows the backward at hand.
+
+    At stage 3 forwards do not tell their backward that they ran under `no_sync`: there it counts where the backward
+    itself runs.
+    """
+    scope = scope_behind(handle)
+    return window != OPEN and not (window == ALONE and scope is not None and scope.accumulating)
+
+
+def _feedback(
+    handle: Tensor, slot: str, method: str, numel: int, layout: BucketLayout, device: torch.device
+) -> Feedback:
+    chunks = layout.stretches * layout.world
+    spec = layout.method.state(numel, chunks)
+    return state_behind(handle).feedbacks.of(slot, method, numel, chunks, spec, device, name_of(handle))
+
+
+def _quantize(
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    layout: BucketLayout,
+    draw: Draw,
+    rank: int,
+    payload: Tensor,
+) -> None:
+    if isinstance(layout.method, BlockMethod):
+        reference.quantize_bucket(grads, states, layout, draw, rank, payload)
+        return
+    chunks = layout.stretches * layout.world
+    for grad, numel, state, views in zip(grads, layout.numels, states, layout.views(payload), strict=True):
+        flat = torch.nn.functional.pad(grad.reshape(-1), (0, chunks * numel - grad.numel()))
+        sections = layout.method.quantize(flat.view(chunks, numel), state, draw, rank)
+        for view, section in zip(views, sections, strict=True):
+            view.copy_(section.view(layout.stretches, layout.world, -1).transpose(0, 1))
+
+
+def _dequantize_sum(
+    received: Tensor, layout: BucketLayout, draw: Draw, first_rank: int, divisor: int, outputs: Sequence[Tensor]
+) -> None:
+    if isinstance(layout.method, BlockMethod):
+        reference.dequantize_sum_bucket(received, layout, draw, first_rank, divisor, outputs)
+        return
+    for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
+        for stretch in range(layout.stretches):
+            sections = [view[:, stretch] for view in views]
+            total = layout.method.dequantize_sum(sections, numel, draw)
+            output.view(layout.stretches, numel)[stretch].copy_(total / divisor if divisor > 1 else total)

@@ -1,0 +1,247 @@
+"""Send few bits for each element of a gradient, and remember what they lack."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import operator
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zgraph import meta, nodes
+from zgraph.build_reduction import ReductionBuilder
+from zgraph.compression import BlockMethod, CompressionMethod, LoCo, TwoHop, to_text
+from zgraph.graph_pass import Fact, GraphPass, PassContext
+from zgraph.nodes import ReduceArgs
+from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait
+from zgraph.runtime.window import OPEN
+from zgraph.torch_compat import all_gather_op, all_to_all_op, wait_op
+from zgraph.wire_format import chunk_unit
+
+aten = torch.ops.aten
+MEANS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressGradients(GraphPass):
+    """Reduce large gradients as codes of a few bits, which one all_to_all per bucket exchanges; the mean stays fp32.
+
+    Lossy: the mean differs from the exact one by what `zgraph.passes.LoCo` and the other methods say, and each
+    parameter keeps an error on each rank, see `zgraph.runtime_state`. Whatever dtype a gradient has or would travel in,
+    its codes are made from it as it is.
+    Leaves alone: gradients that are small, have few dims or a name that is skipped, and those on a single rank, of
+    which nothing travels; LowerReductions sends them as they are. Gradients that wait for the end of a window are
+    compressed once, at its end.
+
+    Attributes:
+        method: LoCo, ErrorFeedback, NoFeedback, TwoHop, or one of your own: a subclass of
+            `zgraph.compression.CompressionMethod`.
+        min_numel, min_dims: of a parameter whose gradient is compressed.
+        skip: names of parameters that are not, as shell patterns ("*.embed*"). Blocks that share one compiled graph are
+            treated as the one it was compiled for: a pattern that tells them apart needs the whole model compiled.
+        means: of a replicated parameter each rank keeps a part of the mean, and gathers it from the others in this
+            dtype, or compressed by a BlockMethod with an error of its own.
+    """
+
+    method: CompressionMethod | TwoHop = field(default_factory=LoCo)
+    min_numel: int = 2**14
+    min_dims: int = 2
+    skip: tuple[str, ...] = ()
+    means: torch.dtype | BlockMethod = torch.bfloat16
+
+    name: ClassVar[str] = "compress_gradients"
+    requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_DEDUPED})
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.GRADIENTS_COMPRESSED})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.REDUCTIONS_LOWERED, Fact.COLLECTIVES_BUCKETED})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, CompressionMethod | TwoHop):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"compress_gradients: method={self.method!r} is no compression method; write zgraph.passes.LoCo(), say."
+            )
+        if self.min_numel < 1 or self.min_dims < 0:
+            raise ValueError(
+                f"compress_gradients: min_numel={self.min_numel}, min_dims={self.min_dims}; write at least 1 and 0."
+            )
+        if isinstance(self.skip, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"compress_gradients: skip={self.skip!r}; write a tuple of patterns, ({self.skip!r},).")
+        if not (self.means in MEANS or isinstance(self.means, BlockMethod)):
+            raise ValueError(
+                f"compress_gradients: means={self.means}; write torch.bfloat16, torch.float16, torch.float32, or a "
+                "method of zgraph's own, such as zgraph.passes.LoCo(bits=8)."
+            )
+        if isinstance(self.method, CompressionMethod):
+            to_text(self.method)  # refused here rather than in the middle of a compile
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))
+        covered = [marker for marker in markers if self._covers(marker, ctx)]
+        for marker in covered:
+            nodes.drop_unchanging_views(marker)
+            with gm.graph.inserting_before(marker):
+                reduced = _CompressedReduction(gm.graph, marker, ctx, self).build()
+            marker.replace_all_uses_with(reduced)
+            nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
+        if markers:
+            ctx.note(self, f"{len(covered)} of {len(markers)} gradients are compressed")
+        else:
+            ctx.note(self, "nothing is reduced here")
+        return bool(covered)
+
+    def _covers(self, marker: fx.Node, ctx: PassContext) -> bool:
+        args = ReduceArgs.of(marker)
+        if ctx.group_size(args.group_name) * ctx.group_size(args.replicas) == 1:
+            return False
+        if gradients_wait(args.zero_stage, args.window) and args.window == OPEN:
+            return False  # nothing is sent before the closing backward
+        grad = meta.tensor_value(args.grad)
+        if grad.dtype not in MEANS or grad.dim() < self.min_dims or grad.numel() < self.min_numel:
+            return False
+        names = meta.parameters(marker)
+        return not any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.skip)
+
+
+class _CompressedReduction(ReductionBuilder):
+    """One reduction of which codes travel."""
+
+    def __init__(self, graph: fx.Graph, marker: fx.Node, ctx: PassContext, options: CompressGradients) -> None:
+        super().__init__(graph, marker, ctx, "all_to_all")
+        self.means = options.means
+        method = options.method
+        if isinstance(method, LoCo):
+            method = self._hops_of(method)
+        self.method = method
+        self.replica = ctx.group_rank(self.args.replicas) if self.args.replicas else 0
+
+    def _hops_of(self, method: LoCo) -> CompressionMethod | TwoHop:
+        one_hop = replace(method, hops=1)
+        if method.hops == 1 or (method.hops == "auto" and self.copies == 1):
+            return one_hop
+        return TwoHop(across=one_hop)
+
+    def on_the_wire(self, grad: fx.Node) -> fx.Node:
+        source = grad.all_input_nodes[0] if nodes.is_cast(grad) == torch.float32 else grad
+        return source if meta.tensor_value(source).dtype in MEANS else grad
+
+    def padded(self, pieces: fx.Node, world: int) -> fx.Node:
+        return pieces  # what is missing counts as zeros
+
+    def sum(self, pieces: fx.Node, chunk: Chunk, divisor: int, dtype: torch.dtype) -> fx.Node:
+        group_name = chunk.group_names[-1]
+        world = self.ctx.group_size(group_name)
+        if world == 1:
+            return super().sum(pieces, chunk, divisor, dtype)
+        shape = meta.tensor_value(pieces).shape
+        rows = chunk_rows(shape[0], world)
+        numel = rows * math.prod(shape[1:])
+        is_second = len(chunk.group_names) > 1
+        if isinstance(self.method, TwoHop) and self.copies == 1:
+            found = self._two_hops(pieces, self.method, chunk, numel, divisor, dtype)
+        else:
+            method = self.method
+            if isinstance(method, TwoHop):
+                method = method.across if is_second else method.inside
+            slot, salt = ("across", self.copies + self.rank) if is_second else ("inside", self.replica)
+            found = self._exchange(pieces, method, slot, chunk, group_name, numel, salt, divisor, dtype)
+        return self.node(aten.view.default, found, [rows, *shape[1:]])
+
+    def _two_hops(
+        self, pieces: fx.Node, method: TwoHop, chunk: Chunk, numel: int, divisor: int, dtype: torch.dtype
+    ) -> fx.Node:
+        """Over the ranks of a node, then over ranks of equal place in their nodes."""
+        group_name = chunk.group_names[-1]
+        per_node = self._ranks_per_node(method)
+        inside, across = self.ctx.node_groups(group_name, per_node)
+        world, stretches = self.ctx.group_size(inside), self.ctx.group_size(across)
+        node, place = divmod(self.rank, per_node)
+        wide = accumulate_dtype(meta.tensor_value(pieces).dtype)
+        hops = replace(chunk, group_names=(inside, across))
+        if world == 1:
+            partial = pieces
+        else:
+            first_divisor, first_dtype = (1, wide) if stretches > 1 else (divisor, dtype)
+            partial = self._exchange(
+                pieces, method.inside, "inside", hops, inside, numel, node, first_divisor, first_dtype, stretches
+            )
+        if stretches == 1:
+            return partial
+        salt = self.world + place
+        return self._exchange(partial, method.across, "across", hops, across, numel, salt, divisor, dtype)
+
+    def _ranks_per_node(self, method: TwoHop) -> int:
+        found = method.ranks_per_node
+        if found is None:
+            raise ValueError(
+                "compress_gradients: two hops need to know which ranks share a node, and the mesh has one axis; write "
+                "TwoHop(ranks_per_node=...), or shard over a mesh of (nodes, ranks per node)."
+            )
+        if self.world % found:
+            raise ValueError(
+                f"compress_gradients: ranks_per_node={found} does not divide the {self.world} ranks of the group; "
+                "nodes need equally many ranks."
+            )
+        return found
+
+    def _exchange(
+        self,
+        pieces: fx.Node,
+        method: CompressionMethod,
+        slot: str,
+        chunk: Chunk,
+        group_name: str,
+        numel: int,
+        salt: int,
+        divisor: int,
+        dtype: torch.dtype,
+        stretches: int = 1,
+    ) -> fx.Node:
+        """The sum over a group of this rank's [stretches * numel]."""
+        world, rank = self.ctx.group_size(group_name), self.ctx.group_rank(group_name)
+        text = to_text(method)
+        payload, draw = self._quantized(pieces, text, slot, numel, world, stretches, rank, salt)
+        splits = [meta.tensor_value(payload).shape[0] // world] * world
+        start = self.node(all_to_all_op(), payload, splits, splits, group_name, name=f"all_to_all_{self.label}")
+        meta.set_chunks(start, chunk_unit(method, chunk, stretches))
+        received = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
+        sums = self.node(
+            torch.ops.zgraph.dequantize_sum.default,
+            *(received, draw, text, [numel], world, stretches, salt, divisor, dtype),
+            name=f"dequantize_{self.label}",
+        )
+        return self.node(operator.getitem, sums, 0)
+
+    def _quantized(
+        self, pieces: fx.Node, method: str, slot: str, numel: int, world: int, stretches: int, rank: int, salt: int
+    ) -> tuple[fx.Node, fx.Node]:
+        quantized = self.node(
+            torch.ops.zgraph.quantize_grads.default,
+            *([pieces], [self.args.handle], method, slot, [numel], world, stretches, rank, salt, self.args.window),
+            name=f"quantize_{self.label}",
+        )
+        return self.node(operator.getitem, quantized, 0), self.node(operator.getitem, quantized, 1)
+
+    def gathered(self, piece: fx.Node, chunk: Chunk, numel: int) -> fx.Node:
+        group_name = chunk.group_names[-1]
+        world = self.ctx.group_size(group_name)
+        if world == 1:
+            return super().gathered(piece, chunk, numel)
+        if isinstance(self.means, torch.dtype):
+            dtype = meta.tensor_value(piece).dtype
+            narrow = self.cast(piece, self.means) if self.means.itemsize < dtype.itemsize else piece
+            return self.cast(super().gathered(narrow, chunk, numel), dtype)
+        text, rank = to_text(self.means), self.ctx.group_rank(group_name)
+        own = meta.tensor_value(piece).shape[0]
+        salt = 2 * self.world * self.copies + (self.rank if len(chunk.group_names) > 1 else self.replica)
+        payload, draw = self._quantized(piece, text, f"means of {len(chunk.group_names)}", own, 1, 1, rank, salt)
+        start = self.node(all_gather_op(), payload, world, group_name, name=f"all_gather_grad_{self.label}")
+        meta.set_chunks(start, chunk_unit(self.means, chunk, 1))
+        received = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
+        every = self.node(
+            torch.ops.zgraph.dequantize_each.default,
+            *(received, draw, text, [own], world, salt, self.args.dtype),
+        )
+        whole = self.node(operator.getitem, every, 0)
+        return whole if world * own == numel else self.node(aten.slice.Tensor, whole, 0, 0, numel)

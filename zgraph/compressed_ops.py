@@ -1,0 +1,123 @@
+"""The operators of compressed reductions; their kernels are in `zgraph.codegen.compression`.
+
+    payload, draw = quantize_grads([grad, ...], [handle, ...], ...)     a row of bytes for each rank of the group
+    received = wait(all_to_all(payload))                                a row of each rank
+    shard, ... = dequantize_sum(received, draw, ...)
+
+`quantize_grads` reads and updates what the parameters keep behind their handles, as `accumulate_grad` does. `draw` is
+the number of the reduction, on the host: ranks count alike, so each knows which signs the others have drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zgraph.compression import from_text
+from zgraph.wire_format import BucketLayout
+
+torch.library.define(
+    "zgraph::quantize_grads",
+    "(Tensor[] grads, Tensor[] handles, str method, str slot, int[] numels, int world, int stretches, int rank, "
+    "int salt, str window) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "zgraph::dequantize_sum",
+    "(Tensor received, Tensor draw, str method, int[] numels, int world, int stretches, int salt, int divisor, "
+    "ScalarType dtype) -> Tensor[]",
+)
+torch.library.define(
+    "zgraph::dequantize_each",
+    "(Tensor received, Tensor draw, str method, int[] numels, int world, int salt, ScalarType dtype) -> Tensor[]",
+)
+
+
+@functools.cache
+def layout_of(method: str, numels: tuple[int, ...], world: int, stretches: int) -> BucketLayout:
+    """The layout that operators with these arguments mean."""
+    return BucketLayout(from_text(method), numels, world, stretches)
+
+
+@torch.library.register_fake("zgraph::quantize_grads")
+def _(
+    grads: Sequence[Tensor],
+    handles: Sequence[Tensor],
+    method: str,
+    slot: str,
+    numels: Sequence[int],
+    world: int,
+    stretches: int,
+    rank: int,
+    salt: int,
+    window: str,
+) -> tuple[Tensor, Tensor]:
+    """Codes for every rank of a group, and what they cost kept for the next reduction.
+
+    Args:
+        grads: contiguous, any shape and floating-point dtype; what one lacks to `stretches * world * numel` elements
+            counts as zeros.
+        handles: of their parameters.
+        method: as `zgraph.compression.to_text` writes it.
+        slot: of the parameter's several reductions, which this is.
+        numels, world, stretches: see `BucketLayout`.
+        rank, salt: see `zgraph.compression.Draw`.
+        window: where the backward stands in its window, see runtime/window.py.
+
+    Returns:
+        [world * payload_bytes] uint8; [1] int64 on the host, how many reductions came before.
+    """
+    payload = layout_of(method, tuple(numels), world, stretches).payload_bytes
+    return grads[0].new_empty((world * payload,), dtype=torch.uint8), torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("zgraph::dequantize_sum")
+def _(
+    received: Tensor,
+    draw: Tensor,
+    method: str,
+    numels: Sequence[int],
+    world: int,
+    stretches: int,
+    salt: int,
+    divisor: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Sums, in fp32 and in rank order, of what all ranks have sent, divided once.
+
+    Args:
+        received: [world * payload_bytes] uint8, by rank.
+        draw: what `quantize_grads` returned.
+        method, numels, world, stretches, salt: as there.
+        divisor: of the sums.
+        dtype: of the results.
+
+    Returns:
+        [stretches * numel] for each gradient.
+    """
+    return [received.new_empty((stretches * numel,), dtype=dtype) for numel in numels]
+
+
+@torch.library.register_fake("zgraph::dequantize_each")
+def _(
+    received: Tensor,
+    draw: Tensor,
+    method: str,
+    numels: Sequence[int],
+    world: int,
+    salt: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """What each rank has sent, rank after rank: the other end of a compressed all_gather.
+
+    Args:
+        received: [world * payload_bytes] uint8, by rank, each the payload of `quantize_grads` for a world of one.
+        draw, method, numels, world, salt: as in `dequantize_sum`.
+        dtype: of the results.
+
+    Returns:
+        [world * numel] for each tensor.
+    """
+    return [received.new_empty((world * numel,), dtype=dtype) for numel in numels]

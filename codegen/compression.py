@@ -12,8 +12,8 @@ from zgraph.compressed_ops import layout_of
 from zgraph.compression import BlockMethod, Draw
 from zgraph.handle import name_of
 from zgraph.runtime.feedback import Feedback
-from zgraph.runtime.window import ALONE, OPEN, state_behind
-from zgraph.unit import scope_behind
+from zgraph.runtime.window import state_behind
+from zgraph.unit import closes_window
 from zgraph.wire_format import BucketLayout
 
 _DEVICES = ("cpu", "cuda")
@@ -42,10 +42,13 @@ def quantize_grads(
         feedback.begin(forgets_every=layout.method.forgets_every, keep_before=scaled)
     step = kept[0].reductions
     payload = grads[0].new_zeros((world, layout.payload_bytes), dtype=torch.uint8)
-    states = [feedback.tensors for feedback in kept]
-    _quantize(grads, states, layout, Draw(step, salt), rank, payload)
-    for handle, feedback in zip(handles, kept, strict=True):
-        feedback.end(closing=_closes(handle, window))
+    near = [{name: held.to(grads[0].device) for name, held in feedback.tensors.items()} for feedback in kept]
+    _quantize(grads, near, layout, Draw(step, salt), rank, payload)
+    for handle, feedback, state in zip(handles, kept, near, strict=True):
+        for name, held in feedback.tensors.items():
+            if held is not state[name]:  # kept on the host
+                held.copy_(state[name])
+        feedback.end(closing=closes_window(handle, window))
     return payload.view(-1), torch.tensor([step])
 
 
@@ -86,21 +89,13 @@ def dequantize_each(
     return [output.view(-1) for output in outputs]
 
 
-def _closes(handle: Tensor, window: str) -> bool:
-    """Whether an optimizer step follows the backward at hand.
-
-    At stage 3 forwards do not tell their backward that they ran under `no_sync`: there it counts where the backward
-    itself runs.
-    """
-    scope = scope_behind(handle)
-    return window != OPEN and not (window == ALONE and scope is not None and scope.accumulating)
-
-
 def _feedback(
     handle: Tensor, slot: str, method: str, numel: int, layout: BucketLayout, device: torch.device
 ) -> Feedback:
     chunks = layout.stretches * layout.world
     spec = layout.method.state(numel, chunks)
+    if isinstance(layout.method, BlockMethod) and layout.method.error_device is not None:
+        device = torch.device(layout.method.error_device)
     return state_behind(handle).feedbacks.of(slot, method, numel, chunks, spec, device, name_of(handle))
 
 

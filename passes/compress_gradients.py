@@ -42,6 +42,7 @@ class CompressGradients(GraphPass):
         min_numel, min_dims: of a parameter whose gradient is compressed.
         skip: names of parameters that are not, as shell patterns ("*.embed*"). Blocks that share one compiled graph are
             treated as the one it was compiled for: a pattern that tells them apart needs the whole model compiled.
+        warmup_steps: optimizer steps in which gradients travel as they are, before the first is compressed.
         means: of a replicated parameter each rank keeps a part of the mean, and gathers it from the others in this
             dtype, or compressed by a BlockMethod with an error of its own.
     """
@@ -50,6 +51,7 @@ class CompressGradients(GraphPass):
     min_numel: int = 2**14
     min_dims: int = 2
     skip: tuple[str, ...] = ()
+    warmup_steps: int = 0
     means: torch.dtype | BlockMethod = torch.bfloat16
 
     name: ClassVar[str] = "compress_gradients"
@@ -62,9 +64,10 @@ class CompressGradients(GraphPass):
             raise ValueError(
                 f"compress_gradients: method={self.method!r} is no compression method; write zgraph.passes.LoCo(), say."
             )
-        if self.min_numel < 1 or self.min_dims < 0:
+        if self.min_numel < 1 or self.min_dims < 0 or self.warmup_steps < 0:
             raise ValueError(
-                f"compress_gradients: min_numel={self.min_numel}, min_dims={self.min_dims}; write at least 1 and 0."
+                f"compress_gradients: min_numel={self.min_numel}, min_dims={self.min_dims}, "
+                f"warmup_steps={self.warmup_steps}; write at least 1, 0 and 0."
             )
         if isinstance(self.skip, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"compress_gradients: skip={self.skip!r}; write a tuple of patterns, ({self.skip!r},).")
@@ -75,6 +78,10 @@ class CompressGradients(GraphPass):
             )
         if isinstance(self.method, CompressionMethod):
             to_text(self.method)  # refused here rather than in the middle of a compile
+
+    @property
+    def counts_after(self) -> int:
+        return self.warmup_steps
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))

@@ -17,6 +17,7 @@ from zgraph.agreement import Signature, agree
 from zgraph.codegen import compression as compression  # registers the kernels of compressed reductions
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.lower import lower_fx
+from zgraph.codegen.warm_up import switch_after
 from zgraph.config import CompileOptions
 from zgraph.errors import ZgraphWarning
 from zgraph.fit_budget import agreed_peak, explain, fit, smallest_feasible
@@ -24,14 +25,17 @@ from zgraph.graph_pass import Direction, GraphPass, PassContext
 from zgraph.handle import name_of
 from zgraph.liveness import MemoryCurve, memory_curve, step_curve
 from zgraph.local_shards import compile_on_local_shards
+from zgraph.meter import GraphMeter
 from zgraph.passes import presets
 from zgraph.pipeline import Pipeline
 from zgraph.report.dump import Dumper
 from zgraph.report.of_graph import describe
 from zgraph.report.summary import Report
+from zgraph.traffic import transfers
 from zgraph.unit import scope_behind
 
 Graphs = dict[Direction, fx.GraphModule]
+MeterOf = Callable[[], GraphMeter | None]
 
 
 def zgraph(
@@ -70,6 +74,8 @@ class FrameCompiler:
             rank = dist.get_rank() if torch_compat.is_distributed_ready() else 0
             self.dumper = Dumper(directory=options.dump, rank=rank, frame=self.frame)
         self.inductor = InductorLowering() if options.lowering == "inductor" else None
+        self.warmup_steps = max((entry.counts_after for entry in self.pipeline.passes), default=0)
+        self.warm_backward: fx.GraphModule | None = None  # for these steps
         if self.frame.endswith("/0"):  # not again for every recompile
             _warn_if_replicas_drift(gm)
 
@@ -95,6 +101,8 @@ class FrameCompiler:
         def plan(gm: fx.GraphModule) -> Graphs:
             self._run_passes({"joint": gm}, "joint")
             forward, backward = split(gm)
+            if self.warmup_steps:
+                self.warm_backward = self._plan_warm_backward({"forward": forward, "backward": backward})
             graphs: Graphs = {"forward": forward, "backward": backward}
             self._run_passes(graphs, "graph")
             return graphs
@@ -103,6 +111,15 @@ class FrameCompiler:
         self.ctx.split = split
         graphs = self._within_budget(joint, plan)
         return graphs["forward"], graphs["backward"]
+
+    def _plan_warm_backward(self, graphs: Graphs) -> fx.GraphModule:
+        """The backward without those passes that count only later; their pipeline plans copies of both graphs."""
+        copies: Graphs = {direction: nodes.copy_of(gm) for direction, gm in graphs.items()}
+        ctx = replace(self.ctx, graphs=copies, notes=[])
+        pipeline = self.pipeline.without(lambda entry: entry.counts_after > 0)
+        for _ in pipeline.run("graph", ctx, copies, lambda *_: None):
+            pass
+        return copies["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """All passes on the one graph."""
@@ -159,21 +176,33 @@ class FrameCompiler:
         return graphs
 
     def _curve(self, graphs: Graphs) -> MemoryCurve:
+        """Of the step that holds most."""
         if "inference" in graphs:
             return memory_curve(graphs["inference"].graph)
         assert self.ctx.user_outputs is not None
-        return step_curve(graphs["forward"].graph, graphs["backward"].graph, user_outputs=self.ctx.user_outputs)
+        backwards = [graphs["backward"], *([] if self.warm_backward is None else [self.warm_backward])]
+        curves = [
+            step_curve(graphs["forward"].graph, backward.graph, user_outputs=self.ctx.user_outputs)
+            for backward in backwards
+        ]
+        return max(curves, key=agreed_peak)
 
     def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         meter_of = partial(self.report.meter_of, self.frame, direction)
         with self.report.phase("lowering"):
-            if self.inductor is None:
-                return lower_fx(gm, meter_of)
-            islands, distinct = self.inductor.islands, len(self.inductor.compiled)
-            lowered = self.inductor.lower(gm, meter_of)
-            self.report.islands += self.inductor.islands - islands
-            self.report.distinct_islands += len(self.inductor.compiled) - distinct
-            return lowered
+            main = self._lowered(gm, meter_of)
+            if direction != "backward" or self.warm_backward is None:
+                return main
+            return switch_after(self.warmup_steps, self._lowered(self.warm_backward, None), main, gm)
+
+    def _lowered(self, gm: fx.GraphModule, meter_of: MeterOf | None) -> Callable[[list[Any]], Any]:
+        if self.inductor is None:
+            return lower_fx(gm, meter_of)
+        islands, distinct = self.inductor.islands, len(self.inductor.compiled)
+        lowered = self.inductor.lower(gm, meter_of)
+        self.report.islands += self.inductor.islands - islands
+        self.report.distinct_islands += len(self.inductor.compiled) - distinct
+        return lowered
 
     def _run_passes(self, graphs: Graphs, phase: Any) -> None:
         self.ctx.graphs = graphs
@@ -198,8 +227,11 @@ class FrameCompiler:
                 parameters=tuple(self.names.values()),
                 reason=self.reason,
             )
+        signatures = [Signature.of(graph.direction, graph.transfers) for graph in found]
+        if self.warm_backward is not None:
+            signatures.append(Signature.of("warm-up", [*transfers(self.warm_backward.graph)]))
         with self.report.phase("agreement"):
-            agree([Signature.of(graph.direction, graph.transfers) for graph in found], self.options.agreement_timeout_s)
+            agree(signatures, self.options.agreement_timeout_s)
         if self.options.report is not None:  # somebody wants to read them
             self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
         self.report.graphs.extend(found)

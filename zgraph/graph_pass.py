@@ -122,6 +122,8 @@ class GraphPass:
         requires: facts that an earlier pass must provide.
         provides: facts that hold afterwards.
         conflicts: facts that must not hold yet.
+        counts_after: optimizer steps: until then the backward runs that was planned without this pass. Only for passes
+            of phase "graph" that change nothing but the backward graph.
     """
 
     name: ClassVar[str] = "unnamed"
@@ -129,6 +131,10 @@ class GraphPass:
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def counts_after(self) -> int:
+        return 0
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         """Rewrite gm.graph in place; say truthfully whether anything changed."""

@@ -87,6 +87,15 @@ def is_sum_ranks(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.sum_ranks.default
 
 
+def is_quantize(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.quantize_grads.default
+
+
+def handles_of(quantize: fx.Node) -> list[fx.Node]:
+    """The handles of the parameters whose gradients a node quantizes."""
+    return list(cast("list[fx.Node]", quantize.args[1]))
+
+
 def is_dequantize_sum(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.dequantize_sum.default
 

@@ -46,6 +46,14 @@ class Pipeline:
         """The passes of one phase, in order."""
         return (entry for entry in self.passes if entry.phase == phase)
 
+    def without(self, left_out: Callable[[GraphPass], bool]) -> Pipeline:
+        """The same pipeline without some passes.
+
+        Raises:
+            PreconditionError: another pass requires one of them.
+        """
+        return Pipeline((entry for entry in self.passes if not left_out(entry)), replay_all=self.replay_all)
+
     def _check_contracts(self) -> None:
         for entry in self.passes:
             if not isinstance(entry, GraphPass):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -231,6 +231,16 @@ def scope_behind(handle: object) -> Scope | None:
     return None if state is None else state.scope
 
 
+def closes_window(handle: Tensor, window: str) -> bool:
+    """Whether an optimizer step follows the backward at hand, to which a marker of that window belongs.
+
+    At stage 3 forwards do not tell their backward that they ran under `no_sync`: there it counts where the backward
+    itself runs.
+    """
+    scope = scope_behind(handle)
+    return window != OPEN and not (window == ALONE and scope is not None and scope.accumulating)
+
+
 @no_frames_inside
 def gather(read: Read, scope: Scope) -> Tensor:
     """The whole parameter, through the marker.

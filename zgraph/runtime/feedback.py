@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from zgraph.compression import from_text
 from zgraph.errors import ZgraphError
 
 
@@ -70,10 +71,12 @@ class Feedbacks:
     Attributes:
         by_slot: one for each of its reductions, by name.
         loss_scale: of the gradients that come next; None: losses are not scaled.
+        warmed_steps: optimizer steps so far before which nothing was compressed, though a pipeline says so.
     """
 
     by_slot: dict[str, Feedback] = field(default_factory=dict[str, Feedback])
     loss_scale: float | None = None
+    warmed_steps: int = 0
 
     def of(
         self,
@@ -96,9 +99,10 @@ class Feedbacks:
             found = self.by_slot[slot] = Feedback(method, numel, chunks, tensors)
         elif (found.method, found.numel, found.chunks) != (method, numel, chunks):
             raise ZgraphError(
-                f"zgraph: {parameter} keeps the error of {found.method} in {found.chunks} chunks of {found.numel} "
-                f"elements, and is now compressed by {method} in {chunks} of {numel}. Compile with the method that the "
-                "state was saved with, or call zgraph.forget_errors(model) to begin with zeros."
+                f"zgraph: {parameter} keeps the error of {from_text(found.method)} in {found.chunks} chunks of "
+                f"{found.numel} elements, and is now compressed by {from_text(method)} in {chunks} of {numel}. "
+                "Compile with the method that the state was saved with, or call zgraph.forget_errors(model) to begin "
+                "with zeros."
             )
         return found
 

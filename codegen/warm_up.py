@@ -1,0 +1,44 @@
+"""Two programs for one backward: without the passes that count only after some optimizer steps, and then with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from zgraph import nodes
+from zgraph.runtime.window import state_behind
+from zgraph.torch_compat import boxed
+from zgraph.unit import closes_window
+
+
+def switch_after(
+    steps: int, warm: Callable[[list[Any]], Any], main: Callable[[list[Any]], Any], gm: fx.GraphModule
+) -> Callable[[list[Any]], Any]:
+    """Run `warm` in the first optimizer steps of the parameters at hand, `main` afterwards.
+
+    Args:
+        steps: closing backwards that `warm` runs.
+        warm, main: of equal inputs and outputs.
+        gm: the graph of `main`, whose compressed reductions say which parameters count.
+    """
+    quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))
+    if not quantized:
+        return main
+    handles = [handle for node in quantized for handle in nodes.handles_of(node)]
+    placeholders = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    places = [placeholders[handle] for handle in dict.fromkeys(handles)]
+    window = str(quantized[0].args[-1])
+
+    def run(args: list[Any]) -> Any:
+        counted = [state_behind(args[place]) for place in places]
+        if counted[0].feedbacks.warmed_steps >= steps:
+            return main(args)
+        closes = closes_window(args[places[0]], window)
+        result = warm(args)
+        for state in counted:
+            state.feedbacks.warmed_steps += closes
+        return result
+
+    return boxed(run)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zgraph import meta, nodes
+from zgraph.compressed_ops import error_bytes
 from zgraph.hardware import Hardware
 from zgraph.ops import accumulate_dtype, group_size
 from zgraph.torch_compat import (
@@ -250,6 +251,8 @@ class CostModel:
             # The sum so far is read as well, and written where that is not the result.
             grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])
             moved += 2 * self._numel(grad, meta.tensor_value(grad)) * dtype.itemsize
+        if nodes.is_quantize(node):
+            moved += 2 * error_bytes(node)  # which is read and written
         flops = self._flops(node)
         dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
         return NodeCost(COMPUTE, self.hardware.compute_us(flops, moved, dtype), flops, moved)

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.fx.node import map_arg
 
 from zgraph import meta, nodes
 from zgraph.cost import COMPUTE, CostModel, NodeCost
+from zgraph.handle import make_handle
 from zgraph.hardware import Hardware
+from zgraph.runtime.window import attach_state
 from zgraph.torch_compat import default_store, hint_of, is_distributed_ready, is_fake_world, without_fake_mode
 
 _ENOUGH_US = 2_000.0  # of running one kernel again and again
@@ -62,7 +64,8 @@ class TimedCosts(CostModel):
 
 
 def _can_run(node: fx.Node) -> bool:
-    return nodes.is_sum_ranks(node) or getattr(node.target, "namespace", "") in _HARMLESS
+    is_ours = nodes.is_sum_ranks(node) or nodes.is_quantize(node) or nodes.is_dequantize_sum(node)
+    return is_ours or getattr(node.target, "namespace", "") in _HARMLESS
 
 
 def _timed_us(node: fx.Node, estimate_us: float) -> float:
@@ -84,6 +87,8 @@ def _random_state_kept() -> AbstractContextManager[None]:
 def _call(node: fx.Node) -> Callable[[], object]:
     """The operator on values of its own."""
     made: dict[fx.Node, Any] = {}
+    if nodes.is_quantize(node):
+        made |= {handle: _new_handle() for handle in nodes.handles_of(node)}
 
     def real(source: fx.Node) -> Any:
         if source not in made:
@@ -93,6 +98,13 @@ def _call(node: fx.Node) -> Callable[[], object]:
     args, kwargs = map_arg((node.args, node.kwargs), real)
     target = cast("Callable[..., object]", node.target)
     return lambda: target(*args, **kwargs)
+
+
+def _new_handle() -> Tensor:
+    """Of no parameter: what is kept behind it goes when it goes."""
+    handle = make_handle("")
+    attach_state(handle, nn.Module(), "")
+    return handle
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,13 @@ def planned(hardware: Hardware) -> list[GraphPass]:
     return presets.default(hardware=hardware, time_kernels=True)
 
 
+def compressed(hardware: Hardware) -> list[GraphPass]:
+    """Planned, and gradients travel as codes of 4 bits."""
+    from zgraph.passes import LoCo, presets
+
+    return presets.default(hardware=hardware, time_kernels=True, compression=LoCo())
+
+
 def by_rules(hardware: Hardware) -> list[GraphPass]:
     """What a user gets who does not; the costs are for the prediction alone."""
     from zgraph.passes import SetTarget, presets

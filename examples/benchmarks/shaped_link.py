@@ -47,7 +47,8 @@ strategies, in the order in which a repetition runs them:
   torch-overlap     the same scheduler on zgraph's own collectives, which send half of what gloo's reduce_scatter does
   zgraph-0 ... -3   ZeRO stages 0 to 3, planned for the measured machine and compiled with the fx lowering; -bf16
                     gathers bf16, sends bf16 gradients and sums them in fp32; -rules is scheduled without costs; -eager
-                    is not compiled: the reference, not a way to train
+                    is not compiled: the reference, not a way to train; -loco sends gradients as codes of 4 bits, and
+                    means of replicated parameters in bf16
 a strategy brings the compute-* row of its floor along.
 
 columns:

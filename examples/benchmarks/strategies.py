@@ -22,6 +22,7 @@ from builders import (
     build_fsdp2,
     build_zgraph,
     by_rules,
+    compressed,
     hook_fp16,
     hook_powersgd,
     planned,
@@ -138,6 +139,22 @@ def strategies() -> dict[str, Strategy]:
             compute="compute-eager",
         ),
     ]
+    ours += [
+        Strategy(
+            name=f"zgraph-{stage}{suffix}-loco",
+            build=build_zgraph(stage, dtype, compressed, predicts=True),
+            payload_bytes=coded(dtype, stage),
+            compute=f"compute-zgraph{suffix}",
+            shards_optimizer=stage > 0,
+            payload_limit=1.05,
+            peers=lossy_peers,
+            needs="zgraph",
+        )
+        for stage, dtype, suffix, lossy_peers in (
+            (0, fp32, "", ("ddp", "ddp-fp16", "ddp-powersgd")),
+            (3, bf16, "-bf16", ("fsdp2", "fsdp2-bf16")),
+        )
+    ]
     return {row.name: row for row in [*alone, *peers, *scheduled, *ours]}
 
 
@@ -158,6 +175,24 @@ def sharded(gather: torch.dtype, reduce: torch.dtype, gathers: int = 2) -> Calla
     """Every parameter gathered for forward and again for backward, every gradient reduced to its shard."""
     moved = gathers * gather.itemsize + reduce.itemsize
     return lambda model, ranks: moved * _numel(model) * (ranks - 1) / ranks
+
+
+def coded(gather: torch.dtype, zero_stage: int) -> Callable[[nn.Module, int], float]:
+    """Of each matrix 4 bits an element, and a bf16 scale for 128, to be reduced; vectors in the dtype of the gathers.
+
+    Replicated matrices come back as bf16 means, replicated vectors in fp32.
+    """
+
+    def sent(model: nn.Module, ranks: int) -> float:
+        total = 0.0
+        for parameter in model.parameters():
+            covered = parameter.dim() > 1 and parameter.numel() >= 2**14
+            reduced = (4 + 16 / 128) / 8 if covered else gather.itemsize
+            gathered = 2 * gather.itemsize if zero_stage == 3 else torch.bfloat16.itemsize if covered else 4
+            total += parameter.numel() * (reduced + gathered)
+        return total * (ranks - 1) / ranks
+
+    return sent
 
 
 def powersgd(model: nn.Module, ranks: int) -> float:

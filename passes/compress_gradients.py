@@ -86,16 +86,18 @@ class CompressGradients(GraphPass):
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))
         covered = [marker for marker in markers if self._covers(marker, ctx)]
+        if markers:
+            numels = {marker: meta.tensor_value(ReduceArgs.of(marker).grad).numel() for marker in markers}
+            share = sum(numels[marker] for marker in covered) / sum(numels.values())
+            ctx.note(self, f"{len(covered)} of {len(markers)} gradients are compressed, {share:.1%} of their elements")
+        else:
+            ctx.note(self, "nothing is reduced here")
         for marker in covered:
             nodes.drop_unchanging_views(marker)
             with gm.graph.inserting_before(marker):
                 reduced = _CompressedReduction(gm.graph, marker, ctx, self).build()
             marker.replace_all_uses_with(reduced)
             nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
-        if markers:
-            ctx.note(self, f"{len(covered)} of {len(markers)} gradients are compressed")
-        else:
-            ctx.note(self, "nothing is reduced here")
         return bool(covered)
 
     def _covers(self, marker: fx.Node, ctx: PassContext) -> bool:

@@ -301,6 +301,8 @@ def test_what_is_small_flat_or_skipped_travels_as_it_is() -> None:
         found = traced(mlp)
         apply(CompressGradients(method=SMALL, min_numel=30, skip=("2.*",)), found, "backward")
         graph = found.graphs["backward"].graph
+        share = (5 * 7) / (5 * 7 + 7 + 7 * 5 + 5 + 5 * 5)
+        assert f"1 of 5 gradients are compressed, {share:.1%} of their elements" in found.ctx.notes[-1][2]
         assert [meta.parameters(node) for node in nodes.call_functions(graph, nodes.is_quantize)] == [("0.weight",)]
         assert len(list(nodes.call_functions(graph, nodes.is_reduce_grad))) == 4
         apply(LowerReductions(), found, "backward")

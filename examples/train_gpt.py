@@ -53,6 +53,7 @@ def parse_options() -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0 does not clip")
     add("--seed", type=int, default=0, help="of the initial weights, the batches and the sample")
     add("--eval-every", type=int, default=100, help="steps between held-out evaluations; 0 evaluates at the end only")
+    add("--compress", action="store_true", help="gradients travel as codes of 4 bits, with error feedback (LoCo)")
     add("--lowering", default="fx", help="inductor computes faster, and compiles for a minute before the first step")
     add("--no-compile", dest="compile", action="store_false", help="run eagerly, without any pass")
     add("--dump", metavar="DIR", help="write the graph after each pass to this folder")
@@ -78,6 +79,8 @@ def parse_options() -> argparse.Namespace:
         parser.error(f"--clip {options.clip} and --eval-every {options.eval_every} must not be negative; 0 is off")
     if options.dump is not None and not options.compile:
         parser.error("--dump writes compiled graphs and --no-compile makes none; drop one of the two")
+    if options.compress and not options.compile:
+        parser.error("--compress is a pass over compiled graphs and --no-compile makes none; drop one of the two")
     return options
 
 
@@ -308,6 +311,9 @@ def main() -> int:
         backend_options: dict[str, Any] = {"lowering": options.lowering}
         if options.dump is not None:
             backend_options["dump"] = options.dump
+        if options.compress:
+            passes = zgraph.passes.presets.default(compression=zgraph.passes.LoCo())
+            backend_options["pipeline"] = zgraph.Pipeline(passes)
         # Three kinds of call (training, evaluation, generation), each with one shape: nothing to make dynamic.
         model = cast(nn.Module, torch.compile(model, backend="zgraph", dynamic=False, options=backend_options))
     optimizer = make_optimizer(model, options.lr)

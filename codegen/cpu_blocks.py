@@ -13,6 +13,7 @@ import warnings
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from zgraph.errors import ZgraphWarning
 from zgraph.torch_compat import load_cpp
 from zgraph.wire_format import BucketLayout
 
-C_TYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "Half"}
+C_TYPES = MappingProxyType({torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "Half"})
 
 
 # --- buckets --------------------------------------------------------------------------------------------------------
@@ -183,9 +184,9 @@ def _loaded(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"zgraph.codegen.cpu_blocks: the compression kernels cannot be compiled ({reason}), so gradients are compressed "
-        "by plain PyTorch, with the same result and many times more slowly; install g++, or name a C++ compiler in "
-        "the environment variable CXX.",
+        f"zgraph.codegen.cpu_blocks: the compression kernels cannot be compiled ({reason}), so plain PyTorch "
+        "compresses gradients, to the same bits and many times more slowly; install g++, or name a C++ compiler in the "
+        "environment variable CXX.",
         ZgraphWarning,
         stacklevel=2,
     )
@@ -195,36 +196,68 @@ def _warn_once(reason: str) -> None:
 
 
 def emit_quantize(method: BlockMethod, grad_dtype: torch.dtype) -> str:
-    """C++ of `extern "C" void quantize(...)`: the payload of the gradients of one dtype in a bucket."""
-    error = 0.0 if method.old_share is None else 2.0 * method.error_dtype.itemsize
-    if error and not method.error_dtype.is_floating_point:
-        error += 2 * SCALE_DTYPE.itemsize / method.group
-    floor = grad_dtype.itemsize + error + _wire_bytes(method)
-    title = f"""\
-// Codes and scales of gradients, to which the error of the last ones is added; the error becomes the new one.
-//
-//     whole = grad + error;   y = {"H (signs * whole)" if method.rotate else "whole"};   codes, scale of y;   error = share * error + (1 - share) * (whole - sent)
-//
-// grad         [present] {C_TYPES[grad_dtype]}, counted as [stretches * world, numel] with zeros behind its end
-// error        [stretches * world, groups, {method.group}] and, if int8, error_scale [stretches * world, groups] bf16
-// payload      [world, row_bytes] uint8: codes [stretches, groups * {method.group * method.bits // 8}] and scales [stretches, groups] of each gradient
-//
-// {floor:.3f} bytes per element move at least: gradient {grad_dtype.itemsize}, error {error:.3f}, codes and scales {_wire_bytes(method):.3f}.
-"""
-    return title + _constants(method, "Grad", grad_dtype) + _COMMON + _QUANTIZE
+    """C++ of `extern "C" void quantize(...)`: the payload of those gradients of a bucket that have this dtype.
+
+    Raises:
+        KeyError: the dtype is none of C_TYPES.
+    """
+    wire, error = _wire_bytes(method), _error_bytes(method)
+    coded = "H (signs * whole), H being a Hadamard transform of 32 elements" if method.rotate else "whole"
+    what = f"""\
+Codes and scales of gradients, to which what earlier ones have lost is added; the error becomes the new one.
+
+    whole = grad + error
+    codes, scale = those of {coded}
+    error = OLD_SHARE * error + LOST_SHARE * (whole - what codes and scale stand for)
+
+grad      [present] {C_TYPES[grad_dtype]}: [stretches * world, numel], and what it lacks counts as zeros
+error     {_error_shape(method)}
+payload   [world, row_bytes] uint8: {_sections(method)}
+
+Bytes per element: {grad_dtype.itemsize} of gradient, {error:.3f} of error, read and written, {wire:.3f} of codes and
+scale; {grad_dtype.itemsize + error + wire:.3f} in all."""
+    return _comment(what) + _constants(method, "Grad", grad_dtype) + _COMMON + _QUANTIZE
 
 
 def emit_dequantize(method: BlockMethod, output_dtype: torch.dtype) -> str:
-    """C++ of `extern "C" void dequantize_sum(...)`: the outputs of one dtype in a bucket."""
-    title = f"""\
-// The sum of what ranks have sent, divided once{", each rotated back" if method.rotate else ""}.
-//
-// received     [ranks, row_bytes] uint8: codes [stretches, groups * {method.group * method.bits // 8}] and scales [stretches, groups] of each gradient
-// output       [stretches, numel] {C_TYPES[output_dtype]}, overwritten or added to
-//
-// {_wire_bytes(method):.3f} bytes per element of each rank and {output_dtype.itemsize} per element of the output move at least.
-"""
-    return title + _constants(method, "Output", output_dtype) + _COMMON + _DEQUANTIZE
+    """C++ of `extern "C" void dequantize_sum(...)`: those outputs of a bucket that have this dtype.
+
+    Raises:
+        KeyError: the dtype is none of C_TYPES.
+    """
+    what = f"""\
+The sum of what ranks have sent, {"each rotated back, " if method.rotate else ""}divided once.
+
+received  [ranks, row_bytes] uint8: {_sections(method)}
+output    [stretches, numel] {C_TYPES[output_dtype]}, overwritten or added to
+
+Bytes per element of the output: {_wire_bytes(method):.3f} for each rank, and {output_dtype.itemsize} to store it."""
+    return _comment(what) + _constants(method, "Output", output_dtype) + _COMMON + _DEQUANTIZE
+
+
+def _comment(text: str) -> str:
+    return "".join(f"// {line}".rstrip() + "\n" for line in text.splitlines())
+
+
+def _sections(method: BlockMethod) -> str:
+    codes = method.group * method.bits // 8
+    return f"for each gradient codes [stretches, groups, {codes}], scales [stretches, groups] bf16"
+
+
+def _error_shape(method: BlockMethod) -> str:
+    if method.old_share is None:
+        return "none is kept"
+    if method.error_dtype.is_floating_point:
+        return f"[stretches * world, groups, {method.group}] float"
+    return f"[stretches * world, groups, {method.group}] int8, error_scale [stretches * world, groups] bf16"
+
+
+def _error_bytes(method: BlockMethod) -> float:
+    """Of an element, read and written."""
+    if method.old_share is None:
+        return 0.0
+    scale = 0.0 if method.error_dtype.is_floating_point else SCALE_DTYPE.itemsize / method.group
+    return 2 * (method.error_dtype.itemsize + scale)
 
 
 def _wire_bytes(method: BlockMethod) -> float:
@@ -292,6 +325,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+typedef int16_t SignedShorts __attribute__((vector_size(2 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t Chars __attribute__((vector_size(LANES)));
 
@@ -325,7 +359,12 @@ INLINE Floats load(const Half* from) {
     return (Floats)(finite | special | ((bits & 0x8000) << 16));
 }
 
-INLINE Floats load(const int8_t* from) { return __builtin_convertvector(read<Chars>(from), Floats); }
+// In two steps: GCC takes one that widens fourfold apart, element by element.
+INLINE Ints ints_of(Chars chars) {
+    return __builtin_convertvector(__builtin_convertvector(chars, SignedShorts), Ints);
+}
+
+INLINE Floats load(const int8_t* from) { return __builtin_convertvector(ints_of(read<Chars>(from)), Floats); }
 
 INLINE void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
 
@@ -448,7 +487,7 @@ template <int distance = GROUP / 2> INLINE void hadamard(Floats* x) {
             x[p + apart] = first - second;
         }
     } else {
-        const Words minus = (Words)((lanes() & distance) != 0) & 0x80000000;  // first - second is second - first, negated
+        const Words minus = (Words)((lanes() & distance) != 0) & 0x80000000;  // of the second lane of each pair
         UNROLL
         for (int p = 0; p < PARTS; p++) x[p] = exchange<distance>(x[p]) + (Floats)((Words)x[p] ^ minus);
     }
@@ -677,7 +716,7 @@ INLINE void unpack(const uint8_t* packed, Floats* codes) {
     constexpr int bytes = CODE_BYTES / LANES;
     UNROLL
     for (int p = 0; p < bytes; p++) {
-        const Ints wide = __builtin_convertvector(read<Bytes>(packed + p * LANES), Ints);
+        const Ints wide = ints_of(read<Chars>(packed + p * LANES));
         UNROLL
         for (int place = 0; place < 8 / BITS; place++) {  // up to the top, and down with its sign
             const Ints code = wide << (32 - (place + 1) * BITS) >> (32 - BITS);

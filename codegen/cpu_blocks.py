@@ -175,7 +175,8 @@ def _loaded(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
     try:
         kernel = getattr(load_cpp(source), name)
     except (RuntimeError, OSError) as error:
-        _warn_once(str(error).strip().partition("\n")[0])
+        said = str(error).strip().splitlines()
+        _warn_once(next((line for line in said if "error:" in line), said[0]))
         return None
     kernel.argtypes, kernel.restype = argtypes, None
     return kernel
@@ -386,7 +387,10 @@ INLINE void store(Half* to, Floats values) {
     memcpy(to, &shorts, sizeof shorts);
 }
 
-INLINE float from_bf16(uint16_t bits) { return read<float>(&(const uint32_t&)(uint32_t(bits) << 16)); }
+INLINE float from_bf16(uint16_t bits) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    return read<float>(&wide);
+}
 
 INLINE uint16_t to_bf16(float value) {
     const uint32_t bits = read<uint32_t>(&value);
@@ -402,9 +406,13 @@ INLINE Floats floor_of(Floats values) {
     return floors;
 }
 
+// For low < 0 < high, and no NaN. As bits, positive numbers are ordered as signed integers, whose negative numbers stay
+// below; negative ones as unsigned integers, whose positive numbers stay below. GCC has one instruction for each.
 INLINE Floats clamp(Floats values, float low, float high) {
-    values = values < low ? Floats{} + low : values;
-    return values > high ? Floats{} + high : values;
+    const Ints top = (Ints)(Floats{} + high);
+    const Words bottom = (Words)(Floats{} + low);
+    const Ints below = (Ints)values < top ? (Ints)values : top;
+    return (Floats)((Words)below < bottom ? (Words)below : bottom);
 }
 
 // Lanes i and i ^ distance change places.
@@ -516,9 +524,9 @@ struct Member {  // a gradient of the bucket
     int64_t groups() const { return (numel + GROUP - 1) / GROUP; }
 };
 
-// Calls visit(member, chunk, group) for all groups of `chunks` chunks of each member, by up to `threads` threads.
+// Calls visit(member, chunk, first, last) for all groups of `chunks` chunks of each member, by up to `threads` threads.
 template <class Visit>
-INLINE void for_each_group(const Member* members, int64_t count, int64_t chunks, int threads, const Visit& visit) {
+INLINE void for_groups(const Member* members, int64_t count, int64_t chunks, int threads, const Visit& visit) {
     int64_t total = 0;
     for (int64_t m = 0; m < count; m++) total += chunks * members[m].groups();
     const auto share = [&](int64_t begin, int64_t end) {
@@ -527,7 +535,8 @@ INLINE void for_each_group(const Member* members, int64_t count, int64_t chunks,
             const int64_t groups = members[m].groups();
             for (int64_t chunk = 0; chunk < chunks; chunk++, before += groups) {
                 const int64_t last = end - before < groups ? end - before : groups;
-                for (int64_t g = begin > before ? begin - before : 0; g < last; g++) visit(m, chunk, g);
+                const int64_t first = begin > before ? begin - before : 0;
+                if (first < last) visit(m, chunk, first, last);
             }
         }
     };
@@ -543,6 +552,9 @@ INLINE void for_each_group(const Member* members, int64_t count, int64_t chunks,
 _QUANTIZE = r"""
 // --- quantize ---
 
+constexpr int AT_ONCE = GROUP <= 128 ? 2 : 1;  // groups; a long one keeps the processor busy alone
+#define EACH UNROLL for (int s = 0; s < SIDE; s++)  // of SIDE groups
+
 struct Place {
     const Grad* grad;
     int64_t present;  // elements of the gradient
@@ -552,7 +564,11 @@ struct Place {
 
 INLINE void code(const Floats* unit, float slope, Floats* codes) {
     UNROLL
-    for (int p = 0; p < PARTS; p++) codes[p] = clamp(floor_of(unit[p] * slope + BEFORE), LOW, HIGH);
+    for (int p = 0; p < PARTS; p++) {
+        codes[p] = unit[p] * slope;
+        if constexpr (BEFORE != 0) codes[p] += BEFORE;
+        codes[p] = clamp(floor_of(codes[p]), LOW, HIGH);
+    }
 }
 
 INLINE void pack(const Floats* codes, uint8_t* to) {
@@ -619,65 +635,86 @@ struct Error {
     }
 };
 
-INLINE void quantize_group(const Grad* grad, Error error, const Signs& signs, uint8_t* packed, uint16_t* sent_scale) {
-    Floats whole[PARTS], unit[PARTS], codes[PARTS], products[PARTS];
-    const float wide = FEEDBACK && ERROR_INT8 ? from_bf16(*error.scale) : 0.0f;
-    UNROLL
-    for (int p = 0; p < PARTS; p++) {
-        whole[p] = load(grad + p * LANES);
-        if constexpr (FEEDBACK) whole[p] += error.read(p, wide);
-        unit[p] = ROTATE ? signs.times(whole[p], p) : whole[p];
-    }
-    if constexpr (ROTATE) hadamard(unit);
+struct Group {  // where it comes from and goes to
+    const Grad* grad;
+    Error error;
+    Signs signs;
+    uint8_t* codes;
+    uint16_t* scale;
+};
 
-    const int32_t largest_bits = largest_in(unit);
-    const float largest = read<float>(&largest_bits);
-    if (largest_bits >= 0x7f800000) {  // an inf or a NaN: the error stays
-        memset(packed, 0, CODE_BYTES);
-        *sent_scale = BF16_NAN;
-        return;
-    }
-    const bool used = largest >= TINY;
-    const float inverse = used ? 1.0f / largest : 0.0f;
-    UNROLL
-    for (int p = 0; p < PARTS; p++) unit[p] = used ? unit[p] * inverse : Floats{};
+// Groups side by side: each alone is a chain of steps that wait for one another. What is no finite number becomes codes
+// of 0, a scale of NaN, and leaves its error as it was.
+template <int SIDE> INLINE void quantize_groups(const Group* group) {
+    Floats whole[SIDE][PARTS], old[SIDE][PARTS], unit[SIDE][PARTS], codes[SIDE][PARTS], products[SIDE][PARTS];
+    float largest[SIDE], along[SIDE], best[SIDE], slope[SIDE], scale[SIDE];
+    bool finite[SIDE], used[SIDE];
 
-    float slope = SLOPES[0], along = 0, best = -1;
-    UNROLL
-    for (int clip = 0; clip < CLIPS; clip++) {
-        code(unit, SLOPES[clip], codes);
+    EACH {
+        const float wide = FEEDBACK && ERROR_INT8 ? from_bf16(*group[s].error.scale) : 0.0f;
         UNROLL
-        for (int p = 0; p < PARTS; p++) products[p] = unit[p] * (codes[p] + AFTER);
-        const float this_along = sum_of(fold(products));
-        if (CLIPS == 1) {
-            along = this_along;
-            break;
+        for (int p = 0; p < PARTS; p++) {
+            whole[s][p] = load(group[s].grad + p * LANES);
+            if constexpr (FEEDBACK) {
+                old[s][p] = group[s].error.read(p, wide);
+                whole[s][p] += old[s][p];
+            }
+            unit[s][p] = ROTATE ? group[s].signs.times(whole[s][p], p) : whole[s][p];
         }
-        UNROLL
-        for (int p = 0; p < PARTS; p++) products[p] = (codes[p] + AFTER) * (codes[p] + AFTER);
-        const float square = sum_of(fold(products));
-        const float score = square > 0 ? this_along * this_along / square : 0.0f;
-        const bool better = score > best;
-        best = better ? score : best;
-        along = better ? this_along : along;
-        slope = better ? SLOPES[clip] : slope;
     }
-    if (CLIPS > 1) code(unit, slope, codes);
-    pack(codes, packed);
+    if constexpr (ROTATE) EACH hadamard(unit[s]);
+
+    EACH {
+        const int32_t bits = largest_in(unit[s]);
+        largest[s] = read<float>(&bits);
+        finite[s] = bits < 0x7f800000;
+        used[s] = finite[s] && largest[s] >= TINY;
+        const float inverse = used[s] ? 1.0f / largest[s] : 0.0f;
+        UNROLL
+        for (int p = 0; p < PARTS; p++) unit[s][p] = used[s] ? unit[s][p] * inverse : Floats{};
+        best[s] = -1.0f, along[s] = 0.0f, slope[s] = SLOPES[0];
+    }
 
     UNROLL
-    for (int p = 0; p < PARTS; p++) products[p] = unit[p] * unit[p];
-    float ratio = used ? sum_of(fold(products)) / along : 0.0f;
-    if (ROTATE) ratio *= 1.0f / HADAMARD;
-    const uint16_t scale = to_bf16(ratio * (used ? largest : 0.0f));
-    *sent_scale = scale;
+    for (int clip = 0; clip < CLIPS; clip++) EACH {
+        code(unit[s], SLOPES[clip], codes[s]);
+        UNROLL
+        for (int p = 0; p < PARTS; p++) products[s][p] = unit[s][p] * (codes[s][p] + AFTER);
+        const float this_along = sum_of(fold(products[s]));
+        if constexpr (CLIPS == 1) {
+            along[s] = this_along;
+        } else {
+            UNROLL
+            for (int p = 0; p < PARTS; p++) products[s][p] = (codes[s][p] + AFTER) * (codes[s][p] + AFTER);
+            const float square = sum_of(fold(products[s]));
+            const float score = square > 0 ? this_along * this_along / square : 0.0f;
+            const bool better = score > best[s];
+            best[s] = better ? score : best[s];
+            along[s] = better ? this_along : along[s];
+            slope[s] = better ? SLOPES[clip] : slope[s];
+        }
+    }
+
+    EACH {
+        if constexpr (CLIPS > 1) code(unit[s], slope[s], codes[s]);
+        pack(codes[s], group[s].codes);
+        UNROLL
+        for (int p = 0; p < PARTS; p++) products[s][p] = unit[s][p] * unit[s][p];
+        float ratio = used[s] ? sum_of(fold(products[s])) / along[s] : 0.0f;
+        if constexpr (ROTATE) ratio *= 1.0f / HADAMARD;
+        const uint16_t rounded = finite[s] ? to_bf16(ratio * (used[s] ? largest[s] : 0.0f)) : BF16_NAN;
+        *group[s].scale = rounded;
+        scale[s] = from_bf16(rounded);
+    }
 
     if constexpr (FEEDBACK) {
-        decode(codes, from_bf16(scale), signs);
-        UNROLL
-        for (int p = 0; p < PARTS; p++)
-            codes[p] = OLD_SHARE * error.read(p, wide) + LOST_SHARE * (whole[p] - codes[p]);
-        error.write(codes);
+        EACH decode(codes[s], scale[s], group[s].signs);
+        EACH {
+            UNROLL
+            for (int p = 0; p < PARTS; p++)
+                codes[s][p] = OLD_SHARE * old[s][p] + LOST_SHARE * (whole[s][p] - codes[s][p]);
+            if (finite[s]) group[s].error.write(codes[s]);
+        }
     }
 }
 
@@ -686,25 +723,41 @@ extern "C" void quantize(
     int64_t row_bytes, uint32_t step, uint32_t rank, uint32_t salt, int32_t threads
 ) {
     const uint32_t key = sign_key(step, rank, salt);
-    for_each_group(members, count, stretches * world, threads, [&](int64_t m, int64_t chunk, int64_t g) {
+    for_groups(members, count, stretches * world, threads, [&](int64_t m, int64_t chunk, int64_t first, int64_t last) {
         const Member& member = members[m];
         const Place& place = places[m];
-        const int64_t groups = member.groups(), begin = chunk * member.numel + g * GROUP;
-        uint8_t* row = payload + chunk % world * row_bytes;
-        const int64_t at = chunk / world * groups + g;  // chunk s * world + d is stretch s of row d
-        uint8_t* codes = row + member.codes_at + at * CODE_BYTES;
-        uint16_t* scale = (uint16_t*)(row + member.scales_at) + at;
-        const Grad* grad = place.grad + begin;
-        int64_t left = member.numel - g * GROUP;  // elements of the chunk, and of the gradient
-        if (left > place.present - begin) left = place.present - begin;
-        Grad filled[GROUP];
-        if (left < GROUP) {
-            memset(filled, 0, sizeof filled);
-            if (left > 0) memcpy(filled, grad, left * sizeof(Grad));
-            grad = filled;
+        const int64_t groups = member.groups();
+        uint8_t* row = payload + chunk % world * row_bytes;  // chunk s * world + d is stretch s of row d
+        const auto group_at = [&](int64_t g) {
+            const int64_t at = chunk / world * groups + g;
+            return Group{
+                place.grad + chunk * member.numel + g * GROUP,
+                FEEDBACK ? Error::at(place, chunk * groups + g) : Error{},
+                ROTATE ? Signs::of(g, key) : Signs{},
+                row + member.codes_at + at * CODE_BYTES,
+                (uint16_t*)(row + member.scales_at) + at,
+            };
+        };
+        // Groups that neither the chunk nor the gradient ends in.
+        int64_t present = place.present - chunk * member.numel;
+        if (present > member.numel) present = member.numel;
+        const int64_t full = present < 0 ? 0 : present / GROUP;
+        int64_t g = first;
+        for (; g + AT_ONCE <= last && g + AT_ONCE <= full; g += AT_ONCE) {
+            Group side[AT_ONCE];
+            for (int s = 0; s < AT_ONCE; s++) side[s] = group_at(g + s);
+            quantize_groups<AT_ONCE>(side);
         }
-        const Error error = FEEDBACK ? Error::at(place, chunk * groups + g) : Error{};
-        quantize_group(grad, error, ROTATE ? Signs::of(g, key) : Signs{}, codes, scale);
+        for (; g < last; g++) {
+            Group group = group_at(g);
+            Grad filled[GROUP];
+            if (g >= full) {
+                memset(filled, 0, sizeof filled);
+                if (g * GROUP < present) memcpy(filled, group.grad, (present - g * GROUP) * sizeof(Grad));
+                group.grad = filled;
+            }
+            quantize_groups<1>(&group);
+        }
     });
 }
 """
@@ -725,10 +778,19 @@ INLINE void unpack(const uint8_t* packed, Floats* codes) {
     }
 }
 
-INLINE void put(Output* to, const Floats* sums, float divisor, bool accumulate) {
+struct Divisor {
+    float value, inverse;
+    bool power_of_two;  // then a multiplication gives the same bits, in a fraction of the time
+
+    INLINE Divisor of(float value) {
+        return {value, 1.0f / value, (read<uint32_t>(&value) & 0x7fffff) == 0};
+    }
+};
+
+INLINE void put(Output* to, const Floats* sums, Divisor divisor, bool accumulate) {
     UNROLL
     for (int p = 0; p < PARTS; p++) {
-        Floats sum = divisor > 1 ? sums[p] / divisor : sums[p];
+        Floats sum = divisor.power_of_two ? sums[p] * divisor.inverse : sums[p] / divisor.value;
         if (accumulate) sum = load(to + p * LANES) + sum;
         store(to + p * LANES, sum);
     }
@@ -739,27 +801,30 @@ extern "C" void dequantize_sum(
     const uint8_t* received, int64_t row_bytes, uint32_t step, uint32_t first_rank, uint32_t salt, float divisor,
     bool accumulate, int32_t threads
 ) {
-    for_each_group(members, count, stretches, threads, [&](int64_t m, int64_t stretch, int64_t g) {
+    const Divisor by = Divisor::of(divisor);
+    for_groups(members, count, stretches, threads, [&](int64_t m, int64_t stretch, int64_t first, int64_t last) {
         const Member& member = members[m];
-        const int64_t at = stretch * member.groups() + g, left = member.numel - g * GROUP;
-        Floats sums[PARTS], values[PARTS];
-        for (int64_t rank = 0; rank < ranks; rank++) {
-            const uint8_t* row = received + rank * row_bytes;
-            const float scale = from_bf16(((const uint16_t*)(row + member.scales_at))[at]);
-            unpack(row + member.codes_at + at * CODE_BYTES, values);
-            decode(values, scale, ROTATE ? Signs::of(g, sign_key(step, first_rank + rank, salt)) : Signs{});
-            UNROLL
-            for (int p = 0; p < PARTS; p++) sums[p] = rank == 0 ? values[p] : sums[p] + values[p];
-        }
-        Output* to = outputs[m] + stretch * member.numel + g * GROUP;
-        if (left >= GROUP) {
-            put(to, sums, divisor, accumulate);
-        } else {
-            Output filled[GROUP];
-            memset(filled, 0, sizeof filled);
-            memcpy(filled, to, left * sizeof(Output));
-            put(filled, sums, divisor, accumulate);
-            memcpy(to, filled, left * sizeof(Output));
+        for (int64_t g = first; g < last; g++) {
+            const int64_t at = stretch * member.groups() + g;
+            Floats sums[PARTS], values[PARTS];
+            for (int64_t rank = 0; rank < ranks; rank++) {
+                const uint8_t* row = received + rank * row_bytes;
+                const float scale = from_bf16(((const uint16_t*)(row + member.scales_at))[at]);
+                unpack(row + member.codes_at + at * CODE_BYTES, values);
+                decode(values, scale, ROTATE ? Signs::of(g, sign_key(step, first_rank + rank, salt)) : Signs{});
+                UNROLL
+                for (int p = 0; p < PARTS; p++) sums[p] = rank == 0 ? values[p] : sums[p] + values[p];
+            }
+            Output* to = outputs[m] + stretch * member.numel + g * GROUP;
+            const int64_t left = member.numel - g * GROUP;
+            if (left >= GROUP) {
+                put(to, sums, by, accumulate);
+            } else {
+                Output filled[GROUP] = {};
+                memcpy(filled, to, left * sizeof(Output));
+                put(filled, sums, by, accumulate);
+                memcpy(to, filled, left * sizeof(Output));
+            }
         }
     });
 }

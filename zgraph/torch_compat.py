@@ -8,8 +8,12 @@ adopted by running the suite and reading this page, nothing else.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import os
+import platform
 import re
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -634,6 +638,62 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
     finally:
         if context is not None:
             context.output_strides = strides
+
+
+def load_cpp(source: str) -> ctypes.CDLL:
+    """C++ without headers of torch, compiled as Inductor compiles, and loaded.
+
+    The library is kept in Inductor's cache directory, by source, command line and processor, so that it is compiled
+    once on a machine; processes that come at the same time wait for the first. Exact: no multiplication is contracted
+    with an addition, and nothing is assumed of NaNs, signed zeros or the order of sums.
+
+    Read and run on 2.13 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`); not checked on 2.11 and 2.12.
+    Inductor's own options (`CppOptions`) turn off the vectorization of loops, so they are not taken.
+
+    Raises:
+        RuntimeError: there is no compiler, or it refuses the source.
+        OSError: the cache directory cannot be written to, or libraries in it cannot be loaded.
+    """
+    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir, write
+    from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder, get_cpp_compiler
+    from torch.utils._filelock import FileLock
+
+    if sys.platform == "win32":
+        raise RuntimeError("the kernels are written for g++ and clang++, which Windows does not use")
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    flags = [
+        "O3",
+        *(["march=native"] if x86 else ["mcpu=native"]),
+        "std=c++17",
+        "shared",
+        "fPIC",
+        "ffp-contract=off",
+        "fno-math-errno",
+        "fno-trapping-math",
+        *(["fopenmp"] if sys.platform == "linux" else []),
+    ]
+    options = BuildOptionsBase(compiler=get_cpp_compiler(), cflags=flags)
+    command = CppBuilder("o", "i", options).get_command_line()
+    key, path = write(source, "cpp", extra=f"{command} {_processor()}")
+    library = os.path.join(os.path.dirname(path), f"{key}.so")
+    with FileLock(os.path.join(get_lock_dir(), f"{key}.lock"), timeout=LOCK_TIMEOUT):
+        if not os.path.exists(library):
+            # Under a name of its own first: a process that is killed leaves nothing that looks whole.
+            builder = CppBuilder(f"{key}.{os.getpid()}", path, options, output_dir=os.path.dirname(path))
+            builder.build()
+            os.replace(builder.get_target_file_path(), library)
+    return ctypes.CDLL(library)
+
+
+def _processor() -> str:
+    """What "native" stands for here: kind and features of the processor."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            first = file.read().partition("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    kept = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in first.splitlines() if line.partition("\t")[0].strip(" :") in kept)
 
 
 # --- loss scaling ---------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def methods(draw: st.DrawFn) -> BlockMethod:
     )
 
 
-# Each example compiles two kernels, half a second each; the same are drawn each time, so another run finds them on disk.
+# Each example compiles two kernels, half a second each; the same ones each time, so that they are found on disk.
 @pytest.mark.slow
 @settings(max_examples=16, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(methods(), st.sampled_from(DTYPES), st.integers(1, 3), st.integers(0, 1000))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from zgraph.codegen import reference
+from zgraph.codegen import cpu_blocks, reference
 from zgraph.compressed_ops import layout_of
 from zgraph.compression import BlockMethod, Draw
 from zgraph.handle import name_of
@@ -99,6 +100,11 @@ def _feedback(
     return state_behind(handle).feedbacks.of(slot, method, numel, chunks, spec, device, name_of(handle))
 
 
+def _kernels(where: Tensor) -> ModuleType:
+    """The module of kernels for a tensor's device: each has the functions of the reference."""
+    return cpu_blocks if where.device.type == "cpu" else reference
+
+
 def _quantize(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Tensor]],
@@ -108,7 +114,7 @@ def _quantize(
     payload: Tensor,
 ) -> None:
     if isinstance(layout.method, BlockMethod):
-        reference.quantize_bucket(grads, states, layout, draw, rank, payload)
+        _kernels(payload).quantize_bucket(grads, states, layout, draw, rank, payload)
         return
     chunks = layout.stretches * layout.world
     for grad, numel, state, views in zip(grads, layout.numels, states, layout.views(payload), strict=True):
@@ -122,7 +128,7 @@ def _dequantize_sum(
     received: Tensor, layout: BucketLayout, draw: Draw, first_rank: int, divisor: int, outputs: Sequence[Tensor]
 ) -> None:
     if isinstance(layout.method, BlockMethod):
-        reference.dequantize_sum_bucket(received, layout, draw, first_rank, divisor, outputs)
+        _kernels(received).dequantize_sum_bucket(received, layout, draw, first_rank, divisor, outputs)
         return
     for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
         for stretch in range(layout.stretches):

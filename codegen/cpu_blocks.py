@@ -293,6 +293,7 @@ constexpr bool ERROR_INT8 = {str(method.error_dtype == torch.int8).lower()};
 constexpr float OLD_SHARE = {_literal(share)}, LOST_SHARE = {_literal(1 - share)};
 constexpr float TINY = {_literal(reference.TINY)};
 constexpr float ONE_127TH = {_literal(1 / 127)};
+constexpr uint16_t NO_NUMBER = {reference.NO_NUMBER:#06x};  // the scale of a group that is not finite
 constexpr uint16_t BF16_NAN = {nan_bits:#06x};  // as torch makes it here
 """
 
@@ -612,19 +613,16 @@ struct Error {
     }
 
     inline __attribute__((always_inline)) void write(const Floats* error) const {
+        const int32_t bits = largest_in(error);
+        if (bits >= 0x7f800000) return;  // what was sent overflows when it is read: the old error stays
         if constexpr (!ERROR_INT8) {
             UNROLL
             for (int p = 0; p < PARTS; p++) store(floats + p * LANES, error[p]);
         } else {
-            const int32_t bits = largest_in(error);
             const float largest = ::read<float>(&bits);
             *scale = to_bf16(largest >= TINY ? largest * ONE_127TH : 0.0f);
             const float wide = from_bf16(*scale);
             const float inverse = wide > 0 ? 1.0f / wide : 0.0f;
-            if (bits >= 0x7f800000) {  // torch makes 0 of a NaN, which inf * 0 is
-                memset(codes, 0, GROUP);
-                return;
-            }
             UNROLL
             for (int p = 0; p < PARTS; p++) {
                 const Floats code = clamp(floor_of(error[p] * inverse + 0.5f), -127.0f, 127.0f);
@@ -702,7 +700,7 @@ template <int SIDE> INLINE void quantize_groups(const Group* group) {
         for (int p = 0; p < PARTS; p++) products[s][p] = unit[s][p] * unit[s][p];
         float ratio = used[s] ? sum_of(fold(products[s])) / along[s] : 0.0f;
         if constexpr (ROTATE) ratio *= 1.0f / HADAMARD;
-        const uint16_t rounded = finite[s] ? to_bf16(ratio * (used[s] ? largest[s] : 0.0f)) : BF16_NAN;
+        const uint16_t rounded = finite[s] ? to_bf16(ratio * (used[s] ? largest[s] : 0.0f)) : NO_NUMBER;
         *group[s].scale = rounded;
         scale[s] = from_bf16(rounded);
     }

@@ -19,7 +19,6 @@ addition. Every value is fp32, until it is stored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +33,7 @@ TINY = 1e-30
 STAGES = 5  # of a Hadamard transform over 32 elements
 _MASK = 0xFFFFFFFF
 _INFINITY_BITS = 0x7F800000
+NO_NUMBER = 0x7FC0  # a bf16 NaN: torch's own bits differ from kernel to kernel
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def quantize(
     Args:
         grad: [chunks, numel] in any floating-point dtype.
         state: "error" [chunks, groups, group], and "error_scale" [chunks, groups] where that is int8; empty where the
-            method keeps none. Updated in place. A group that is not finite keeps its error.
+            method keeps none. Updated in place. A group keeps its old error where it is not finite, or the new one
+            would not be.
         method: what to do.
         draw, rank: which signs.
 
@@ -106,13 +107,14 @@ def quantize(
     ratio = torch.where(used, fold(unit * unit) / torch.where(used, along, 1.0), 0.0)
     if method.rotate:
         ratio = ratio * (1.0 / HADAMARD)
-    scale = torch.where(finite, ratio * torch.where(used, largest, 0.0), math.nan).to(SCALE_DTYPE)
+    scale = (ratio * torch.where(used, largest, 0.0)).to(SCALE_DTYPE)
+    scale.view(torch.int16).masked_fill_(~finite, NO_NUMBER)
 
     if old is not None and method.old_share is not None:
         sent = decode(best, scale.squeeze(-1), book, signs)
         lost = whole - sent
         new = _fp32(method.old_share) * old + _fp32(1 - method.old_share) * lost
-        write_error(state, new, finite)
+        write_error(state, new, finite & new.isfinite().all(-1, keepdim=True))
     return pack(best.to(torch.int8), method).view(chunks, -1), scale.view(chunks, groups)
 
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from zgraph import meta, nodes
 from zgraph.codegen import cpu_blocks, reference
 from zgraph.compressed_ops import layout_of
 from zgraph.compression import BlockMethod, Draw
 from zgraph.handle import name_of
+from zgraph.nodes import DequantizeArgs, QuantizeArgs
 from zgraph.runtime.feedback import Feedback
 from zgraph.runtime.window import state_behind
 from zgraph.unit import closes_window
@@ -88,6 +90,31 @@ def dequantize_each(
         parts = [output[rank] for output in outputs]
         _dequantize_sum(rows[rank : rank + 1], layout, Draw(int(draw.item()), salt), rank, 1, parts)
     return [output.view(-1) for output in outputs]
+
+
+def sources_of(graph: fx.Graph) -> dict[str, str]:
+    """The source of the kernels that a graph's compressed reductions run, by file name; not those of users' methods."""
+    found: dict[str, str] = {}
+    for node in nodes.call_functions(graph, lambda node: nodes.is_quantize(node) or nodes.is_dequantize_sum(node)):
+        args = QuantizeArgs.of(node) if nodes.is_quantize(node) else DequantizeArgs.of(node)
+        layout = layout_of(args.method, tuple(args.numels), args.world, args.stretches)
+        if not isinstance(layout.method, BlockMethod):
+            continue
+        if isinstance(args, QuantizeArgs):
+            dtypes = dict.fromkeys(meta.tensor_value(grad).dtype for grad in args.grads)
+            emitted = [cpu_blocks.emit_quantize(layout.method, dtype) for dtype in dtypes]
+        else:
+            emitted = [cpu_blocks.emit_dequantize(layout.method, args.dtype)]
+        found[f"{node.name}.cpp"] = f"{_described(node.name, layout)}\n{''.join(emitted)}"
+    return found
+
+
+def _described(name: str, layout: BucketLayout) -> str:
+    chunks, numels = layout.stretches * layout.world, ", ".join(map(str, layout.numels))
+    return (
+        f"// {name}: {len(layout.numels)} gradients, each in {chunks} chunks of so many elements: {numels}.\n"
+        f"// Payload: {layout.payload_bytes} bytes for each of {layout.world} ranks."
+    )
 
 
 def _feedback(

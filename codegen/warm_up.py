@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from zgraph import nodes
+from zgraph.nodes import QuantizeArgs
 from zgraph.runtime.window import state_behind
 from zgraph.torch_compat import boxed
 from zgraph.unit import closes_window
@@ -26,10 +27,10 @@ def switch_after(
     quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))
     if not quantized:
         return main
-    handles = [handle for node in quantized for handle in nodes.handles_of(node)]
+    handles = [handle for node in quantized for handle in QuantizeArgs.of(node).handles]
     placeholders = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     places = [placeholders[handle] for handle in dict.fromkeys(handles)]
-    window = str(quantized[0].args[-1])
+    window = QuantizeArgs.of(quantized[0]).window
 
     def run(args: list[Any]) -> Any:
         counted = [state_behind(args[place]) for place in places]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph import meta, nodes, torch_compat
 from zgraph.agreement import Signature, agree
-from zgraph.codegen import compression as compression  # registers the kernels of compressed reductions
+from zgraph.codegen import compression
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.lower import lower_fx
 from zgraph.codegen.warm_up import switch_after
@@ -235,6 +235,10 @@ class FrameCompiler:
         if self.options.report is not None:  # somebody wants to read them
             self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
         self.report.graphs.extend(found)
+        if self.dumper is not None:
+            with torch_compat.without_fake_mode():  # they are emitted with torch's own roundings
+                for gm in graphs.values():
+                    self.dumper.kernels(compression.sources_of(gm.graph))
 
     def _name_markers(self, graph: fx.Graph) -> None:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from zgraph.compression import from_text
-from zgraph.ops import payload_bytes
 from zgraph.wire_format import BucketLayout
 
 torch.library.define(
@@ -41,13 +39,6 @@ torch.library.define(
 def layout_of(method: str, numels: tuple[int, ...], world: int, stretches: int) -> BucketLayout:
     """The layout that operators with these arguments mean."""
     return BucketLayout(from_text(method), numels, world, stretches)
-
-
-def error_bytes(quantize: fx.Node) -> int:
-    """What a rank keeps for the gradients of a `quantize_grads` node."""
-    _, _, method, _, numels, world, stretches, *_ = cast("tuple[Any, ...]", quantize.args)
-    states = [from_text(method).state(numel, world * stretches) for numel in numels]
-    return sum(payload_bytes(shape, dtype) for state in states for shape, dtype in state.values())
 
 
 @torch.library.register_fake("zgraph::quantize_grads")

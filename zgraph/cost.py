@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zgraph import meta, nodes
-from zgraph.compressed_ops import error_bytes
+from zgraph.compression import from_text
 from zgraph.hardware import Hardware
-from zgraph.ops import accumulate_dtype, group_size
+from zgraph.ops import accumulate_dtype, group_size, payload_bytes
 from zgraph.torch_compat import (
     flop_formula,
     hint_of,
@@ -252,7 +252,7 @@ class CostModel:
             grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])
             moved += 2 * self._numel(grad, meta.tensor_value(grad)) * dtype.itemsize
         if nodes.is_quantize(node):
-            moved += 2 * error_bytes(node)  # which is read and written
+            moved += 2 * _error_bytes(node)  # which is read and written
         flops = self._flops(node)
         dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
         return NodeCost(COMPUTE, self.hardware.compute_us(flops, moved, dtype), flops, moved)
@@ -310,6 +310,13 @@ class CostModel:
     def _number(self, size: Any) -> Any:
         """A size as what this estimator counts with."""
         return size_hint(size) if self.symbols is None else size_expression(size)
+
+
+def _error_bytes(quantize: fx.Node) -> int:
+    """What a rank keeps for the gradients of a `quantize_grads` node."""
+    args = nodes.QuantizeArgs.of(quantize)
+    states = [from_text(args.method).state(numel, args.world * args.stretches) for numel in args.numels]
+    return sum(payload_bytes(shape, dtype) for state in states for shape, dtype in state.values())
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import fx
 
 from zgraph import meta, nodes
+from zgraph.nodes import DequantizeArgs, QuantizeArgs
 from zgraph.torch_compat import grouped_gather_op, wait_op
 
 aten = torch.ops.aten
@@ -165,13 +166,15 @@ def _merge_compressed(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
     sums = [cast(fx.Node, result_of(start)) for start in starts]
     codes = [start.all_input_nodes[0] for start in starts]
     quantized = [code.all_input_nodes[0] for code in codes]
-    grads, handles, method, slot, numels, *others = (
-        [item for node in quantized for item in cast("list[Any]", node.args[place])]
-        if place in (0, 1, 4)
-        else quantized[0].args[place]
-        for place in range(len(quantized[0].args))
+    members = [QuantizeArgs.of(node) for node in quantized]
+    numels = [numel for member in members for numel in member.numels]
+    joined = replace(
+        members[0],
+        grads=[grad for member in members for grad in member.grads],
+        handles=[handle for member in members for handle in member.handles],
+        numels=numels,
     )
-    args = (grads, handles, method, slot, numels, *others)
+    args = tuple(getattr(joined, field.name) for field in fields(joined))
     packed = meta.create(graph, quantized[0].target, args, name=_name("quantize_bucket", starts))
     payload = meta.create(graph, operator.getitem, (packed, 0))
     draw = meta.create(graph, operator.getitem, (packed, 1))
@@ -180,7 +183,8 @@ def _merge_compressed(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
     name = _name("all_to_all_bucket", starts)
     start = meta.create(graph, starts[0].target, (payload, splits, splits, starts[0].args[3]), name=name)
     wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
-    args = (wait, draw, method, numels, *sums[0].args[4:])
+    summed = replace(DequantizeArgs.of(sums[0]), received=wait, draw=draw, numels=numels)
+    args = tuple(getattr(summed, field.name) for field in fields(summed))
     every = meta.create(graph, sums[0].target, args, name=_name("dequantize_bucket", starts))
     _work_for(starts, packed, payload, draw, start, wait, every)
     meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])

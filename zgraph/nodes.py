@@ -71,6 +71,47 @@ class ReduceArgs:
         return cls(*cast("tuple[Any, ...]", node.args))
 
 
+@dataclass(frozen=True)
+class QuantizeArgs:
+    """Arguments of a `zgraph::quantize_grads` node by name."""
+
+    grads: list[fx.Node]
+    handles: list[fx.Node]
+    method: str
+    slot: str
+    numels: list[int]
+    world: int
+    stretches: int
+    rank: int
+    salt: int
+    window: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> QuantizeArgs:
+        grads, handles, method, slot, numels, *rest = cast("tuple[Any, ...]", node.args)
+        return cls(list(grads), list(handles), method, slot, list(numels), *rest)
+
+
+@dataclass(frozen=True)
+class DequantizeArgs:
+    """Arguments of a `zgraph::dequantize_sum` node by name."""
+
+    received: fx.Node
+    draw: fx.Node
+    method: str
+    numels: list[int]
+    world: int
+    stretches: int
+    salt: int
+    divisor: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, node: fx.Node) -> DequantizeArgs:
+        received, draw, method, numels, *rest = cast("tuple[Any, ...]", node.args)
+        return cls(received, draw, method, list(numels), *rest)
+
+
 def is_unshard(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.unshard.default
 
@@ -89,11 +130,6 @@ def is_sum_ranks(node: fx.Node) -> bool:
 
 def is_quantize(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.quantize_grads.default
-
-
-def handles_of(quantize: fx.Node) -> list[fx.Node]:
-    """The handles of the parameters whose gradients a node quantizes."""
-    return list(cast("list[fx.Node]", quantize.args[1]))
 
 
 def is_dequantize_sum(node: fx.Node) -> bool:

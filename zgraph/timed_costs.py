@@ -88,7 +88,7 @@ def _call(node: fx.Node) -> Callable[[], object]:
     """The operator on values of its own."""
     made: dict[fx.Node, Any] = {}
     if nodes.is_quantize(node):
-        made |= {handle: _new_handle() for handle in nodes.handles_of(node)}
+        made |= {handle: _new_handle() for handle in nodes.QuantizeArgs.of(node).handles}
 
     def real(source: fx.Node) -> Any:
         if source not in made:

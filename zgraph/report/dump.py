@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +48,10 @@ class Dumper:
         # An option's repr may hold an address, which would differ from run to run.
         title = safely(lambda: re.sub(r" at 0x[0-9a-f]+", "", repr(graph_pass)), graph_pass.name)
         self._write(direction, re.sub(r"\W", "_", graph_pass.name), f"after {title}", graph, notes)
+
+    def kernels(self, sources: Mapping[str, str]) -> None:
+        """The source of kernels that were emitted for the frame, by file name."""
+        self._save({name: source.splitlines() for name, source in sources.items()})
 
     def _write(self, direction: Direction, label: str, title: str, graph: fx.Graph, notes: tuple[str, ...]) -> None:
         lines = graph_text(graph).splitlines()

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from zgraph.checkpoint.safe_reader import decode, encode
 from zgraph.checkpoint.together import gathered
 from zgraph.errors import CheckpointError
-from zgraph.rehearsal import COMPILED
-from zgraph.runtime.window import ParameterState, state_behind
+from zgraph.runtime.window import ParameterState
 from zgraph.torch_compat import is_distributed_ready, local_parameters, without_compile
-from zgraph.unit import state_of
+from zgraph.unit import sharded_parameters, state_of
 
 
 def runtime_state(model: nn.Module) -> RuntimeState:
@@ -122,13 +121,7 @@ class RuntimeState:
         return {name: tensor.detach() for name, tensor in entries if _is_plain(tensor) or id(tensor) in ignored}
 
     def _parameter_states(self) -> dict[str, ParameterState]:
-        found: dict[int, tuple[str, ParameterState]] = {}
-        for prefix, part in self.model.named_modules():
-            state = state_of(part)
-            for attribute, read in state.by_attribute.items() if state is not None else ():
-                name = ".".join(filter(None, (prefix, attribute))).replace(COMPILED, "")
-                found.setdefault(id(read.handle), (name, state_behind(read.handle)))
-        return dict(found.values())
+        return {name: read.state for name, read in sharded_parameters(self.model).items()}
 
 
 def _is_plain(value: object) -> bool:

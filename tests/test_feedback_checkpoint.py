@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.compressing import compressing, feedback_of, kept_tensors
 from tests.ranks import Ranks, fresh_ranks
-from zgraph.checkpoint.kept_errors import cut_error, flat_error
+from zgraph.checkpoint.kept_errors import cut_error, facts_of, flat_error, plan_restore, sizes_of, tensors_of
 from zgraph.checkpoint.safe_reader import read_metadata
 from zgraph.codegen import reference
 from zgraph.compression import CompressionMethod, TwoHop
@@ -340,7 +340,10 @@ def refuse(folder: str, method: CompressionMethod, ran: bool, how: str) -> dict[
         and counts(model) == before[2]
     )
     first = ""
-    if not text:
+    if how == "own":
+        if text:  # what the message says
+            zgraph.forget_errors(model)
+            zgraph.load_checkpoint(f"{folder}/step_00000003", model, optimizer)
         try:
             train(model, optimizer, range(1))
         except zgraph.ZgraphError as error:
@@ -355,7 +358,7 @@ def test_another_method_is_refused_and_nothing_is_loaded(two_ranks: Ranks, tmp_p
     two_ranks.run(save, str(tmp_path), NARROW, {})
     for result in two_ranks.run(refuse, str(tmp_path), ErrorFeedback(group=32), True, "own"):
         assert "keeps an error of first.weight that " in result["text"] and "ErrorFeedback" in result["text"]
-        assert result["unchanged"]
+        assert result["unchanged"] and "keeps the error of" in result["first"]
 
 
 def test_a_model_that_has_not_run_refuses_another_method_at_its_first_reduction(
@@ -372,6 +375,73 @@ def test_plain_dcp_does_not_lose_errors_in_silence(two_ranks: Ranks, tmp_path: P
     for result in two_ranks.run(refuse, str(tmp_path), NARROW, False, "dcp"):
         assert "error, error_scale of first.weight (inside), which were not read" in result["text"]
         assert "zgraph.runtime_state(model, load_from=path)" in result["text"] and result["unchanged"]
+
+
+def refuse_damage() -> list[str]:
+    model, optimizer = make(NARROW)
+    train(model, optimizer, range(1))
+    module = model._orig_mod
+    facts, sizes = facts_of(module), sizes_of(tensors_of(module, copies=True))
+    zgraph.forget_errors(model)
+    texts: list[str] = []
+    shape = (2, 2, 2, 32)
+    for changed in (
+        {"error_scale": None},
+        {"error": ((3, *shape[1:]), torch.int8)},
+        {"error": (shape, torch.int16)},
+        {"error": ((2, 2, 3, 32), torch.int8)},
+        {"error": ((2, 2, 2, 0), torch.int8)},
+        {"extra": (shape, torch.int8)},
+    ):
+        found = dict(sizes["first.weight"]["inside"])
+        for key, entry in changed.items():
+            found.pop(key, None)
+            if entry is not None:
+                found[key] = (torch.Size(entry[0]), entry[1])
+        division = facts["first.weight"]["division"]
+        elsewhere = {**facts["first.weight"], "division": division | {"by_rows": False}}
+        slots = {"inside": elsewhere["slots"]["inside"] | {"numel": 39}}  # as another stage cuts it
+        try:
+            plan_restore({"first.weight": elsewhere | {"slots": slots}}, {"first.weight": {"inside": found}}, module)
+        except zgraph.CheckpointError as error:
+            texts.append(str(error))
+        else:
+            texts.append("accepted")
+    return texts
+
+
+def test_damaged_entries_are_refused(two_ranks: Ranks) -> None:
+    for missing, rows, *shapes in two_ranks.run(refuse_damage):
+        assert "keeps error_scale of first.weight (inside), which were not read" in missing
+        assert "where 2 ranks have saved a row each; it is damaged" in rows
+        for text in shapes:
+            assert "in 2 chunks of 39 elements, which is no error of a gradient of its shape" in text
+
+
+def scale_of_losses(folder: str) -> dict[str, Any]:
+    model, optimizer = make(NARROW)
+    scaler = zgraph.GradScaler("cpu", init_scale=1024.0)
+    zgraph.set_loss_scale(model, scaler)
+    train(model, optimizer, range(2))
+    path = zgraph.save_checkpoint(folder, model, optimizer, step=3, extra={"scaler": scaler.state_dict()})
+    saved = kept_tensors(model)
+
+    other, optimizer = make(NARROW, seed=3)
+    scaler = zgraph.GradScaler("cpu")
+    zgraph.set_loss_scale(other, scaler)  # 65536, before anything is loaded
+    scaler.load_state_dict(zgraph.load_checkpoint(path, other, optimizer).extra["scaler"])
+    loaded = kept_tensors(other)
+    zgraph.set_loss_scale(other, 256.0)
+    rescaled = kept_tensors(other)
+    name = "first.weight inside error_scale"
+    return {
+        "as saved": all(torch.equal(loaded[key], saved[key]) for key in saved),
+        "quartered": torch.equal(rescaled[name], saved[name] / 4),
+    }
+
+
+def test_errors_come_back_with_their_loss_scale(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(scale_of_losses, str(tmp_path)) == [{"as saved": True, "quartered": True}] * 2
 
 
 # --- numbers, without processes ---------------------------------------------------------------------------------------

@@ -281,8 +281,8 @@ def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chu
         raise CheckpointError(
             f"zgraph: the checkpoint keeps an error of {name} that {fact['method']} left in {chunks} chunks of {numel} "
             f"elements, and the model compresses it by {held.method} in {held.chunks} of {held.numel}. Compile with "
-            "the method that the checkpoint was saved with; to go on with another one load into a model that has not "
-            "run yet, and call zgraph.forget_errors(model) on every rank."
+            "the method that the checkpoint was saved with, or call zgraph.forget_errors(model) on every rank before "
+            "the load, and again after it."
         )
 
 

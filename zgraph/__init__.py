@@ -31,6 +31,7 @@ from zgraph.errors import (  # noqa: E402
 from zgraph.gradients import GradScaler, clip_grad_norm_  # noqa: E402
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.hardware import Hardware  # noqa: E402
+from zgraph.loss_scale import forget_errors, set_loss_scale  # noqa: E402
 from zgraph.materialization import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
 from zgraph.planning import plan  # noqa: E402
@@ -63,6 +64,7 @@ __all__ = [
     "calibrate",
     "clip_grad_norm_",
     "explain",
+    "forget_errors",
     "full_state_dict",
     "latest_checkpoint",
     "load_checkpoint",
@@ -74,6 +76,7 @@ __all__ = [
     "plan",
     "runtime_state",
     "save_checkpoint",
+    "set_loss_scale",
     "shard",
     "summary",
 ]

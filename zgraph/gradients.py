@@ -7,15 +7,18 @@ drop-in replacements mend.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from zgraph.ops import collective_error
 from zgraph.torch_compat import AgreeingGradScaler, all_gather
+from zgraph.unit import sharded_parameters
 
 
 class GradScaler(AgreeingGradScaler):
@@ -24,7 +27,47 @@ class GradScaler(AgreeingGradScaler):
     torch's own asks the other ranks only if the first gradient of the optimizer is sharded. Where that is a replicated
     one (a scalar parameter, a part at stage 0), a rank whose shards overflow skips alone and halves its scale alone.
     Arguments and methods are those of `torch.amp.GradScaler`. Every rank must call them alike.
+
+    It tells each model that `zgraph.set_loss_scale` was given together with it when its scale changes, and which
+    parameters' steps were dropped.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._found: list[tuple[torch.optim.Optimizer, list[Tensor]]] = []
+
+    def follow(self, model: nn.Module) -> None:
+        """Tell a model from now on, as long as it lives."""
+        self._models.add(model)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        found, self._found = self._found, []
+        dropped: set[int] = set()
+        if self._models:  # else nobody asks, and reading the flags would wait for the device
+            for optimizer, flags in found:
+                if any(flag.item() for flag in flags):
+                    dropped |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        super().update(new_scale)
+        self._tell(dropped)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._tell(set())
+
+    def _tell(self, dropped: set[int]) -> None:
+        if not (self.is_enabled() and self._models):
+            return
+        scale = float(self.get_scale())
+        for model in self._models:
+            for read in sharded_parameters(model).values():
+                read.state.feedbacks.set_loss_scale(scale, dropped=id(read.resting) in dropped)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_models": None, "_found": []}  # models are not the scaler's to copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"_models": weakref.WeakSet[nn.Module]()})
 
     def agree(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -34,6 +77,7 @@ class GradScaler(AgreeingGradScaler):
                     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
                 except RuntimeError as error:
                     raise collective_error("all_reduce", ["GradScaler's found_inf"], group.group_name, error) from error
+        self._found.append((optimizer, list(flags.values())))
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload as OpOverload
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,6 +156,20 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     `DTensor.from_local` checks first, and `DTensor(...)` goes through a guard against Dynamo: both take far longer.
     """
     return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
+
+
+def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
+    """This rank's rows of a tensor whose `rows` lie on all ranks of a mesh in order (`DTensorSpec`, 2.11 - 2.13).
+
+    `DTensor.from_local` would move a tensor of the host to the mesh's device.
+    """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    shape = torch.Size((rows, *local.shape[1:]))
+    whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(mesh, tuple(Shard(0) for _ in range(mesh.ndim)), tensor_meta=whole)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 # --- functional collectives (2.11 - 2.13) -------------------------------------------------------------------------

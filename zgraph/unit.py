@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.handle import name_of
 from zgraph.ops import unshard
-from zgraph.rehearsal import load_whole_or_nothing
+from zgraph.rehearsal import COMPILED, load_whole_or_nothing
 from zgraph.report.summary import Report
-from zgraph.runtime.window import ALONE, CLOSING, OPEN, state_behind
+from zgraph.runtime.window import ALONE, CLOSING, OPEN, ParameterState, state_behind
 from zgraph.torch_compat import (
     is_in_backward,
     local_parameters,
@@ -164,6 +164,16 @@ class Read:
     handle: Tensor
     sites: tuple[tuple[nn.Module, str], ...]
 
+    @property
+    def state(self) -> ParameterState:
+        return state_behind(self.handle)
+
+    @property
+    def resting(self) -> DTensor:
+        """The parameter itself."""
+        owner, attribute = self.sites[0]
+        return cast(DTensor, local_parameters(owner)[attribute])
+
     # Run, not traced: Dynamo would answer a traced raise by skipping the frame for good, also once its cause is mended.
     @torch.compiler.assume_constant_result
     def check(self) -> None:
@@ -215,6 +225,17 @@ class ModuleState:
 
 def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
+
+
+def sharded_parameters(module: nn.Module) -> dict[str, Read]:
+    """Every sharded parameter by its first name in the module, as if nothing was compiled."""
+    found: dict[int, tuple[str, Read]] = {}
+    for prefix, part in module.named_modules():
+        state = state_of(part)
+        for attribute, read in state.by_attribute.items() if state is not None else ():
+            name = ".".join(filter(None, (prefix, attribute))).replace(COMPILED, "")
+            found.setdefault(id(read.handle), (name, read))
+    return dict(found.values())
 
 
 def window_is_open(module: nn.Module) -> bool:

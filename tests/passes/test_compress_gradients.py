@@ -485,7 +485,7 @@ def test_it_comes_before_the_reductions_are_lowered() -> None:
 
 
 def test_another_method_does_not_take_over_an_error(two_ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match=r"2\.weight keeps the error of LoCo\(.* and is now compressed by LoCo\("):
+    with pytest.raises(RankFailure, match=r"2\.weight keeps the error of .*LoCo.* and is now compressed by .*LoCo"):
         two_ranks.run(two_methods)
 
 

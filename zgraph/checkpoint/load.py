@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
+from zgraph.checkpoint import kept_errors
 from zgraph.checkpoint.directory import PAGE, measure, read_page
 from zgraph.checkpoint.optimizer_names import group_names, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
@@ -49,9 +50,9 @@ class Checkpoint:
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Checkpoint:
     """Load what `save_checkpoint` wrote, on any number of ranks. Every rank calls it.
 
-    On as many ranks as saved it the run continues bitwise. Nothing is loaded unless all can be: names, shapes, dtypes
-    and the size and CRC-32 of every file are checked first, then all is read into new tensors, and only then copied.
-    Nothing stored is executed (see `SafeReader`).
+    On as many ranks as saved it the run continues bitwise; see `runtime_state` for others. Nothing is loaded unless all
+    can be: names, shapes, dtypes and the size and CRC-32 of every file are checked first, then all is read into new
+    tensors, and only then copied. Nothing stored is executed (see `SafeReader`).
 
     Args:
         path: a checkpoint, such as `latest_checkpoint` returns.
@@ -84,21 +85,43 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     if len(set(gathered(zlib.crc32(text.encode())))) > 1:
         raise CheckpointError(f"zgraph.load_checkpoint: ranks see different checkpoints in {folder}; share the folder.")
     together("load_checkpoint", lambda: _check_files(folder, metadata, page["files"], rank, world))
-    with dcp_errors("load_checkpoint"):
-        load(wanted, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=not is_distributed_ready())
 
-    def prepare() -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def fill(tensors: dict[str, Any]) -> None:
+        with dcp_errors("load_checkpoint"):
+            reader = _Opened(folder, metadata)
+            load(tensors, storage_reader=reader, planner=SafePlanner(), no_dist=not is_distributed_ready())
+
+    fill(wanted)
+
+    def prepare() -> tuple[dict[str, Any], dict[str, Any] | None, list[kept_errors.Part], list[str]]:
         own = decode(wanted[f"rank.{rank % page['ranks']}"], f"what rank {rank % page['ranks']} kept in {folder}")
         RuntimeState(module).check(own["runtime"])
-        return own, None if optimizer is None else restored_state(folder, metadata, wanted, module, optimizer, own)
+        optimizer_state = None
+        if optimizer is not None:
+            optimizer_state = restored_state(folder, metadata, wanted, module, optimizer, own)
+        facts = own["runtime"].get(kept_errors.KEY, {})
+        return own, optimizer_state, *kept_errors.plan_restore(facts, kept_errors.sizes_in(metadata), module)
 
-    own, optimizer_state = together("load_checkpoint", prepare)
+    own, optimizer_state, parts, dropped = together("load_checkpoint", prepare)
+    errors = kept_errors.read_parts(parts, lambda tensors: fill({kept_errors.KEY: tensors}))
     prefix = "model."
     module.load_state_dict({key.removeprefix(prefix): wanted[key] for key in wanted if key.startswith(prefix)})
     if optimizer is not None and optimizer_state is not None:
         optimizer.load_state_dict(optimizer_state)
-    RuntimeState(module).restore(own["runtime"], page["ranks"])
+    RuntimeState(module).restore(own["runtime"], page["ranks"], errors)
+    kept_errors.warn_of_dropped(dropped)
     return Checkpoint(path=folder, step=page["step"], ranks=page["ranks"], extra=own["extra"])
+
+
+class _Opened(SafeReader):
+    """Reads several times from a checkpoint whose table of contents is known."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.known = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.known
 
 
 def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,55 +15,100 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zgraph.checkpoint.safe_reader import decode, encode
-from zgraph.checkpoint.together import gathered
+from zgraph.checkpoint import kept_errors
+from zgraph.checkpoint.safe_reader import decode, encode, read_metadata
+from zgraph.checkpoint.together import gathered, together
 from zgraph.errors import CheckpointError
-from zgraph.rehearsal import COMPILED
-from zgraph.runtime.window import ParameterState, state_behind
+from zgraph.runtime.feedback import Feedback
+from zgraph.runtime.window import ParameterState
 from zgraph.torch_compat import is_distributed_ready, local_parameters, without_compile
-from zgraph.unit import state_of
+from zgraph.unit import sharded_parameters, state_of
 
 
-def runtime_state(model: nn.Module) -> RuntimeState:
+def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None = None) -> RuntimeState:
     """What is neither parameter nor optimizer, as a `Stateful` for torch.distributed.checkpoint.
 
         dcp.save({"model": ..., "optimizer": ..., "runtime": zgraph.runtime_state(model)}, checkpoint_id=path)
+        dcp.load({..., "runtime": zgraph.runtime_state(model, load_from=path)}, checkpoint_id=path)
 
     It holds, for each rank: the state of the random generators (torch's on CPU and on the current CUDA device, Python's
     `random`), the values of `ignored` parameters, the buffers that differ between ranks (running statistics, say),
-    and the tensors that passes keep for a parameter. `save_checkpoint` includes it.
+    the tensors that passes keep for a parameter, and what compression has not sent yet (its error feedback).
+    `save_checkpoint` includes it.
 
     When the number of ranks has changed, rank r takes what rank r modulo the saved number had. Where this is not the
     same rank, its generators are seeded with a hash of that state and r: equal in each repetition, different on each
-    rank. Tensors that passes keep are dropped on all ranks, for they belong to a division that is no more.
+    rank. Tensors that passes keep are dropped on all ranks, for they belong to a division that is no more. Of the error
+    that compression keeps of whole gradients each rank takes the mean over the ranks that saved, cut and quantized for
+    the new division (also on as many ranks where another stage cuts it otherwise: there each rank its own): what the
+    ranks together have not sent is preserved up to that quantization. Errors of a second hop and of gathered means,
+    those of a method of your own, and any where nothing is sent any more are dropped, which a `ZgraphWarning` says.
+    A saved error of another method than the one that compresses is refused: by the load where the model has
+    compressed already, else by its first reduction.
+
+    The errors are entries of their own, "feedback.<parameter>.<slot>.<tensor>", of which each rank writes and reads its
+    row: DCP only reads entries that the model has too, and only at equal N. `load_from` tells it of those in a
+    checkpoint; without it, a load that leaves them out is an error. All rows that this rank is to read, up to
+    ceil(N saved / N) per parameter, are in memory at the same time; `load_checkpoint` reads one parameter after the
+    other where errors are cut anew.
 
     Args:
         model: sharded or not, compiled or not. Every rank calls `state_dict` and `load_state_dict`, which communicate.
+        load_from: the checkpoint that torch.distributed.checkpoint is about to load; not for saving.
     """
-    return RuntimeState(model)
+    return RuntimeState(model, None if load_from is None else Path(load_from))
 
 
 class RuntimeState:
     """See `runtime_state`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, load_from: Path | None = None) -> None:
         self.model = without_compile(model)
+        self.load_from = load_from
 
     def state_dict(self) -> dict[str, Any]:
-        """{"ranks": bytes}. One entry for all ranks, so that it loads on any number of them."""
-        return {"ranks": encode(gathered(self.own()))}
+        """{"ranks": bytes, "feedback": {...}}.
+
+        "ranks" is one entry for all ranks, so that it loads on any number of them. "feedback" is there if there is any:
+        copies on the host, or new tensors for what is to be loaded.
+        """
+        if self.load_from is None:
+            errors = kept_errors.tensors_of(self.model, copies=True)
+        else:
+            errors = self._errors_to_load(self.load_from)
+        return {"ranks": encode(gathered(self.own())), **({kept_errors.KEY: errors} if errors else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore this rank's part.
 
         Raises:
-            CheckpointError: the entry is damaged, or of another model; nothing has changed then.
+            CheckpointError: an entry is damaged, missing, or of another model; nothing has changed then.
         """
-        ranks = decode(state_dict["ranks"], "the runtime state of a checkpoint")
-        rank = dist.get_rank() if is_distributed_ready() else 0
-        own = ranks[rank % len(ranks)]
-        self.check(own)
-        self.restore(own, len(ranks))
+        errors: kept_errors.Tensors = state_dict.get(kept_errors.KEY, {})
+
+        def prepare() -> tuple[Any, int, list[kept_errors.Part], list[str]]:
+            ranks = decode(state_dict["ranks"], "the runtime state of a checkpoint")
+            own = ranks[(dist.get_rank() if is_distributed_ready() else 0) % len(ranks)]
+            self.check(own)
+            facts = own.get(kept_errors.KEY, {})
+            return own, len(ranks), *kept_errors.plan_restore(facts, kept_errors.sizes_of(errors), self.model)
+
+        own, ranks, parts, dropped = together("runtime_state", prepare)
+        restored = [(part, part.restored(errors[part.name][part.slot] if part.sizes else {})) for part in parts]
+        self.restore(own, ranks, restored)
+        kept_errors.warn_of_dropped(dropped)
+
+    def _errors_to_load(self, path: Path) -> kept_errors.Tensors:
+        found = together("runtime_state", lambda: kept_errors.sizes_in(read_metadata(path)))
+        reads = sharded_parameters(self.model)
+        return {
+            name: {
+                slot: {key: kept_errors.empty_rows(reads[name], *size) for key, size in kept.items()}
+                for slot, kept in slots.items()
+            }
+            for name, slots in found.items()
+            if name in reads
+        }
 
     def own(self) -> dict[str, Any]:
         """This rank's part, plain values and CPU tensors. Every rank calls it: buffers are compared."""
@@ -73,6 +121,7 @@ class RuntimeState:
             "random": _random_state(),
             "local": {name: _copy(tensor) for name, tensor in held.items()},
             "kept": {name: {key: _copy(value) for key, value in tensors.items()} for name, tensors in kept.items()},
+            kept_errors.KEY: kept_errors.facts_of(self.model),
         }
 
     def check(self, own: Any) -> None:
@@ -96,7 +145,7 @@ class RuntimeState:
                 )
 
     @torch.no_grad()
-    def restore(self, own: Any, ranks: int) -> None:
+    def restore(self, own: Any, ranks: int, errors: Sequence[tuple[kept_errors.Part, Feedback]]) -> None:
         """Put back what `own` returned on the rank that this one takes after, when there were `ranks`."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         places = self._places()
@@ -107,6 +156,7 @@ class RuntimeState:
             state.tensors.clear()
             if ranks == world:
                 state.tensors.update({key: value.to(device) for key, value in own["kept"].get(name, {}).items()})
+        kept_errors.put_back(self.model, own.get(kept_errors.KEY, {}), errors)
         _restore_random(own["random"], None if rank < ranks else rank)
 
     def _places(self) -> dict[str, Tensor]:
@@ -122,13 +172,7 @@ class RuntimeState:
         return {name: tensor.detach() for name, tensor in entries if _is_plain(tensor) or id(tensor) in ignored}
 
     def _parameter_states(self) -> dict[str, ParameterState]:
-        found: dict[int, tuple[str, ParameterState]] = {}
-        for prefix, part in self.model.named_modules():
-            state = state_of(part)
-            for attribute, read in state.by_attribute.items() if state is not None else ():
-                name = ".".join(filter(None, (prefix, attribute))).replace(COMPILED, "")
-                found.setdefault(id(read.handle), (name, state_behind(read.handle)))
-        return dict(found.values())
+        return {name: read.state for name, read in sharded_parameters(self.model).items()}
 
 
 def _is_plain(value: object) -> bool:

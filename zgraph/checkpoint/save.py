@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from zgraph.checkpoint import kept_errors
 from zgraph.checkpoint.directory import complete_checkpoints, measure, recover, sync_directory, write_page
 from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
@@ -32,7 +33,9 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write `directory/step_<step>`: model, optimizer, random generators and `extra`. Every rank calls it.
+    """Write `directory/step_<step>`: model, optimizer, runtime state (see `runtime_state`) and `extra`.
+
+    Every rank calls it.
 
     Files are written and fsynced in a hidden directory beside, which is renamed at the end: whenever the run is killed,
     a checkpoint is there completely or not at all. All ranks write into the same file system.
@@ -65,6 +68,9 @@ def save_checkpoint(
     own: dict[str, Any] = {"runtime": RuntimeState(module).own(), "extra": dict(extra or {})}
     own["optimizer"] = {} if optimizer is None else ignored_states(module, optimizer)
     state["rank"] = {str(rank): encode(own)}
+    errors = kept_errors.tensors_of(module, copies=False)  # written before anyone trains on
+    if errors:
+        state[kept_errors.KEY] = errors
 
     def prepare() -> None:
         if rank == 0:

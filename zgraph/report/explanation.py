@@ -23,16 +23,21 @@ class Explanation:
     Attributes:
         graphs: in the order in which they were compiled.
         measured: by frame and direction; of those that have run under `zgraph.measure`.
+        feedback_bytes: what error feedback keeps on this rank from step to step. A graph's peak counts what the graph
+            is given and allocates, so this comes on top.
     """
 
     graphs: tuple[GraphReport, ...]
     measured: Mapping[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
+    feedback_bytes: int = 0
 
     def __str__(self) -> str:
         frames = list(dict.fromkeys(graph.frame for graph in self.graphs))
         lines = [f"zgraph.explain: {_count(self.graphs, 'graph')} of {_count(frames, 'frame')}"]
         for frame in frames:
             lines += self._frame_lines([graph for graph in self.graphs if graph.frame == frame])
+        if self.feedback_bytes:
+            lines.append(f"error feedback: {_size(self.feedback_bytes)} a rank, beside the peaks of the graphs")
         if any(graph.us is None for graph in self.graphs):
             lines.append(NO_COSTS)
         return "\n".join(lines)

@@ -12,13 +12,14 @@ from zgraph.meter import Meter
 from zgraph.report.explanation import Explanation
 from zgraph.report.summary import Report
 from zgraph.torch_compat import wait, without_compile
-from zgraph.unit import state_of
+from zgraph.unit import sharded_parameters, state_of
 
 
 def summary(model: nn.Module) -> Report:
     """What was compiled for a model so far: `print(zgraph.summary(model))` after the first step.
 
-    Graphs, buckets, collectives and the bytes they send, recompiles, and compile seconds by phase.
+    Graphs, buckets, collectives and the bytes they send, recompiles, compile seconds by phase, and the bytes that error
+    feedback keeps.
 
     Args:
         model: what `zgraph.shard` returned, or what torch.compile made of it.
@@ -26,7 +27,9 @@ def summary(model: nn.Module) -> Report:
     Raises:
         ZgraphError: it was not sharded, or nothing has been compiled.
     """
-    return _report_of(model, "summary")
+    report = _report_of(model, "summary")
+    report.feedback_bytes = _feedback_bytes(model)
+    return report
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -42,7 +45,9 @@ def explain(model: nn.Module) -> Explanation:
         ZgraphError: it was not sharded, or nothing has been compiled.
     """
     report = _report_of(model, "explain")
-    return Explanation(graphs=tuple(report.graphs), measured=dict(report.measured))
+    return Explanation(
+        graphs=tuple(report.graphs), measured=dict(report.measured), feedback_bytes=_feedback_bytes(model)
+    )
 
 
 @contextmanager
@@ -82,6 +87,11 @@ def measure(model: nn.Module) -> Generator[None]:
             "call what torch.compile returned."
         )
     report.measured |= found
+
+
+def _feedback_bytes(model: nn.Module) -> int:
+    reads = sharded_parameters(without_compile(model)).values()
+    return sum(read.state.feedbacks.kept_bytes for read in reads)
 
 
 def _report_of(model: nn.Module, caller: str) -> Report:

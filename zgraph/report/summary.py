@@ -39,6 +39,7 @@ class Report:
         distinct_islands: how many it compiled, for equal ones share.
         measured: what `zgraph.measure` has found last, by frame and direction.
         meter: that measures the graphs now; None: they are not measured.
+        feedback_bytes: what error feedback keeps on this rank, as `zgraph.summary` has found it last.
     """
 
     graphs: list[GraphReport] = field(default_factory=list[GraphReport])
@@ -49,6 +50,7 @@ class Report:
     distinct_islands: int = 0
     measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
     meter: Meter | None = None
+    feedback_bytes: int = 0
     _running: str | None = None
 
     @contextmanager
@@ -121,6 +123,8 @@ class Report:
             lines.append(f"one training step sends {_mib(self.step_bytes)} per rank")
         else:
             lines.append("nothing is sent: no compiled training graph has a collective")
+        if self.feedback_bytes:
+            lines.append(f"error feedback: {_mib(self.feedback_bytes)} a rank")
         return "\n".join(lines)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zgraph.compression import from_text
 from zgraph.errors import ZgraphError
 
 
@@ -23,7 +22,8 @@ class Feedback:
         reductions: compressed so far; draws random numbers.
         steps: closing backwards so far, which are optimizer steps.
         open: the last reduction was followed by others of its window.
-        before: the tensors as they were before the step at hand; None unless losses are scaled.
+        before: the tensors as they were before the step at hand; None unless losses are scaled, and once the step is
+            known to count.
     """
 
     method: str
@@ -39,10 +39,12 @@ class Feedback:
         """A reduction is about to read the error: forget it where its time is up, and keep a copy if one is wanted."""
         if self.open:
             return
+        # A copy, as kernels work in place, and what they drop cannot be recomputed from what they keep. First, so that
+        # a dropped step has not forgotten either.
+        self.before = {name: tensor.clone() for name, tensor in self.tensors.items()} if keep_before else None
         if forgets_every and self.steps and self.steps % forgets_every == 0:
             for tensor in self.tensors.values():
                 tensor.zero_()
-        self.before = {name: tensor.clone() for name, tensor in self.tensors.items()} if keep_before else None
 
     def end(self, *, closing: bool) -> None:
         """The reduction has updated the error."""
@@ -56,12 +58,30 @@ class Feedback:
         if scaled is not None:
             scaled.mul_(factor)
 
+    def fits(self, spec: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+        """Whether the tensors are what a method asks for."""
+        return spec.keys() == self.tensors.keys() and all(
+            (tuple(self.tensors[name].shape), self.tensors[name].dtype) == wanted for name, wanted in spec.items()
+        )
+
+    def move_to(self, device: torch.device) -> None:
+        """Checkpoints are read on the host."""
+        for name, tensor in self.tensors.items():
+            if tensor.device != device:
+                self.tensors[name] = tensor.to(device)
+
     def take_back(self) -> None:
         """The step at hand is not taken: what it did to the error did not happen."""
         if self.before is not None:
             for name, tensor in self.before.items():
                 self.tensors[name].copy_(tensor)
+            self.steps -= not self.open
             self.before = None
+
+    @property
+    def kept_bytes(self) -> int:
+        held = [*self.tensors.values(), *(self.before or {}).values()]
+        return sum(tensor.nbytes for tensor in held)
 
 
 @dataclass(eq=False)
@@ -99,19 +119,39 @@ class Feedbacks:
             found = self.by_slot[slot] = Feedback(method, numel, chunks, tensors)
         elif (found.method, found.numel, found.chunks) != (method, numel, chunks):
             raise ZgraphError(
-                f"zgraph: {parameter} keeps the error of {from_text(found.method)} in {found.chunks} chunks of "
-                f"{found.numel} elements, and is now compressed by {from_text(method)} in {chunks} of {numel}. "
-                "Compile with the method that the state was saved with, or call zgraph.forget_errors(model) to begin "
-                "with zeros."
+                f"zgraph: {parameter} keeps the error of {found.method} in {found.chunks} chunks of {found.numel} "
+                f"elements, and is now compressed by {method} in {chunks} of {numel}. Compile with the method that the "
+                "state was saved with, or call zgraph.forget_errors(model) on every rank to begin with zeros."
             )
+        elif not found.fits(spec):
+            shown = {name: (list(tensor.shape), tensor.dtype) for name, tensor in found.tensors.items()}
+            raise ZgraphError(
+                f"zgraph: {parameter} keeps {shown} for {method}, which asks for {dict(spec)}: it was saved "
+                "by another version of the method. Load it with that one, or call zgraph.forget_errors(model) on "
+                "every rank to begin with zeros."
+            )
+        found.move_to(device)
         return found
 
-    def set_loss_scale(self, scale: float) -> None:
-        """Gradients will come with this loss scale; a smaller one than before says that the last step was dropped."""
+    @property
+    def kept_bytes(self) -> int:
+        return sum(feedback.kept_bytes for feedback in self.by_slot.values())
+
+    def set_loss_scale(self, scale: float | None, *, dropped: bool | None = None) -> None:
+        """Gradients will come with this loss scale.
+
+        Args:
+            scale: None: losses are no longer scaled.
+            dropped: the last step was not taken. None: a smaller scale than the last one says so.
+        """
         last, self.loss_scale = self.loss_scale, scale
+        if dropped is None:
+            dropped = last is not None and scale is not None and scale < last
+        # From no scale to the first one nothing is multiplied: the gradients so far may well have been scaled.
+        factor = 1.0 if last is None else (scale or 1.0) / last
         for feedback in self.by_slot.values():
-            if last is not None and scale < last:
+            if dropped:
                 feedback.take_back()
             feedback.before = None
-            if last is not None and scale != last:
-                feedback.scale(scale / last)
+            if factor != 1.0:
+                feedback.scale(factor)

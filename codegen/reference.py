@@ -296,7 +296,14 @@ def quantize_bucket(
 
 
 def dequantize_sum_bucket(
-    received: Tensor, layout: BucketLayout, draw: Draw, first_rank: int, divisor: int, outputs: Sequence[Tensor]
+    received: Tensor,
+    layout: BucketLayout,
+    draw: Draw,
+    first_rank: int,
+    divisor: int,
+    outputs: Sequence[Tensor],
+    *,
+    accumulate: bool = False,
 ) -> None:
     """Sum what the ranks have sent, divide once, and store.
 
@@ -306,13 +313,16 @@ def dequantize_sum_bucket(
         first_rank: whose signs the first row has.
         divisor: of the sum; 1 leaves it as it is.
         outputs: [stretches * numel] in any floating-point dtype for each gradient; overwritten.
+        accumulate: add to the outputs instead, in fp32 (fp64 where an output is) before it is rounded to its dtype.
     """
     method = _block_method(layout)
     for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
         for stretch in range(layout.stretches):
             codes, scales = views[0][:, stretch], views[1][:, stretch].contiguous().view(SCALE_DTYPE)
             total = dequantize_sum(codes, scales, numel, method, draw, first_rank)
-            output.view(layout.stretches, numel)[stretch].copy_(total / divisor if divisor > 1 else total)
+            result = total / divisor if divisor > 1 else total
+            place = output.view(layout.stretches, numel)[stretch]
+            place.copy_(place + result if accumulate else result)
 
 
 def _block_method(layout: BucketLayout) -> BlockMethod:

@@ -46,15 +46,16 @@ def dequantize_sum_bucket(
         options: how to launch. None: the fastest of a few, found once for each method, dtype, ranks and device.
 
     Raises:
-        ValueError: a tensor is not contiguous.
+        ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled.
     """
     method = pieces.block_method(layout)
     pieces.require_contiguous("dequantize_blocks", [received, *outputs])
     dtypes, ranks = tuple(output.dtype for output in outputs), received.shape[0]
     source = emit_dequantize(layout, dtypes, ranks, accumulate=accumulate, dynamic=dynamic)
     names = pieces.load(source)
-    if options is None and is_compiled(names["dequantize"]):
-        options = _fastest(method, dtypes[0], ranks, received.device)
+    if is_compiled(names["dequantize"]):
+        pieces.require_device("dequantize_blocks", "payload", received)
+        options = options or _fastest(method, dtypes[0], ranks, received.device)
     names["launch"](
         *outputs,
         received,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 from collections.abc import Callable
@@ -41,9 +42,7 @@ OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 2, 4, 8))
 
 def is_compiled(kernel: Any) -> bool:
     """Whether a kernel runs on a device, rather than in Triton's interpreter."""
-    import triton
-
-    return isinstance(kernel, triton.JITFunction)
+    return isinstance(kernel, importlib.import_module("triton").JITFunction)
 
 
 def fastest(run: Callable[[LaunchOptions], None], device: torch.device) -> LaunchOptions:

@@ -46,14 +46,15 @@ def quantize_bucket(
         options: how to launch. None: the fastest of a few, found once for each method, dtype and device.
 
     Raises:
-        ValueError: a tensor is not contiguous.
+        ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled.
     """
     kept = [state[name] for name in _state_names(pieces.block_method(layout)) for state in states]
     pieces.require_contiguous("quantize_blocks", [*grads, *kept, payload])
     dtypes, numels = tuple(grad.dtype for grad in grads), tuple(grad.numel() for grad in grads)
     names = pieces.load(emit_quantize(layout, dtypes, numels, dynamic=dynamic))
-    if options is None and is_compiled(names["quantize"]):
-        options = _fastest(pieces.block_method(layout), dtypes[0], payload.device)
+    if is_compiled(names["quantize"]):
+        pieces.require_device("quantize_blocks", "payload", payload)
+        options = options or _fastest(pieces.block_method(layout), dtypes[0], payload.device)
     sizes = pieces.sizes(_members(layout, numels), layout) if dynamic else ()
     names["launch"](
         *grads,
@@ -161,30 +162,26 @@ def _codes(method: BlockMethod) -> str:
     book = CodeBook.of(method)
     before = f" + {book.before}" if book.before else ""
     after = f" + {book.after}" if book.after else ""
-    tries = [
-        f"""\
-    codes, along, score = try_clip(unit, {pieces.literal(book.slopes[0])}, GROUPS)
-"""
-    ]
-    tries += [
-        f"""\
-    other_codes, other_along, other_score = try_clip(unit, {pieces.literal(slope)}, GROUPS)
-    better = other_score > score
-    codes = tl.where(to_all(better.to(tl.int32)) != 0, other_codes, codes)
-    along, score = tl.where(better, other_along, along), tl.where(better, other_score, score)
-"""
-        for slope in book.slopes[1:]
-    ]
+    best = f"slope = {pieces.literal(book.slopes[0])}\n    along, score = try_clip(unit, slope, GROUPS)\n"
+    for other in map(pieces.literal, book.slopes[1:]):
+        best += f"    other_along, other_score = try_clip(unit, {other}, GROUPS)\n"
+        best += "    better = other_score > score\n"
+        best += f"    slope = tl.where(better, {other}, slope)\n"
+        best += "    along, score = tl.where(better, other_along, along), tl.where(better, other_score, score)\n"
+    slope = "to_all(slope)" if len(book.slopes) > 1 else "slope"
     rescale = f" * {pieces.literal(1 / HADAMARD)}" if method.rotate else ""
     low, high = pieces.literal(book.low), pieces.literal(book.high)
     return f"""\
 @triton.jit
-def try_clip(unit, slope, GROUPS: tl.constexpr):
-    codes = tl.minimum(tl.maximum(round_down(unit * slope{before}), {low}), {high})
-    levels = codes{after}
+def round_codes(unit, slope):
+    return tl.minimum(tl.maximum(round_down(unit * slope{before}), {low}), {high})
+
+
+@triton.jit
+def try_clip(unit, slope, GROUPS: tl.constexpr):  # only sums are kept: holding all codes takes too many registers
+    levels = round_codes(unit, slope){after}
     along, square = fold(unit * levels, GROUPS), fold(levels * levels, GROUPS)
-    score = tl.where(square > 0, tl.div_rn(along * along, tl.where(square > 0, square, 1.0)), 0.0)
-    return codes, along, score
+    return along, tl.where(square > 0, tl.div_rn(along * along, tl.where(square > 0, square, 1.0)), 0.0)
 
 
 @triton.jit
@@ -197,7 +194,8 @@ def quantize_groups(rotated, GROUPS: tl.constexpr):
     used = finite & (largest >= {TINY!r})
     inverse = to_all(tl.where(used, tl.div_rn(1.0, largest), 0.0))
     unit = tl.where(inverse > 0, rotated * inverse, 0.0)
-{"".join(tries)}\
+    {best}\
+    codes = round_codes(unit, {slope})
     ratio = tl.where(used, tl.div_rn(fold(unit * unit, GROUPS), tl.where(used, along, 1.0)), 0.0){rescale}
     scale = tl.where(finite, to_bf16(ratio * tl.where(used, largest, 0.0)), 0x7FC0).to(tl.int16)
     return codes, codes{after}, scale, finite

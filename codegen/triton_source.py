@@ -318,6 +318,15 @@ def require_contiguous(who: str, tensors: Iterable[Tensor]) -> None:
             )
 
 
+def require_device(who: str, what: str, tensor: Tensor) -> None:
+    """Raise a ValueError for a tensor that no compiled kernel reaches."""
+    if tensor.device.type == "cpu":
+        raise ValueError(
+            f"zgraph.codegen.{who}: the {what} lies on the CPU, and Triton compiles for GPUs alone; move the bucket to "
+            "a GPU, or call zgraph.codegen.reference."
+        )
+
+
 def joined(*blocks: str) -> str:
     """Top-level definitions with two empty lines between them."""
     return "\n\n".join(block.rstrip("\n") + "\n" for block in blocks)

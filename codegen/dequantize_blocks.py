@@ -17,7 +17,7 @@ from zgraph.codegen import triton_source as pieces
 from zgraph.codegen.launch_options import LaunchOptions, fastest, is_compiled
 from zgraph.codegen.reference import CodeBook
 from zgraph.codegen.triton_source import Member
-from zgraph.compression import SCALE_DTYPE, BlockMethod, Draw
+from zgraph.compression import BlockMethod, Draw
 from zgraph.wire_format import BucketLayout
 
 
@@ -119,9 +119,7 @@ def _members(layout: BucketLayout) -> list[Member]:
     return pieces.members_of(layout, [layout.stretches * length for length in layout.numels], layout.stretches)
 
 
-def _header(
-    layout: BucketLayout, dtypes: Sequence[torch.dtype], ranks: int, accumulate: bool, dynamic: bool
-) -> str:
+def _header(layout: BucketLayout, dtypes: Sequence[torch.dtype], ranks: int, accumulate: bool, dynamic: bool) -> str:
     """What the kernel works on, and the bytes it moves."""
     method = pieces.block_method(layout)
     verb = "Add" if accumulate else "Write"
@@ -146,7 +144,9 @@ def _header(
     read = ranks * layout.stretches * sum(sum(method.sections(length)) for length in layout.numels)
     read += written if accumulate else 0
     each = (read + written) / max(elements, 1)
-    lines.append(f"{read} bytes read + {written} written = {read + written}: {each:.3f} for each of {elements} elements")
+    lines.append(
+        f"{read} bytes read + {written} written = {read + written}: {each:.3f} for each of {elements} elements"
+    )
     return pieces.comment(lines)
 
 
@@ -195,24 +195,26 @@ def _kernel(
         body += [f"output_{pieces.dtype_name(dtype)} = output_{dtypes.index(dtype)}" for dtype in kinds]
     body += pieces.choose_member(members, method.group, own)
     half = method.levels // 2
-    # 2^22 plus half an integer has that integer in its low bits: so codes become fp32 without a conversion.
     body += [
         "",
         "row = ((program - first) * GROUPS + tl.arange(0, GROUPS)).to(tl.int32)  # groups of one stretch after another",
         "real = row < rows",
-        "groups = tl.cdiv(length, GROUP).to(tl.int32)  # of a stretch" if dynamic else "groups = tl.cdiv(length, GROUP)",
+        "groups = tl.cdiv(length, GROUP).to(tl.int32)  # of a stretch"
+        if dynamic
+        else "groups = tl.cdiv(length, GROUP)",
         "stretch, group = row // groups, row % groups",
         "code_at = codes_at + row.to(tl.int64) * CODE_BYTES",
         f"code_at = tl.multiple_of(code_at, {min(16, method.group * method.bits // 8)})",
         "code_at = code_at[:, None] + tl.arange(0, CODE_BYTES)[None, :]",
         "real_codes = tl.broadcast_to(real[:, None], [GROUPS, CODE_BYTES])",
         "",
-        "total = tl.full([STRETCHES * GROUPS * PLACES], -0.0, tl.float32)  # -0.0 + x is x, for any x",
+        "# -0.0, which leaves any x in -0.0 + x as it is; tl.full would make 0.0 of it.",
+        "total = tl.full([STRIPES * GROUPS * PLACES], -0x80000000, tl.int32).to(tl.float32, bitcast=True)",
         f"for sender in range({ranks}):",
         f"    from_row = tl.cast(sender, tl.int64) * {payload_bytes}",
         "    packed = tl.load(received + from_row + code_at, mask=real_codes, other=0)",
         "    scale = tl.load(scales + (from_row + scales_at) // 2 + row, mask=real, other=0)",
-        f"    packed = in_stretches(packed, STRETCHES * {method.bits} // 8).to(tl.int32)",
+        f"    packed = in_stripes(packed, STRIPES * {method.bits} // 8).to(tl.int32)",
         *("    " + line for line in _UNPACK[method.bits].splitlines()),
         "    # 2^22 + x holds 2 x in its low bits: a number is made of a code without a conversion instruction.",
         f"    levels = (((codes ^ {half}) << 1) | 0x4A800000).to(tl.float32, bitcast=True)",
@@ -224,7 +226,7 @@ def _kernel(
     body += [
         "    total += sent",
         "",
-        "result = tl.div_rn(in_groups(total, GROUPS, STRETCHES), tl.cast(divisor, tl.float32))",
+        "result = tl.div_rn(in_groups(total, GROUPS, STRIPES), tl.cast(divisor, tl.float32))",
         "left = tl.minimum(length - group * GROUP, GROUP)",
         "left = tl.where(real, left, 0).to(tl.int32)",
         *(["left = tl.multiple_of(left, 16)"] if aligned else []),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zgraph.codegen.triton_source import stretches_of
+from zgraph.codegen.triton_source import stripes_of
 from zgraph.compression import BlockMethod
 
 WARP = 32  # threads
@@ -24,7 +24,7 @@ class LaunchOptions:
 
     Attributes:
         warps: of a program.
-        blocks_per_thread: places of a stretch that a thread takes: 1 lets it keep all elements in registers.
+        blocks_per_thread: places of a stripe that a thread takes: 1 lets it keep all elements in registers.
     """
 
     warps: int = 1
@@ -32,7 +32,7 @@ class LaunchOptions:
 
     def arguments(self, method: BlockMethod) -> dict[str, int]:
         """Of the function that starts the kernel."""
-        places = method.group // stretches_of(method)
+        places = method.group // stripes_of(method)
         groups = max(1, WARP * self.warps * self.blocks_per_thread // places)
         return {"GROUPS": groups, "num_warps": self.warps}
 

@@ -1,8 +1,8 @@
 """Triton source for one bucket: compensate, rotate, quantize, pack, and keep the new error, in one launch.
 
-The kernel reads every gradient where it lies and writes codes and scales to their places in the payload. A program takes
-a few groups of one gradient; which one follows from its id and from constants in the source. Nothing as large as the
-bucket is ever in device memory beside the gradients, their errors and the payload.
+The kernel reads every gradient where it lies and writes codes and scales to their places in the payload. A program
+takes a few groups of one gradient; which one follows from its id and from constants in the source. Nothing as large as
+the bucket is ever in device memory beside the gradients, their errors and the payload.
 
 `zgraph.codegen.reference` says what is computed; results are equal bit for bit, whatever the launch options.
 """
@@ -101,10 +101,7 @@ def emit_quantize(
     whole = not dynamic and all(
         member.length % method.group == 0 and member.numel == member.length * member.chunks for member in members
     )
-    if dynamic:
-        written = [member.named(place) for place, member in enumerate(members)]
-    else:
-        written = members
+    written = [member.named(place) for place, member in enumerate(members)] if dynamic else members
     sizes = {"WORLD": layout.world, "CODE_BYTES": method.group * method.bits // 8}
     return pieces.joined(
         _header(layout, dtypes, members, dynamic),
@@ -153,7 +150,9 @@ def _header(layout: BucketLayout, dtypes: Sequence[torch.dtype], members: Sequen
     read = sum(int(member.numel) * dtype.itemsize for member, dtype in zip(members, dtypes, strict=True)) + rows * kept
     written = rows * (kept + sent)
     each = (read + written) / max(elements, 1)
-    lines.append(f"{read} bytes read + {written} written = {read + written}: {each:.3f} for each of {elements} elements")
+    lines.append(
+        f"{read} bytes read + {written} written = {read + written}: {each:.3f} for each of {elements} elements"
+    )
     return pieces.comment(lines)
 
 
@@ -186,8 +185,8 @@ def try_clip(unit, slope, GROUPS: tl.constexpr):  # only sums are kept: holding 
 
 @triton.jit
 def quantize_groups(rotated, GROUPS: tl.constexpr):
-    # -> codes, levels [STRETCHES * GROUPS * PLACES] fp32; scale as bf16 bits, finite [GROUPS]
-    bits = tl.reshape(rotated.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [STRETCHES, GROUPS * PLACES])
+    # -> codes, levels [STRIPES * GROUPS * PLACES] fp32; scale as bf16 bits, finite [GROUPS]
+    bits = tl.reshape(rotated.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [STRIPES, GROUPS * PLACES])
     bits = tl.max(tl.reshape(tl.max(bits, axis=0), [GROUPS, PLACES]), axis=1)
     largest = bits.to(tl.float32, bitcast=True)
     finite = bits < 0x7F800000
@@ -286,16 +285,16 @@ def _kernel(
     if method.rotate:
         body += [
             "signs = draw_signs(group, sign_key(base, rank))",
-            "rotated = flip_hadamard(in_stretches(whole, STRETCHES), signs)",
+            "rotated = flip_hadamard(in_stripes(whole, STRIPES), signs)",
         ]
     else:
-        body.append("rotated = in_stretches(whole, STRETCHES)")
+        body.append("rotated = in_stripes(whole, STRIPES)")
     body += [
         "codes, levels, scale, finite = quantize_groups(rotated, GROUPS)",
         "",
         f"bits = low_bits(codes) & {method.levels - 1}",
         *_PACK[method.bits].splitlines(),
-        f"packed = in_groups(packed.to(tl.uint8), GROUPS, STRETCHES * {method.bits} // 8)",
+        f"packed = in_groups(packed.to(tl.uint8), GROUPS, STRIPES * {method.bits} // 8)",
         "stretch, to = chunk // WORLD, chunk % WORLD",
         f"to_row = to.to(tl.int64) * {payload_bytes}",
         "place = stretch.to(tl.int64) * groups + group",
@@ -315,7 +314,7 @@ def _kernel(
         if method.rotate:
             body.append("sent = flip(hadamard(sent), signs)")
         body += [
-            "lost = whole - in_groups(sent, GROUPS, STRETCHES)",
+            "lost = whole - in_groups(sent, GROUPS, STRIPES)",
             f"new = {old_share} * old + {rest} * lost",
             "keep = real & finite  # a group that is not finite keeps its error",
         ]

@@ -106,7 +106,8 @@ def quantize(
     ratio = torch.where(used, fold(unit * unit) / torch.where(used, along, 1.0), 0.0)
     if method.rotate:
         ratio = ratio * (1.0 / HADAMARD)
-    scale = torch.where(finite, ratio * torch.where(used, largest, 0.0), math.nan).to(SCALE_DTYPE)
+    scale = (ratio * torch.where(used, largest, 0.0)).to(SCALE_DTYPE)
+    scale = torch.where(finite, scale, math.nan)  # 0x7FC0: a NaN that is cast gets other bits in vectors than alone
 
     if old is not None and method.old_share is not None:
         sent = decode(best, scale.squeeze(-1), book, signs)

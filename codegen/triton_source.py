@@ -2,18 +2,19 @@
 
 Checked with Triton 3.6.0, 3.7.1 (which torch 2.13 brings) and 3.9.0:
 
-- `enable_fp_fusion=False`, given at launch, keeps a multiplication and an addition apart: LLVM writes mul.rn and add.rn,
-  which ptxas does not contract, and ptxas gets --fmad=false. Additions and multiplications keep denormals.
+- `enable_fp_fusion=False`, given at launch, keeps a multiplication and an addition apart: LLVM writes mul.rn and
+  add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals.
 - `/` compiles to div.full, which is off by up to two units in the last place; `tl.div_rn` is IEEE's division.
 - The interpreter rounds to bfloat16 wrongly, so bfloat16 is read and written as integers here, to nearest even. A NaN
-  becomes 0x7FC0 as in torch, where cvt.rn.bf16 gives 0x7FFF.
+  becomes 0x7FC0 here, where cvt.rn.bf16 gives 0x7FFF.
 - `tl.sum` adds in an order of its own, so it only ever adds two numbers here.
+- `tl.full` makes 0.0 of -0.0.
 
-How a group lies in a program. A group of g elements is 32 stretches of g / 32 (if g < 32: g stretches of one element).
-In *stretch order*, [stretches, groups, elements of a stretch] flattened, the elements that a rotation mixes and that the
-first additions of a sum meet are those of one place in all stretches. With as many places as a program has threads,
-Triton's default layout gives each thread one place, so that both happen in registers, without a shuffle. Memory is read
-and written in the order of the group, and one conversion each way lies between.
+How a group lies in a program. A group of g elements is 32 stripes of g / 32 (if g < 32: g stripes of one element). In
+*stripe order*, [stripes, groups, places of a stripe] flattened, the elements that a rotation mixes, and those that the
+first additions of a sum meet, are of one place in all stripes. With as many places as a program has threads, Triton's
+default layout gives each thread one place, so that both happen in registers, without a shuffle. Memory is read and
+written in the order of the group; one conversion each way lies between.
 """
 
 from __future__ import annotations
@@ -87,28 +88,28 @@ def unite(first, second, MANY: tl.constexpr, SIZE: tl.constexpr):  # what `halve
 
 
 @triton.jit
-def in_stretches(x, STRETCHES: tl.constexpr):  # [GROUPS, STRETCHES * PLACES] -> [STRETCHES * GROUPS * PLACES]
-    x = tl.reshape(x, [x.shape[0], STRETCHES, x.shape[1] // STRETCHES])
+def in_stripes(x, STRIPES: tl.constexpr):  # [GROUPS, STRIPES * PLACES] -> [STRIPES * GROUPS * PLACES]
+    x = tl.reshape(x, [x.shape[0], STRIPES, x.shape[1] // STRIPES])
     return tl.reshape(tl.permute(x, (1, 0, 2)), [x.shape[0] * x.shape[1] * x.shape[2]])
 
 
 @triton.jit
-def in_groups(x, GROUPS: tl.constexpr, STRETCHES: tl.constexpr):  # what `in_stretches` has taken apart
-    x = tl.reshape(x, [STRETCHES, GROUPS, x.shape[0] // (STRETCHES * GROUPS)])
+def in_groups(x, GROUPS: tl.constexpr, STRIPES: tl.constexpr):  # what `in_stripes` has taken apart
+    x = tl.reshape(x, [STRIPES, GROUPS, x.shape[0] // (STRIPES * GROUPS)])
     return tl.reshape(tl.permute(x, (1, 0, 2)), [GROUPS, x.shape[0] * x.shape[2]])
 
 
 @triton.jit
-def to_all(x):  # [GROUPS] -> [STRETCHES * GROUPS * PLACES]
+def to_all(x):  # [GROUPS] -> [STRIPES * GROUPS * PLACES]
     x = tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], PLACES]), [x.shape[0] * PLACES])
-    return tl.reshape(tl.broadcast_to(x[None, :], [STRETCHES, x.shape[0]]), [STRETCHES * x.shape[0]])
+    return tl.reshape(tl.broadcast_to(x[None, :], [STRIPES, x.shape[0]]), [STRIPES * x.shape[0]])
 """
 
 FOLD = """\
 @triton.jit
 def fold(x, GROUPS: tl.constexpr):
-    # [STRETCHES * GROUPS * PLACES] -> [GROUPS]: of each group the second half added to the first, again and again
-    for _ in tl.static_range(STRETCH_HALVINGS):
+    # [STRIPES * GROUPS * PLACES] -> [GROUPS]: of each group the second half added to the first, again and again
+    for _ in tl.static_range(STRIPE_HALVINGS):
         first, second = halves(x, 1, x.shape[0] // 2)
         x = first + second
     for halving in tl.static_range(PLACE_HALVINGS):
@@ -133,13 +134,13 @@ def sign_key(base, rank):  # base: of step and salt
 
 @triton.jit
 def draw_signs(group, key):
-    # group: [GROUPS] -> [STRETCHES * GROUPS * PLACES] int32, a sign bit alone. Bit i // 32 of a hash of
-    # (32 group + i % 32) is the sign of element i, so each hash serves stretches that lie 32 / PLACES apart.
+    # group: [GROUPS] -> [STRIPES * GROUPS * PLACES] int32, a sign bit alone. Bit i // 32 of a hash of
+    # (32 group + i % 32) is the sign of element i, so each hash serves stripes that lie 32 / PLACES apart.
     place = tl.reshape(32 * group[:, None] + tl.arange(0, PLACES)[None, :], [group.shape[0] * PLACES])
     place = place[None, :] + PLACES * tl.arange(0, 32 // PLACES)[:, None]
     words = hash_32(place.to(tl.uint32) ^ key)
     bits = words[None, :, :] >> tl.arange(0, PLACES).to(tl.uint32)[:, None, None]
-    return tl.reshape((bits << 31).to(tl.int32, bitcast=True), [STRETCHES * group.shape[0] * PLACES])
+    return tl.reshape((bits << 31).to(tl.int32, bitcast=True), [STRIPES * group.shape[0] * PLACES])
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def butterflies(x, stage: tl.constexpr):
 
 
 @triton.jit
-def hadamard(x):  # over the 32 stretches
+def hadamard(x):  # over the 32 stripes
     for stage in tl.static_range(5):
         x = butterflies(x, stage)
     return x
@@ -285,13 +286,13 @@ def indented(lines: Iterable[str]) -> str:
 
 def constants(method: BlockMethod, more: Mapping[str, int]) -> str:
     """Numbers that all functions of a source may read."""
-    stretches = stretches_of(method)
-    places = method.group // stretches
+    stripes = stripes_of(method)
+    places = method.group // stripes
     values = {
         "GROUP": method.group,
-        "STRETCHES": stretches,
-        "PLACES": places,  # of a stretch
-        "STRETCH_HALVINGS": stretches.bit_length() - 1,
+        "STRIPES": stripes,
+        "PLACES": places,  # of a stripe
+        "STRIPE_HALVINGS": stripes.bit_length() - 1,
         "PLACE_HALVINGS": places.bit_length() - 1,
     }
     return "".join(f"{name} = tl.constexpr({value})\n" for name, value in (values | {**more}).items())
@@ -332,8 +333,8 @@ def joined(*blocks: str) -> str:
     return "\n\n".join(block.rstrip("\n") + "\n" for block in blocks)
 
 
-def stretches_of(method: BlockMethod) -> int:
-    """Into how many stretches a program cuts a group."""
+def stripes_of(method: BlockMethod) -> int:
+    """Into how many stripes a program cuts a group."""
     return min(HADAMARD, method.group)
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ POINTERS = {F64: "*fp64", F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int8:
 class Bucket:
     """Sizes and dtypes of gradients, and who shares them."""
 
-    method: BlockMethod = LoCo()
+    method: BlockMethod = field(default_factory=LoCo)
     numels: tuple[int, ...] = (63, 1000, 4101)
     dtypes: tuple[torch.dtype, ...] = (F32, BF16, F16)
     world: int = 2

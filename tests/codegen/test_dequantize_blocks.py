@@ -94,9 +94,7 @@ def test_groups_that_are_not_finite_become_nan(name: str, interpreted: Callable[
 def test_strided_outputs_are_refused():
     bucket = Bucket(numels=(16,), dtypes=(F32,))
     with pytest.raises(ValueError, match=r"dequantize_blocks: tensor 1 of shape \(8,\) has strides \(2,\)"):
-        dequantize_blocks.dequantize_sum_bucket(
-            bucket.payload(), bucket.layout, Draw(0), 0, 1, [torch.zeros(16)[::2]]
-        )
+        dequantize_blocks.dequantize_sum_bucket(bucket.payload(), bucket.layout, Draw(0), 0, 1, [torch.zeros(16)[::2]])
 
 
 # --- the source -----------------------------------------------------------------------------------------------------

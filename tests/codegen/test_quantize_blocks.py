@@ -119,17 +119,13 @@ def test_strided_gradients_are_refused():
     bucket = Bucket(numels=(16,), dtypes=(F32,))
     strided = [torch.zeros(4, 4).t()]
     with pytest.raises(ValueError, match=r"quantize_blocks: tensor 0 of shape \(4, 4\) has strides \(1, 4\)"):
-        quantize_blocks.quantize_bucket(
-            strided, bucket.states(), bucket.layout, Draw(0), 0, bucket.payload()
-        )
+        quantize_blocks.quantize_bucket(strided, bucket.states(), bucket.layout, Draw(0), 0, bucket.payload())
 
 
 def test_tensors_on_the_cpu_are_refused_where_triton_compiles():
     bucket = Bucket()
     with pytest.raises(ValueError, match="quantize_blocks: the payload lies on the CPU"):
-        quantize_blocks.quantize_bucket(
-            bucket.grads(0), bucket.states(), bucket.layout, Draw(0), 0, bucket.payload()
-        )
+        quantize_blocks.quantize_bucket(bucket.grads(0), bucket.states(), bucket.layout, Draw(0), 0, bucket.payload())
 
 
 # --- the source -----------------------------------------------------------------------------------------------------

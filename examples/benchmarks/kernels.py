@@ -4,10 +4,10 @@
     python examples/benchmarks/kernels.py --largest 30                 # on a GPU, up to 2^30
 
 Every implementation meets the reference bit for bit, on the smallest size, before it is timed. The floor of `quantize`
-reading the gradient and the old error, and writing codes, scales and the new error: 4.55 bytes an element for bf16. That
-of `dequantize` is reading half a byte from each rank and writing fp32. Shares are those of the rate at which `copy_`
-moves as many bytes, of which it reads half and writes half. Repeats of all contenders are interleaved; a figure is their
-median, with the range of the middle half behind it.
+is reading the gradient and the old error, and writing codes, scales and the new error: 4.55 bytes an element for bf16.
+That of `dequantize` is reading half a byte from each rank and writing fp32. Shares are those of the rate at which
+`copy_` moves as many bytes, of which it reads half and writes half. Repeats of all contenders are interleaved; a figure
+is their median, with the range of the middle half behind it.
 """
 
 import argparse

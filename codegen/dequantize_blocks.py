@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -151,23 +152,29 @@ def _header(layout: BucketLayout, dtypes: Sequence[torch.dtype], ranks: int, acc
 
 
 # How an fp32 sum is added to an output, and stored in it.
-_ADD = {
-    torch.bfloat16: "result += from_bf16(tl.load({at}, mask=inside, other=0.0).to(tl.int16, bitcast=True))",
-    torch.float16: "result += tl.load({at}, mask=inside, other=0.0).to(tl.float32)",
-}
-_CAST = {
-    torch.bfloat16: "to_bf16(result).to(tl.bfloat16, bitcast=True)",
-    torch.float16: "result.to(tl.float16)",
-    torch.float64: "result.to(tl.float64)",
-}
-_UNPACK = {
-    2: """\
+_ADD = MappingProxyType(
+    {
+        torch.bfloat16: "result += from_bf16(tl.load({at}, mask=inside, other=0.0).to(tl.int16, bitcast=True))",
+        torch.float16: "result += tl.load({at}, mask=inside, other=0.0).to(tl.float32)",
+    }
+)
+_CAST = MappingProxyType(
+    {
+        torch.bfloat16: "to_bf16(result).to(tl.bfloat16, bitcast=True)",
+        torch.float16: "result.to(tl.float16)",
+        torch.float64: "result.to(tl.float64)",
+    }
+)
+_UNPACK = MappingProxyType(
+    {
+        2: """\
 first, second = packed & 0x33, (packed >> 2) & 0x33
 packed = unite(first, second, 1, packed.shape[0])
 codes = unite(packed & 3, packed >> 4, 1, packed.shape[0])""",
-    4: "codes = unite(packed & 15, packed >> 4, 1, packed.shape[0])",
-    8: "codes = packed",
-}
+        4: "codes = unite(packed & 15, packed >> 4, 1, packed.shape[0])",
+        8: "codes = packed",
+    }
+)
 
 
 def _kernel(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -201,20 +202,24 @@ def quantize_groups(rotated, GROUPS: tl.constexpr):
 """
 
 
-_READ = {
-    torch.bfloat16: "from_bf16(tl.load({at}, mask=inside, other=0.0).to(tl.int16, bitcast=True))",
-    torch.float32: "tl.load({at}, mask=inside, other=0.0)",
-}
-_PACK = {
-    2: """\
+_READ = MappingProxyType(
+    {
+        torch.bfloat16: "from_bf16(tl.load({at}, mask=inside, other=0.0).to(tl.int16, bitcast=True))",
+        torch.float32: "tl.load({at}, mask=inside, other=0.0)",
+    }
+)
+_PACK = MappingProxyType(
+    {
+        2: """\
 first, second = halves(bits, 1, bits.shape[0] // 2)
 first, second = halves(first | (second << 4), 1, first.shape[0] // 2)
 packed = first | (second << 2)""",
-    4: """\
+        4: """\
 first, second = halves(bits, 1, bits.shape[0] // 2)
 packed = first | (second << 4)""",
-    8: "packed = bits",
-}
+        8: "packed = bits",
+    }
+)
 
 
 def _kernel(

@@ -304,6 +304,7 @@ def dequantize_sum_bucket(
     first_rank: int,
     divisor: int,
     outputs: Sequence[Tensor],
+    *,
     accumulate: bool = False,
 ) -> None:
     """Sum what the ranks have sent, divide once, and store.
@@ -313,8 +314,8 @@ def dequantize_sum_bucket(
         layout, draw: those of the senders.
         first_rank: whose signs the first row has.
         divisor: of the sum; 1 leaves it as it is.
-        outputs: [stretches * numel] in any floating-point dtype for each gradient.
-        accumulate: add to the outputs, in fp32, what else overwrites them.
+        outputs: [stretches * numel] in any floating-point dtype for each gradient; overwritten.
+        accumulate: add to the outputs instead, in fp32 (fp64 where an output is) before it is rounded to its dtype.
     """
     method = _block_method(layout)
     for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
@@ -322,8 +323,8 @@ def dequantize_sum_bucket(
             codes, scales = views[0][:, stretch], views[1][:, stretch].contiguous().view(SCALE_DTYPE)
             total = dequantize_sum(codes, scales, numel, method, draw, first_rank)
             result = total / divisor if divisor > 1 else total
-            to = output.view(layout.stretches, numel)[stretch]
-            to.copy_(to.to(torch.float32) + result if accumulate else result)
+            place = output.view(layout.stretches, numel)[stretch]
+            place.copy_(place + result if accumulate else result)
 
 
 def _block_method(layout: BucketLayout) -> BlockMethod:

@@ -1,0 +1,13 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.interpreted import interpreter
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Callable[..., Any]]:
+    """Calls a function where Triton interprets."""
+    with interpreter() as call:
+        yield call

@@ -1,0 +1,145 @@
+"""The dequantize kernel: equal to the reference bit for bit in Triton's interpreter, and exact as compiled for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.codegen.kernels import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    POINTERS,
+    Bucket,
+    assert_exact,
+    compiled,
+    needs_triton,
+    same_bits,
+    with_special_values,
+    within,
+)
+from zgraph.codegen import dequantize_blocks, reference, triton_source
+from zgraph.codegen.dequantize_blocks import emit_dequantize
+from zgraph.codegen.launch_options import LaunchOptions
+from zgraph.compression import Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.wire_format import BucketLayout
+
+pytestmark = needs_triton
+
+BUCKETS = {
+    "default": Bucket(),
+    "one rank": Bucket(world=1, numels=(4101,), dtypes=(BF16,)),
+    "three ranks, two stretches": Bucket(world=3, stretches=2),
+    "five ranks, bucket smaller than them": Bucket(world=5, numels=(3, 1, 130), dtypes=(F32, F32, F32)),
+    "whole groups": Bucket(numels=(512, 2048), dtypes=(BF16, F32)),
+    "fp64": Bucket(numels=(1000,), dtypes=(F64,)),
+    "2 bits": Bucket(method=LoCo(bits=2)),
+    "8 bits": Bucket(method=LoCo(bits=8, group=256)),
+    "2 bits, no rotation": Bucket(method=ErrorFeedback(bits=2, group=8)),
+    "no rotation": Bucket(method=ErrorFeedback(group=32)),
+    "8 bits, no rotation": Bucket(method=NoFeedback(bits=8, group=512), stretches=2),
+    "large groups": Bucket(method=LoCo(group=1024)),
+}
+
+
+def compare(bucket: Bucket, special: bool, accumulate: bool, dynamic: bool, divisor: int, first_rank: int) -> None:
+    """The kernel beside the reference, storing into outputs that lie within NaN."""
+    layout, draw = bucket.layout, Draw(step=3, salt=9)
+    grads = [bucket.grads(seed=rank) for rank in range(bucket.world)]
+    if special:
+        grads = [[with_special_values(grad, rank) for grad in given] for rank, given in enumerate(grads)]
+    received = bucket.sent_to(bucket.world - 1, draw, grads)
+    start = 1.7 if accumulate else float("nan")
+    expected = [
+        within(torch.full((layout.stretches * length,), start, dtype=dtype))
+        for length, dtype in zip(layout.numels, bucket.dtypes, strict=True)
+    ]
+    outputs = [within(output) for output in expected]
+    reference.dequantize_sum_bucket(received, layout, draw, first_rank, divisor, expected, accumulate=accumulate)
+    dequantize_blocks.dequantize_sum_bucket(
+        received, layout, draw, first_rank, divisor, outputs, accumulate=accumulate, dynamic=dynamic,
+        options=LaunchOptions(warps=4),
+    )  # fmt: skip
+    for place, (output, its) in enumerate(zip(outputs, expected, strict=True)):
+        # A NaN is a NaN, whichever of its bits are set.
+        assert torch.equal(output.isnan(), its.isnan()), place
+        assert same_bits(output.nan_to_num(0.0), its.nan_to_num(0.0)), place
+        around = torch.empty(0, dtype=output.dtype).set_(output.untyped_storage())
+        assert int(around.isnan().sum() - output.isnan().sum()) == 80, f"{place}: written beyond its ends"
+    if not special:
+        assert not any(output.isnan().any() for output in outputs)
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_kernel_equals_the_reference(name: str, interpreted: Callable[..., Any]):
+    interpreted(compare, BUCKETS[name], False, False, False, BUCKETS[name].world, 0)
+
+
+@pytest.mark.parametrize("name", ["default", "fp64", "three ranks, two stretches"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sums_are_added_to_the_outputs(name: str, dynamic: bool, interpreted: Callable[..., Any]):
+    interpreted(compare, BUCKETS[name], False, True, dynamic, 7, 4)
+
+
+@pytest.mark.parametrize("name", ["default", "8 bits, no rotation"])
+def test_groups_that_are_not_finite_become_nan(name: str, interpreted: Callable[..., Any]):
+    interpreted(compare, BUCKETS[name], True, False, True, 3, 0)
+
+
+def test_strided_outputs_are_refused():
+    bucket = Bucket(numels=(16,), dtypes=(F32,))
+    with pytest.raises(ValueError, match=r"dequantize_blocks: tensor 1 of shape \(8,\) has strides \(2,\)"):
+        dequantize_blocks.dequantize_sum_bucket(bucket.payload(), bucket.layout, Draw(0), 0, 1, [torch.zeros(16)[::2]])
+
+
+# --- the source -----------------------------------------------------------------------------------------------------
+
+
+def test_header_counts_the_bytes():
+    """Half a byte and a 64th of a byte read from each of four ranks, and 4 bytes written."""
+    layout = BucketLayout(LoCo(), (2**20,), world=4)
+    source = emit_dequantize(layout, (F32,), 4)
+    read, written = 4 * layout.payload_bytes, 4 * 2**20
+    assert f"# {read} bytes read + {written} written = {read + written}: 6.062 for each of {2**20} elements" in source
+    assert "# output_0: float32 [1, 1048576], 8192 groups a stretch" in source
+
+
+def test_source_with_sizes_as_arguments_is_one_for_all_sizes():
+    first, second = Bucket(numels=(63, 1000, 4101)), Bucket(numels=(77, 2222, 5))
+    sources = {emit_dequantize(bucket.layout, bucket.dtypes, 2, dynamic=True) for bucket in (first, second)}
+    assert len(sources) == 1
+    assert emit_dequantize(first.layout, first.dtypes, 2) not in sources
+
+
+def test_only_addresses_are_specialized():
+    bucket = Bucket()
+    kernel = triton_source.load(emit_dequantize(bucket.layout, bucket.dtypes, 2, dynamic=True))["dequantize"]
+    specialized = [param.name for param in kernel.params if not (param.do_not_specialize or param.is_constexpr)]
+    assert specialized == ["output_0", "output_1", "output_2", "received", "scales"]
+
+
+# --- as compiled ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("bucket", "dynamic"),
+    [
+        (Bucket(numels=(2**14, 1000), dtypes=(F32, BF16)), False),
+        (Bucket(method=NoFeedback(bits=8, group=512), dtypes=(F16, F16, F16)), True),
+    ],
+)
+def test_compiled_kernel_is_exact_and_spills_nothing(
+    bucket: Bucket, dynamic: bool, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    source = emit_dequantize(bucket.layout, bucket.dtypes, bucket.world, dynamic=dynamic)
+    kernel = triton_source.load(source)["dequantize"]
+    options = LaunchOptions().arguments(bucket.method)
+    pointers = [*(POINTERS[dtype] for dtype in bucket.dtypes), "*u8", "*i16"]
+    assert_exact(compiled(kernel, pointers, options["GROUPS"], options["num_warps"], capability))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor, fx
 
 from zgraph import meta, nodes
-from zgraph.codegen import cpu_blocks, reference
+from zgraph.codegen import cpu_blocks, dequantize_blocks, quantize_blocks
 from zgraph.compressed_ops import layout_of
 from zgraph.compression import BlockMethod, Draw
 from zgraph.handle import name_of
@@ -100,13 +101,33 @@ def sources_of(graph: fx.Graph) -> dict[str, str]:
         layout = layout_of(args.method, tuple(args.numels), args.world, args.stretches)
         if not isinstance(layout.method, BlockMethod):
             continue
-        if isinstance(args, QuantizeArgs):
-            dtypes = dict.fromkeys(meta.tensor_value(grad).dtype for grad in args.grads)
-            emitted = [cpu_blocks.emit_quantize(layout.method, dtype) for dtype in dtypes]
-        else:
-            emitted = [cpu_blocks.emit_dequantize(layout.method, args.dtype)]
-        found[f"{node.name}.cpp"] = f"{_described(node.name, layout)}\n{''.join(emitted)}"
+        emit, suffix = (_emit_cpp, "cpp") if _device_of(args).type == "cpu" else (_emit_triton, "triton.py")
+        found[f"{node.name}.{suffix}"] = emit(node.name, layout, args)
     return found
+
+
+def _device_of(args: QuantizeArgs | DequantizeArgs) -> torch.device:
+    return meta.tensor_value(args.grads[0] if isinstance(args, QuantizeArgs) else args.received).device
+
+
+def _emit_triton(name: str, layout: BucketLayout, args: QuantizeArgs | DequantizeArgs) -> str:
+    if isinstance(args, DequantizeArgs):
+        return dequantize_blocks.emit_dequantize(layout, (args.dtype,) * len(args.numels), args.world)
+    grads = [meta.tensor_value(grad) for grad in args.grads]
+    return quantize_blocks.emit_quantize(
+        layout, tuple(grad.dtype for grad in grads), tuple(grad.numel() for grad in grads)
+    )
+
+
+def _emit_cpp(name: str, layout: BucketLayout, args: QuantizeArgs | DequantizeArgs) -> str:
+    method = layout.method
+    assert isinstance(method, BlockMethod)
+    if isinstance(args, DequantizeArgs):
+        emitted = [cpu_blocks.emit_dequantize(method, args.dtype)]
+    else:
+        dtypes = dict.fromkeys(meta.tensor_value(grad).dtype for grad in args.grads)
+        emitted = [cpu_blocks.emit_quantize(method, dtype) for dtype in dtypes]
+    return f"{_described(name, layout)}\n{''.join(emitted)}"
 
 
 def _described(name: str, layout: BucketLayout) -> str:
@@ -127,9 +148,18 @@ def _feedback(
     return state_behind(handle).feedbacks.of(slot, method, numel, chunks, spec, device, name_of(handle))
 
 
-def _kernels(where: Tensor) -> ModuleType:
-    """The module of kernels for a tensor's device: each has the functions of the reference."""
-    return cpu_blocks if where.device.type == "cpu" else reference
+@dataclass(frozen=True)
+class Kernels:
+    """Of a device; each module has the functions of the reference."""
+
+    quantize: ModuleType
+    dequantize: ModuleType
+
+
+def _kernels(device: torch.device) -> Kernels:
+    if device.type == "cpu":
+        return Kernels(cpu_blocks, cpu_blocks)
+    return Kernels(quantize_blocks, dequantize_blocks)
 
 
 def _quantize(
@@ -141,7 +171,7 @@ def _quantize(
     payload: Tensor,
 ) -> None:
     if isinstance(layout.method, BlockMethod):
-        _kernels(payload).quantize_bucket(grads, states, layout, draw, rank, payload)
+        _kernels(payload.device).quantize.quantize_bucket(grads, states, layout, draw, rank, payload)
         return
     chunks = layout.stretches * layout.world
     for grad, numel, state, views in zip(grads, layout.numels, states, layout.views(payload), strict=True):
@@ -155,7 +185,7 @@ def _dequantize_sum(
     received: Tensor, layout: BucketLayout, draw: Draw, first_rank: int, divisor: int, outputs: Sequence[Tensor]
 ) -> None:
     if isinstance(layout.method, BlockMethod):
-        _kernels(received).dequantize_sum_bucket(received, layout, draw, first_rank, divisor, outputs)
+        _kernels(received.device).dequantize.dequantize_sum_bucket(received, layout, draw, first_rank, divisor, outputs)
         return
     for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
         for stretch in range(layout.stretches):

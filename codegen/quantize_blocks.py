@@ -322,7 +322,7 @@ def _kernel(
             "lost = whole - in_groups(sent, GROUPS, STRIPES)",
             f"new = {old_share} * old + {rest} * lost",
             "bits = tl.max(new.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)",
-            "keep = real & finite & (bits < 0x7F800000)  # a group keeps its old error where it, or the new one, is not",
+            "keep = real & finite & (bits < 0x7F800000)  # where not, the old error stays",
         ]
         if "error_scale" in names:
             body += [

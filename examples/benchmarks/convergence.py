@@ -9,11 +9,13 @@ gradient of its own batch; those of matrices are quantized, exchanged and summed
 vectors and of small tensors are summed as they are. Methods see equal weights, batches and learning rates for each
 seed, and differ in nothing but the mean gradient.
 
-Training is chaotic: a rounding that means nothing leads to another loss. "bf16", which rounds gradients to bfloat16
-and compresses nothing, shows by how much; what differs less from "none" than that has not been told apart from it.
+Noise of any kind leads to another loss, at times to a better one, by some tenths of a percent. So what counts is the
+mean over seeds of the difference to none, and its 95 % interval; a tenth of a percent takes more seeds than methods
+that differ by much: `--methods none "LoCo()" --seeds 16`. "bf16" rounds gradients to bfloat16 and compresses nothing.
 
-Exits with 1 if a gate fails: LoCo() within 0.1 % of none; and, as theory says, LoCo() no worse than plain codes and
-than classic error feedback, and no worse with a rotation than without, each by more than two standard errors.
+Gates: LoCo() at most 0.1 % above none; and, as theory says, LoCo() at most as high as plain codes, as classic error
+feedback, and as without a rotation. One holds or fails if the whole interval says so, and is undecided otherwise. Exits
+with 1 if one fails.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_source
 
 SMALLEST = 4096  # elements of a tensor that is compressed
 FINAL_SHARE = 0.05  # of the steps, over which the final loss is a mean
-WINDOWS = 256  # held out
+WINDOWS = 1024  # held out
 MOST_WORSE = 1e-3  # of LoCo() over none: the gate
+# Student's t, 95 % within, for 1, 2, ... degrees of freedom; from here on 2.1 is close.
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 
 def methods(ranks_per_node: int) -> dict[str, CompressionMethod | TwoHop | None]:
@@ -69,12 +73,12 @@ class Sizes:
     steps: int = 3000
     ranks: int = 4
     ranks_per_node: int = 2
-    batch: int = 4
+    batch: int = 2
     sequence: int = 64
-    layers: int = 2
-    width: int = 64
+    layers: int = 1
+    width: int = 128  # as long as a group: rows of small gradients, as those of rare bytes, have scales of their own
     heads: int = 4
-    lr: float = 3e-3
+    lr: float = 1.5e-3
     clip: float = 1.0
 
 
@@ -168,35 +172,43 @@ def _grad_of(parameter: Tensor) -> Tensor:
 
 
 def differences(runs: Sequence[Run], name: str, other: str, *, held_out: bool = False) -> list[float]:
-    """Of each seed, by which share the first method's loss is above the second's."""
+    """Of each seed that both have run, by which share the first method's loss is above the second's."""
     values = {(run.method, run.seed): run.held_out if held_out else run.final for run in runs}
-    return [values[name, seed] / values[other, seed] - 1 for method, seed in values if method == name]
+    return [
+        values[name, seed] / values[other, seed] - 1
+        for method, seed in values
+        if method == name and (other, seed) in values
+    ]
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and its standard error; NaN of one value."""
-    spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return statistics.fmean(values), spread
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval; infinite for a single value."""
+    if len(values) < 2:
+        return statistics.fmean(values), math.inf
+    t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 2.1
+    return statistics.fmean(values), t * statistics.stdev(values) / len(values) ** 0.5
 
 
 def show(runs: Sequence[Run], names: Sequence[str]) -> None:
     seeds = len({run.seed for run in runs})
-    print(f"\n{seeds} seeds; nats per byte; relative to none in %, +- standard error over seeds [of each seed]")
-    print(f"{'':<20}{'final':>8}{'':>6}{'relative to none':<40}{'held out':>8}{'':>6}relative to none")
+    print(f"\n{seeds} seeds; nats per byte; relative to none in %: mean +- half of its 95 % interval [each seed]")
+    column = 24 + 7 * seeds
+    print(f"{'':<20}{'final':>8}  {'relative to none':<{column}}{'held out':>8}  relative to none")
     for name in names:
         mine = [run for run in runs if run.method == name]
         line = f"{name:<20}"
         for held_out in (False, True):
             loss = statistics.fmean(run.held_out if held_out else run.final for run in mine)
             shares = [100 * share for share in differences(runs, name, "none", held_out=held_out)]
-            middle, error = mean_and_error(shares)
+            middle, half = mean_and_half(shares)
             each = " ".join(f"{share:+.3f}" for share in shares)
-            line += f"{loss:>8.4f}{'':>6}" + f"{middle:+.3f} +- {error:.3f} [{each}]".ljust(40)
+            relative = f"{middle:+.3f} +- {half:.3f} [{each}]" if name != "none" else ""
+            line += f"{loss:>8.4f}  {relative:<{column}}"
         print(line.rstrip())
 
 
 def failed_gates(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """What does not hold, in words; gates of methods that did not run are left out, and said to be."""
+    """Print a verdict on each gate; return those that fail."""
     failed: list[str] = []
     for name, other, most in (
         ("LoCo()", "none", MOST_WORSE),
@@ -207,19 +219,16 @@ def failed_gates(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
         if name not in names or other not in names:
             print(f"gate: {name} against {other}: not run")
             continue
-        middle, error = mean_and_error(differences(runs, name, other))
-        if math.isnan(error) and not math.isnan(middle):
-            print(f"gate: {name} - {other}: {100 * middle:+.3f} %, not judged by one seed")
-            continue
-        # The first gate is on the mean itself; an order is broken only where the seeds agree that it is.
-        doubt = 0.0 if most else 2 * error
-        verdict = "holds" if middle - doubt <= most else "FAILS"  # put so that NaN fails too
-        text = (
-            f"gate: {name} - {other}: {100 * middle:+.3f} +- {100 * error:.3f} %, at most {100 * most:.1f} %: {verdict}"
-        )
-        print(text)
-        if verdict == "FAILS":
-            failed.append(text)
+        middle, half = mean_and_half(differences(runs, name, other))
+        if middle + half <= most:
+            verdict = "holds"
+        elif middle - half <= most:
+            verdict = "undecided"
+        else:  # put so that NaN fails too
+            verdict = "FAILS"
+            failed.append(name)
+        found = f"{100 * middle:+.3f} +- {100 * half:.3f} %"
+        print(f"gate: {name} above {other} by at most {100 * most:.1f} %: {found}: {verdict}")
     return failed
 
 

@@ -1,6 +1,6 @@
 """How much noise each compression method adds to a gradient, and to the mean of many, at how many bits.
 
-    python examples/benchmarks/quantizer_quality.py                       # ten minutes on one core
+    python examples/benchmarks/quantizer_quality.py                       # three minutes on one core
     python examples/benchmarks/quantizer_quality.py --quick               # half a minute: smaller samples, no step 1000
     python examples/benchmarks/quantizer_quality.py --json quality.json
 

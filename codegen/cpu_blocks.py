@@ -84,12 +84,15 @@ def dequantize_sum_bucket(
     first_rank: int,
     divisor: int,
     outputs: Sequence[Tensor],
+    *,
     accumulate: bool = False,
 ) -> None:
     """As `reference.dequantize_sum_bucket`, for tensors on the CPU, by torch.get_num_threads() threads."""
     calls = _dequantize_calls(layout, tuple(output.dtype for output in outputs))
     if calls is None:
-        return reference.dequantize_sum_bucket(received, layout, draw, first_rank, divisor, outputs, accumulate)
+        return reference.dequantize_sum_bucket(
+            received, layout, draw, first_rank, divisor, outputs, accumulate=accumulate
+        )
     assert received.stride(1) == 1 and all(output.is_contiguous() for output in outputs)
     for call in calls:
         places = array("q", [outputs[member].data_ptr() for member in call.members])
@@ -293,6 +296,8 @@ constexpr bool ERROR_INT8 = {str(method.error_dtype == torch.int8).lower()};
 constexpr float OLD_SHARE = {_literal(share)}, LOST_SHARE = {_literal(1 - share)};
 constexpr float TINY = {_literal(reference.TINY)};
 constexpr float ONE_127TH = {_literal(1 / 127)};
+constexpr int32_t HUGE_BITS = {reference.HUGE_BITS:#010x};  // of magnitudes that count as not finite
+constexpr bool UNBIASED = {str(reference.is_unbiased(method)).lower()};
 constexpr uint16_t NO_NUMBER = {reference.NO_NUMBER:#06x};  // the scale of a group that is not finite
 constexpr uint16_t BF16_NAN = {nan_bits:#06x};  // as torch makes it here
 """
@@ -613,12 +618,11 @@ struct Error {
     }
 
     inline __attribute__((always_inline)) void write(const Floats* error) const {
-        const int32_t bits = largest_in(error);
-        if (bits >= 0x7f800000) return;  // what was sent overflows when it is read: the old error stays
         if constexpr (!ERROR_INT8) {
             UNROLL
             for (int p = 0; p < PARTS; p++) store(floats + p * LANES, error[p]);
         } else {
+            const int32_t bits = largest_in(error);
             const float largest = ::read<float>(&bits);
             *scale = to_bf16(largest >= TINY ? largest * ONE_127TH : 0.0f);
             const float wide = from_bf16(*scale);
@@ -665,7 +669,7 @@ template <int SIDE> INLINE void quantize_groups(const Group* group) {
     EACH {
         const int32_t bits = largest_in(unit[s]);
         largest[s] = read<float>(&bits);
-        finite[s] = bits < 0x7f800000;
+        finite[s] = bits < HUGE_BITS;
         used[s] = finite[s] && largest[s] >= TINY;
         const float inverse = used[s] ? 1.0f / largest[s] : 0.0f;
         UNROLL
@@ -697,8 +701,12 @@ template <int SIDE> INLINE void quantize_groups(const Group* group) {
         if constexpr (CLIPS > 1) code(unit[s], slope[s], codes[s]);
         pack(codes[s], group[s].codes);
         UNROLL
-        for (int p = 0; p < PARTS; p++) products[s][p] = unit[s][p] * unit[s][p];
-        float ratio = used[s] ? sum_of(fold(products[s])) / along[s] : 0.0f;
+        for (int p = 0; p < PARTS; p++) {
+            const Floats level = codes[s][p] + AFTER;
+            products[s][p] = UNBIASED ? unit[s][p] * unit[s][p] : level * level;
+        }
+        const float square = sum_of(fold(products[s]));
+        float ratio = !used[s] ? 0.0f : UNBIASED ? square / along[s] : along[s] / square;
         if constexpr (ROTATE) ratio *= 1.0f / HADAMARD;
         const uint16_t rounded = finite[s] ? to_bf16(ratio * (used[s] ? largest[s] : 0.0f)) : NO_NUMBER;
         *group[s].scale = rounded;

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zgraph.codegen import triton_source as pieces
 from zgraph.codegen.launch_options import LaunchOptions, fastest, is_compiled
-from zgraph.codegen.reference import TINY, CodeBook
+from zgraph.codegen.reference import HUGE_BITS, NO_NUMBER, TINY, CodeBook, is_unbiased
 from zgraph.codegen.triton_source import Member
 from zgraph.compression import HADAMARD, BlockMethod, Draw
 from zgraph.wire_format import BucketLayout
@@ -169,6 +169,8 @@ def _codes(method: BlockMethod) -> str:
         best += f"    slope = tl.where(better, {other}, slope)\n"
         best += "    along, score = tl.where(better, other_along, along), tl.where(better, other_score, score)\n"
     slope = "to_all(slope)" if len(book.slopes) > 1 else "slope"
+    unbiased, least_squares = "fold(unit * unit, GROUPS), along", "along, fold(levels * levels, GROUPS)"
+    shares = unbiased if is_unbiased(method) else least_squares
     rescale = f" * {pieces.literal(1 / HADAMARD)}" if method.rotate else ""
     low, high = pieces.literal(book.low), pieces.literal(book.high)
     return f"""\
@@ -190,15 +192,17 @@ def quantize_groups(rotated, GROUPS: tl.constexpr):
     bits = tl.reshape(rotated.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [STRIPES, GROUPS * PLACES])
     bits = tl.max(tl.reshape(tl.max(bits, axis=0), [GROUPS, PLACES]), axis=1)
     largest = bits.to(tl.float32, bitcast=True)
-    finite = bits < 0x7F800000
+    finite = bits < {HUGE_BITS:#010x}
     used = finite & (largest >= {TINY!r})
     inverse = to_all(tl.where(used, tl.div_rn(1.0, largest), 0.0))
     unit = tl.where(inverse > 0, rotated * inverse, 0.0)
     {best}\
     codes = round_codes(unit, {slope})
-    ratio = tl.where(used, tl.div_rn(fold(unit * unit, GROUPS), tl.where(used, along, 1.0)), 0.0){rescale}
-    scale = tl.where(finite, to_bf16(ratio * tl.where(used, largest, 0.0)), 0x7FC0).to(tl.int16)
-    return codes, codes{after}, scale, finite
+    levels = codes{after}
+    over, under = {shares}
+    ratio = tl.where(used, tl.div_rn(over, tl.where(used, under, 1.0)), 0.0){rescale}
+    scale = tl.where(finite, to_bf16(ratio * tl.where(used, largest, 0.0)), {NO_NUMBER:#06x}).to(tl.int16)
+    return codes, levels, scale, finite
 """
 
 
@@ -321,12 +325,11 @@ def _kernel(
         body += [
             "lost = whole - in_groups(sent, GROUPS, STRIPES)",
             f"new = {old_share} * old + {rest} * lost",
-            "bits = tl.max(new.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)",
-            "keep = real & finite & (bits < 0x7F800000)  # where not, the old error stays",
+            "keep = real & finite  # a group that is not finite keeps its error",
         ]
         if "error_scale" in names:
             body += [
-                "largest = bits.to(tl.float32, bitcast=True)",
+                "largest = tl.max(new.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)",
                 f"new_scale = tl.where(largest >= {TINY!r}, largest * {pieces.literal(_INT8)}, 0.0)",
                 "new_scale = to_bf16(new_scale)",
                 "wide = from_bf16(new_scale)",

@@ -13,6 +13,11 @@ that which makes the result unbiased along y: <y, s (c + b)> = <y, y>; the scale
 gradient by what clipping has lost (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik
 et al. 2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
 
+Where an error is kept and nothing is rotated, s is that of least squares, max|y| <t, c + b> / <c + b, c + b>: what is
+lost is then never longer than what was to be sent, without which the errors of classic feedback grow without end (as
+they do with 2 bits on heavy tails, where the unbiased scale is many times the largest value). What it shrinks by comes
+with the error.
+
 Sums over a group halve it again and again, adding its second half to its first. No multiplication is contracted with an
 addition. Every value is fp32, until it is stored.
 """
@@ -32,7 +37,8 @@ from zgraph.wire_format import BucketLayout
 TINY = 1e-30
 STAGES = 5  # of a Hadamard transform over 32 elements
 _MASK = 0xFFFFFFFF
-_INFINITY_BITS = 0x7F800000
+# From here on a group counts as not finite: what its codes stand for, or its error, might overflow. 2^100, as bits.
+HUGE_BITS = 0x71800000
 NO_NUMBER = 0x7FC0  # a bf16 NaN: torch's own bits differ from kernel to kernel
 
 
@@ -76,8 +82,7 @@ def quantize(
     Args:
         grad: [chunks, numel] in any floating-point dtype.
         state: "error" [chunks, groups, group], and "error_scale" [chunks, groups] where that is int8; empty where the
-            method keeps none. Updated in place. A group keeps its old error where it is not finite, or the new one
-            would not be.
+            method keeps none. Updated in place. A group that is not finite keeps its error.
         method: what to do.
         draw, rank: which signs.
 
@@ -97,14 +102,16 @@ def quantize(
     rotated = whole if signs is None else hadamard(whole * signs)
 
     largest_bits = (rotated.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
-    finite = largest_bits < _INFINITY_BITS
+    finite = largest_bits < HUGE_BITS
     largest = largest_bits.view(torch.float32)
     used = finite & (largest >= TINY)
     unit = torch.where(used, rotated * torch.where(used, 1.0 / largest, 0.0), 0.0)
 
     best = best_codes(unit, book)
-    along = fold(unit * (best + book.after))
-    ratio = torch.where(used, fold(unit * unit) / torch.where(used, along, 1.0), 0.0)
+    levels = best + book.after
+    along = fold(unit * levels)
+    over, under = (fold(unit * unit), along) if is_unbiased(method) else (along, fold(levels * levels))
+    ratio = torch.where(used, over / torch.where(used, under, 1.0), 0.0)
     if method.rotate:
         ratio = ratio * (1.0 / HADAMARD)
     scale = (ratio * torch.where(used, largest, 0.0)).to(SCALE_DTYPE)
@@ -114,8 +121,13 @@ def quantize(
         sent = decode(best, scale.squeeze(-1), book, signs)
         lost = whole - sent
         new = _fp32(method.old_share) * old + _fp32(1 - method.old_share) * lost
-        write_error(state, new, finite & new.isfinite().all(-1, keepdim=True))
+        write_error(state, new, finite)
     return pack(best.to(torch.int8), method).view(chunks, -1), scale.view(chunks, groups)
+
+
+def is_unbiased(method: BlockMethod) -> bool:
+    """Whether the scale is the unbiased one, and not that of least squares."""
+    return method.rotate or method.old_share is None
 
 
 def best_codes(unit: Tensor, book: CodeBook) -> Tensor:

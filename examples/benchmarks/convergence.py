@@ -1,0 +1,329 @@
+"""What compressing gradients does to the loss of a trained GPT, method by method.
+
+    python examples/benchmarks/convergence.py --json runs.json                 # the table: all methods, all seeds
+    python examples/benchmarks/convergence.py --steps 100 --seeds 2            # does it run?
+    python examples/benchmarks/convergence.py --read runs.json --plot loss.png # draw it: needs zgraph[benchmarks]
+
+The model and data of examples/train_gpt.py, smaller. N data-parallel ranks live in one process: each computes the
+gradient of its own batch; those of matrices are quantized, exchanged and summed as a compiled step does it, those of
+vectors and of small tensors are summed as they are. Methods see equal weights, batches and learning rates for each
+seed, and differ in nothing but the mean gradient.
+
+Noise of any kind leads to another loss, at times to a better one, by some tenths of a percent. So what counts is the
+mean over seeds of the difference to none, and its 95 % interval; a tenth of a percent takes more seeds than methods
+that differ by much: `--methods none "LoCo()" --seeds 16`. "bf16" rounds gradients to bfloat16 and compresses nothing.
+
+Gates: LoCo() at most 0.1 % above none; and, as theory says, LoCo() at most as high as plain codes, as classic error
+feedback, and as without a rotation. One holds or fails if the whole interval says so, and is undecided otherwise. Exits
+with 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from simulated_ranks import CompressedMean
+from torch import Tensor
+
+from zgraph.codegen import reference
+from zgraph.compression import CompressionMethod, ErrorFeedback, LoCo, NoFeedback, TwoHop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_sources
+
+SMALLEST = 4096  # elements of a tensor that is compressed
+FINAL_SHARE = 0.05  # of the steps, over which the final loss is a mean
+WINDOWS = 1024  # held out
+MOST_WORSE = 1e-3  # of LoCo() over none: the gate
+# Student's t, 95 % within, for 1, 2, ... degrees of freedom; from here on 2.1 is close.
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+
+
+def methods(ranks_per_node: int) -> dict[str, CompressionMethod | TwoHop | None]:
+    """By name; None sends what it has."""
+    return {
+        "none": None,
+        "bf16": None,
+        "NoFeedback()": NoFeedback(),
+        "ErrorFeedback()": ErrorFeedback(),
+        "LoCo(rotate=False)": LoCo(rotate=False),
+        "LoCo()": LoCo(),
+        "TwoHop()": TwoHop(ranks_per_node=ranks_per_node),
+        "LoCo(bits=2)": LoCo(bits=2),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What all runs of a table share."""
+
+    steps: int = 3000
+    ranks: int = 4
+    ranks_per_node: int = 2
+    batch: int = 2
+    sequence: int = 64
+    layers: int = 1
+    width: int = 128  # as long as a group: rows of small gradients, as those of rare bytes, have scales of their own
+    heads: int = 4
+    lr: float = 1.5e-3
+    clip: float = 1.0
+
+
+@dataclass
+class Run:
+    """Losses of one method and seed, in nats per byte.
+
+    Attributes:
+        losses: of each step, over all ranks' batches, before its update.
+        held_out: after the last step.
+    """
+
+    method: str
+    seed: int
+    losses: list[float]
+    held_out: float
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        count = max(1, round(FINAL_SHARE * len(self.losses)))
+        return statistics.fmean(self.losses[-count:])
+
+
+def load_kernels() -> ModuleType:
+    """The CPU kernels where there are any; they equal the reference bit for bit."""
+    try:
+        from zgraph.codegen import cpu_blocks  # pyright: ignore
+    except ImportError:
+        return reference
+    return cpu_blocks  # pyright: ignore
+
+
+def train(name: str, seed: int, sizes: Sizes) -> Run:
+    """One run, from the first step to the held-out loss."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    text, held_out_text = read_sources()
+    torch.manual_seed(seed)
+    model = GPT(sizes.layers, sizes.width, sizes.heads, sizes.sequence)
+    optimizer = make_optimizer(model, sizes.lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, sizes.steps))
+    batches = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(sizes.ranks)]
+
+    parameters = list(model.parameters())
+    compressed = [place for place, one in enumerate(parameters) if one.ndim >= 2 and one.numel() >= SMALLEST]
+    method = methods(sizes.ranks_per_node)[name]
+    mean_of: CompressedMean | None = None
+    if method is not None:
+        numels = [parameters[place].numel() for place in compressed]
+        mean_of = CompressedMean(method, numels, sizes.ranks, load_kernels())
+
+    losses: list[float] = []
+    for step in range(sizes.steps):
+        grads: list[list[Tensor]] = []
+        total = 0.0
+        for random in batches:
+            optimizer.zero_grad()
+            starts = torch.randint(len(text) - sizes.sequence, (sizes.batch,), generator=random)
+            loss = model(*cut(text, starts, sizes.sequence))
+            loss.backward()
+            total += loss.item()
+            grads.append([_grad_of(one) for one in parameters])
+        losses.append(total / sizes.ranks)
+        if name == "bf16":
+            grads = [[grad.bfloat16().float() for grad in rank] for rank in grads]
+        means = [torch.stack(parts).mean(0) for parts in zip(*grads, strict=True)]
+        if mean_of is not None:
+            found = mean_of([[rank[place] for place in compressed] for rank in grads], step)
+            for place, mean in zip(compressed, found, strict=True):
+                means[place] = mean
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad = mean
+        if sizes.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, sizes.clip)
+        optimizer.step()
+        scheduler.step()
+
+    windows = torch.linspace(0, len(held_out_text) - sizes.sequence - 1, WINDOWS).long().view(-1, 32)
+    held_out = evaluate(model, held_out_text, windows, sizes.sequence)
+    return Run(name, seed, losses, held_out, time.perf_counter() - started)
+
+
+def _grad_of(parameter: Tensor) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None, "each parameter of the example's GPT takes part in its loss"
+    return grad.contiguous()
+
+
+# --- what was found -------------------------------------------------------------------------------------------------
+
+
+def differences(runs: Sequence[Run], name: str, other: str, *, held_out: bool = False) -> list[float]:
+    """Of each seed that both have run, by which share the first method's loss is above the second's."""
+    values = {(run.method, run.seed): run.held_out if held_out else run.final for run in runs}
+    return [
+        values[name, seed] / values[other, seed] - 1
+        for method, seed in values
+        if method == name and (other, seed) in values
+    ]
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval; infinite for a single value."""
+    if len(values) < 2:
+        return statistics.fmean(values), math.inf
+    t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 2.1
+    return statistics.fmean(values), t * statistics.stdev(values) / len(values) ** 0.5
+
+
+def show(runs: Sequence[Run], names: Sequence[str]) -> None:
+    seeds = len({run.seed for run in runs})
+    print(f"\n{seeds} seeds; nats per byte; relative to none in %: mean +- half of its 95 % interval [each seed]")
+    column = 24 + 7 * seeds
+    print(f"{'':<20}{'final':>8}  {'relative to none':<{column}}{'held out':>8}  relative to none")
+    for name in names:
+        mine = [run for run in runs if run.method == name]
+        line = f"{name:<20}"
+        for held_out in (False, True):
+            loss = statistics.fmean(run.held_out if held_out else run.final for run in mine)
+            shares = [100 * share for share in differences(runs, name, "none", held_out=held_out)]
+            middle, half = mean_and_half(shares)
+            each = " ".join(f"{share:+.3f}" for share in shares)
+            relative = f"{middle:+.3f} +- {half:.3f} [{each}]" if name != "none" else ""
+            line += f"{loss:>8.4f}  {relative:<{column}}"
+        print(line.rstrip())
+
+
+def failed_gates(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """Print a verdict on each gate; return those that fail."""
+    failed: list[str] = []
+    for name, other, most in (
+        ("LoCo()", "none", MOST_WORSE),
+        ("LoCo()", "LoCo(rotate=False)", 0.0),
+        ("LoCo()", "NoFeedback()", 0.0),
+        ("LoCo()", "ErrorFeedback()", 0.0),
+    ):
+        if name not in names or other not in names:
+            print(f"gate: {name} against {other}: not run")
+            continue
+        middle, half = mean_and_half(differences(runs, name, other))
+        if middle + half <= most:
+            verdict = "holds"
+        elif middle - half <= most:
+            verdict = "undecided"
+        else:  # put so that NaN fails too
+            verdict = "FAILS"
+            failed.append(name)
+        found = f"{100 * middle:+.3f} +- {100 * half:.3f} %"
+        print(f"gate: {name} above {other} by at most {100 * most:.1f} %: {found}: {verdict}")
+    return failed
+
+
+def plot(runs: Sequence[Run], names: Sequence[str], path: str) -> None:
+    """Losses over steps, and their difference to none, smoothed; a mean over seeds."""
+    import matplotlib  # pyright: ignore
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # pyright: ignore
+
+    window = max(1, len(runs[0].losses) // 40)
+
+    def smooth(name: str) -> Tensor:
+        curves = torch.tensor([run.losses for run in runs if run.method == name], dtype=torch.float64)
+        return torch.nn.functional.avg_pool1d(curves.mean(0)[None], window, stride=max(1, window // 4))[0]
+
+    base = smooth("none")
+    at = torch.arange(len(base)) * max(1, window // 4) + window / 2
+    figure: Any
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(1, 1))
+    for name in names:
+        curve = smooth(name)
+        style = {"color": "black"} if name == "none" else {"color": "gray"} if name == "bf16" else {}
+        upper.plot(at, curve, label=name, linewidth=1.2, **style)
+        lower.plot(at, 100 * (curve / base - 1), label=name, linewidth=1.2, **style)
+    upper.set_ylabel("training loss, nats per byte")
+    upper.legend(frameon=False, fontsize=8)
+    lower.set_ylabel("above none, %")
+    lower.set_xlabel(f"optimizer step (means over {window} steps and all seeds)")
+    lower.axhspan(-100 * MOST_WORSE, 100 * MOST_WORSE, color="black", alpha=0.08, linewidth=0)
+    tail = torch.cat([100 * (smooth(name) / base - 1)[len(base) // 10 :] for name in names])
+    lower.set_ylim(min(-0.5, tail.min().item()), max(0.5, tail.max().item()))
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    for name, value in asdict(Sizes()).items():
+        add(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}")
+    known = methods(Sizes.ranks_per_node)
+    add("--methods", nargs="+", choices=list(known), default=[name for name in known if name != "LoCo(bits=2)"])
+    add("--seeds", type=int, default=3)
+    add("--processes", type=int, default=1, help="runs at a time, one thread each")
+    add("--json", metavar="FILE", help="write every run to this file, anew after each")
+    add("--read", metavar="FILE", help="train nothing; show the runs of this file")
+    add("--plot", metavar="FILE", help="draw the losses (needs matplotlib)")
+    options = parser.parse_args()
+    for name in (
+        "steps",
+        "ranks",
+        "ranks_per_node",
+        "batch",
+        "sequence",
+        "layers",
+        "width",
+        "heads",
+        "seeds",
+        "processes",
+    ):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+    if options.ranks % options.ranks_per_node:
+        parser.error(f"--ranks {options.ranks} do not fill nodes of {options.ranks_per_node}")
+    if "none" not in options.methods:
+        options.methods.insert(0, "none")  # all others are compared with it
+    names: list[str] = options.methods
+    runs: list[Run] = []
+    if options.read:
+        runs = [Run(**run) for run in json.loads(Path(options.read).read_text())["runs"]]
+        names = list(dict.fromkeys(run.method for run in runs))
+    else:
+        sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
+        print(f"{sizes}, kernels of {load_kernels().__name__}", flush=True)
+        with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+            todo = [pool.submit(train, name, seed, sizes) for seed in range(options.seeds) for name in names]
+            for future in as_completed(todo):
+                run = future.result()
+                runs.append(run)
+                print(
+                    f"{run.method:<20} seed {run.seed}: final {run.final:.4f}, held out {run.held_out:.4f}, "
+                    f"{run.seconds:.0f} s",
+                    flush=True,
+                )
+                if options.json:
+                    found = {"sizes": asdict(sizes), "runs": [asdict(one) for one in runs]}
+                    Path(options.json).write_text(json.dumps(found))
+    runs.sort(key=lambda run: run.seed)
+    show(runs, names)
+    failed = failed_gates(runs, names)
+    if options.plot:
+        plot(runs, names, options.plot)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -51,6 +51,7 @@ from zgraph.passes import (
     presets,
 )
 from zgraph.report.text import graph_text
+from zgraph.storages import storages_of
 from zgraph.traffic import transfers
 from zgraph.unit import state_of
 from zgraph.verify import Where, check_gathers_released
@@ -363,6 +364,18 @@ def test_ranks_with_uneven_shards_agree_on_collectives_and_peak() -> None:
             assert len({agreed_peak(memory_curve(graph)) for graph in graphs}) == 1
 
 
+@pytest.mark.usefixtures("world")
+def test_a_copy_is_counted_as_long_as_the_model_lives() -> None:
+    """Six matrices of 256 bytes; in evaluation none is kept."""
+    found = traced(deep, [every_matrix(DIFFERENCES), LowerGathers(), LowerReductions()], zero_stage=2)
+    add = torch.ops.zgraph.add_difference.default
+    kept = [one for one in storages_of(found.graphs["forward"].graph.nodes) if one.first.target is add]
+    assert [(one.nbytes, one.outlives) for one in kept] == [(256, True)] * 6
+    found = traced(deep, [every_matrix(DIFFERENCES), LowerGathers()], zero_stage=2, train=False)
+    kept = [one for one in storages_of(found.graphs["inference"].graph.nodes) if one.first.target is add]
+    assert [(one.nbytes, one.outlives) for one in kept] == [(256, False)] * 6
+
+
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
@@ -519,13 +532,11 @@ def distances(change: str, forwards: int) -> list[float]:
     called(eye)
     before = whole(layer.weight.detach()).clone()
     with torch.no_grad():
-        if change == "nan":
-            layer.weight.mul_(math.nan)
-            assert called(eye).isnan().all()
+        layer.weight.mul_(math.nan if change == "nan" else -1)
+    if change == "nan":
+        assert called(eye).isnan().all()  # and so is the copy now
+        with torch.no_grad():
             layer.weight.copy_(torch.ones_like(layer.weight))
-            layer.weight.mul_(0.5)
-        else:
-            layer.weight.mul_(-1)
     found: list[float] = []
     for _ in range(forwards):
         with torch.no_grad():
@@ -549,7 +560,7 @@ def test_a_copy_reaches_a_parameter_that_has_jumped(two_ranks: Ranks) -> None:
 def test_a_copy_recovers_from_what_is_no_number(two_ranks: Ranks) -> None:
     found = two_ranks.run(distances, "nan", 4)
     assert found[0] == found[1]
-    assert found[0][-1] < 1e-3
+    assert found[0][-1] < found[0][0] / 100
 
 
 def two_dtypes() -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from zgraph import meta, nodes
 from zgraph.codegen import cpu_blocks, dequantize_blocks, quantize_blocks
-from zgraph.compressed_ops import layout_of
+from zgraph.compressed_ops import layout_of, shard_bytes
 from zgraph.compression import BlockMethod, Draw
 from zgraph.handle import name_of
 from zgraph.nodes import DequantizeArgs, QuantizeArgs
@@ -21,6 +21,7 @@ from zgraph.unit import closes_window
 from zgraph.wire_format import BucketLayout
 
 _DEVICES = ("cpu", "cuda")
+_ALWAYS = Draw(0)  # a parameter that is gathered twice is to be the same
 
 
 @torch.library.impl("zgraph::quantize_grads", _DEVICES)
@@ -91,6 +92,26 @@ def dequantize_each(
         parts = [output[rank] for output in outputs]
         _dequantize_sum(rows[rank : rank + 1], layout, Draw(int(draw.item()), salt), rank, 1, parts)
     return [output.view(-1) for output in outputs]
+
+
+@torch.library.impl("zgraph::quantize_shards", _DEVICES)
+def quantize_shards(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -> Tensor:
+    sizes = [shard_bytes(method, numel) for numel in numels]
+    payload = shards[0].new_zeros(sum(sizes), dtype=torch.uint8)
+    for shard, numel, part in zip(shards, numels, payload.split(sizes), strict=True):
+        layout = layout_of(method, (numel,), 1, 1)
+        _quantize([shard.contiguous()], [{}], layout, _ALWAYS, rank, part.view(1, -1))
+    return payload
+
+
+@torch.library.impl("zgraph::dequantize_shards", _DEVICES)
+def dequantize_shards(received: Tensor, method: str, numel: int, offset: int, world: int, dtype: torch.dtype) -> Tensor:
+    layout = layout_of(method, (numel,), 1, 1)
+    rows = received.view(world, -1)[:, offset : offset + layout.payload_bytes]
+    whole = received.new_empty((world, numel), dtype=dtype)
+    for rank in range(world):
+        _dequantize_sum(rows[rank : rank + 1], layout, _ALWAYS, rank, 1, [whole[rank]])
+    return whole.view(-1)
 
 
 def sources_of(graph: fx.Graph) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The passes, one per file; `presets.default()` is the list that runs when no pipeline is given."""
 
-from zgraph.compression import ErrorFeedback, LoCo, NoFeedback, TwoHop
+from zgraph.compression import CompressionMethod, Draw, ErrorFeedback, LoCo, NoFeedback, TwoHop
 from zgraph.passes import presets
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
@@ -9,6 +9,7 @@ from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
+from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.set_target import SetTarget
 from zgraph.passes.sink_waits import SinkWaits
@@ -17,16 +18,20 @@ __all__ = [
     "BucketCollectives",
     "ChooseLifetimes",
     "CompressGradients",
+    "CompressionMethod",
     "DedupeGathers",
+    "Draw",
     "ErrorFeedback",
     "HoistStarts",
     "LoCo",
     "LowerGathers",
     "LowerReductions",
     "NoFeedback",
+    "QuantizeGathers",
     "ScheduleOverlap",
     "SetTarget",
     "SinkWaits",
     "TwoHop",
+    "WeightDifferences",
     "presets",
 ]

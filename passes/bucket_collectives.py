@@ -36,7 +36,8 @@ class BucketCollectives(GraphPass):
             the link of the hardware that the context knows (`link_bytes`), and a member stays out where the costs say
             that waiting for it would expose more than the latency that it saves; each kind counted as if it had its
             link to itself.
-        gathers: how parameters share a gather. "coalesced": in one flat buffer, out of which each is copied.
+        gathers: how parameters share a gather. "coalesced": in one flat buffer, out of which each is copied (or
+            decoded, where codes travel).
             "grouped": side by side, each straight into its own storage; NCCL launches them as one, elsewhere they run
             one after the other. "sequential": not at all: each is gathered where its reader stands, and nothing is
             moved ahead, so that hardly more than one is whole at a time. One that is read twice stays in between.
@@ -248,6 +249,8 @@ def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: P
 def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
     """By what launches of single members cost on the link, and copies through a buffer on the compute lane."""
     first = bucket.starts[0]
+    if nodes.is_quantized_gather(first):
+        return "coalesced"  # codes are written to, and decoded out of, the flat buffer: nothing is copied
     if ctx.hardware is None:
         return "grouped" if ctx.group_backend(nodes.group_of(first)) == "nccl" else "coalesced"
     more = 0 if ctx.hardware.backend == "nccl" else len(bucket.starts) - 1
@@ -305,6 +308,11 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
             return (*key, *total.args[1:])
         quantized = start.all_input_nodes[0].all_input_nodes[0]
         return (*key, *quantized.args[2:4], *quantized.args[5:], *total.args[4:])
+    if nodes.is_quantized_gather(start):
+        if not all(map(nodes.is_dequantize_shards, wait.users)):
+            return None
+        _, method, _, rank = start.all_input_nodes[0].args
+        return (*key, start.args[1:], method, rank)
     return (*key, start.args[1:])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,13 +51,24 @@ def plan_narrow_cast(marker: fx.Node) -> torch.dtype | None:
 
 def _lower(graph: fx.Graph, marker: fx.Node, ctx: PassContext) -> None:
     narrow = plan_narrow_cast(marker)
+    returned = nodes.returned_by(graph)
+    escapes = any(part in returned for part in nodes.reshaped_values(marker))
+    replace_marker(graph, marker, narrow, lambda: _gathered(graph, marker, narrow, ctx, must_copy=escapes))
+
+
+def replace_marker(graph: fx.Graph, marker: fx.Node, narrow: torch.dtype | None, build: Callable[[], fx.Node]) -> None:
+    """Let the readers of an unshard read something else, made just before the first of them.
+
+    Args:
+        graph, marker: the unshard.
+        narrow: the result stands for the cast to this dtype, which every reader applies; None: for the marker itself.
+        build: makes the result, at the graph's insertion point.
+    """
     replaced = list(marker.users) if narrow is not None else [marker]
     readers = [user for node in replaced for user in node.users]
     anchor = min(readers, default=marker.next)  # nodes compare by their place in the graph
-    returned = nodes.returned_by(graph)
-    escapes = any(part in returned for node in replaced for part in nodes.reshaped_values(node))
     with graph.inserting_before(anchor):
-        whole = _gathered(graph, marker, narrow, ctx, must_copy=escapes)
+        whole = build()
     for node in replaced:
         node.replace_all_uses_with(whole)
     nodes.erase_dead(graph, dict.fromkeys([*replaced, marker, UnshardArgs.of(marker).shard]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zgraph.compression import CompressionMethod, TwoHop
+from zgraph.compression import BlockMethod, CompressionMethod, TwoHop
 from zgraph.graph_pass import GraphPass
 from zgraph.hardware import Hardware
 from zgraph.ops import MIB
@@ -13,6 +13,7 @@ from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
+from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.set_target import SetTarget
 from zgraph.passes.sink_waits import SinkWaits
@@ -27,6 +28,7 @@ def default(
     budget_bytes: int | None = None,
     time_kernels: bool = False,
     compression: CompressionMethod | TwoHop | None = None,
+    gather_compression: BlockMethod | WeightDifferences | None = None,
 ) -> list[GraphPass]:
     """Gathers and reductions, bucketed and overlapped; the ZeRO stage comes from each parameter.
 
@@ -44,6 +46,8 @@ def default(
             needs the `hardware` of this machine.
         compression: such as `zgraph.passes.LoCo()`: gradients travel as codes of a few bits, see `CompressGradients`.
             Lossy. None: as they are.
+        gather_compression: such as `zgraph.passes.NoFeedback(bits=8)`: parameters travel as codes, and forwards read
+            what these stand for, see `QuantizeGathers`. Lossy. None: as they are.
 
     Raises:
         ValueError: a budget without hardware, by which alone it can be kept.
@@ -56,6 +60,7 @@ def default(
     lowered = [
         DedupeGathers(),
         ChooseLifetimes(),
+        *([] if gather_compression is None else [QuantizeGathers(method=gather_compression)]),
         LowerGathers(),
         *([] if compression is None else [CompressGradients(method=compression)]),
         LowerReductions(),

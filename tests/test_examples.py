@@ -19,3 +19,14 @@ def test_a_pass_of_ones_own_takes_part_without_registration(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "4 of 8 matmuls run again in backward" in done.stdout
     assert done.stdout.rstrip().endswith("same gradients, bit for bit: True")
+
+
+@pytest.mark.slow
+def test_a_compression_of_ones_own_trains_as_well_as_none(tmp_path: Path) -> None:
+    script = EXAMPLES / "write_a_compression.py"
+    assert len(script.read_text().splitlines()) < 70
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    exact, signs, forgetful = losses
+    assert signs < 1.05 * exact < forgetful

@@ -9,6 +9,7 @@ require_supported_torch(torch.__version__)
 from zgraph import compressed_ops as compressed_ops  # noqa: E402  (registers the dialect)
 from zgraph import ops  # noqa: E402
 from zgraph import passes as passes  # noqa: E402
+from zgraph import weight_differences as weight_differences  # noqa: E402  (here as well)
 from zgraph.calibration import calibrate  # noqa: E402
 from zgraph.checkpoint import (  # noqa: E402
     Checkpoint,

@@ -1,4 +1,4 @@
-"""The operators of compressed reductions; their kernels are in `zgraph.codegen.compression`.
+"""The operators of compressed reductions and gathers; their kernels are in `zgraph.codegen.compression`.
 
     payload, draw = quantize_grads([grad, ...], [handle, ...], ...)     a row of bytes for each rank of the group
     received = wait(all_to_all(payload))                                a row of each rank
@@ -6,6 +6,12 @@
 
 `quantize_grads` reads and updates what the parameters keep behind their handles, as `accumulate_grad` does. `draw` is
 the number of the reduction, on the host: ranks count alike, so each knows which signs the others have drawn.
+
+    payload = quantize_shards([shard, ...], ...)                        one row, for all ranks
+    received = wait(all_gather(payload))
+    whole = dequantize_shards(received, ...)                            for each parameter, when it is needed
+
+These two are functions of their arguments: gathered again, a parameter is the same.
 """
 
 from __future__ import annotations
@@ -32,6 +38,11 @@ torch.library.define(
 torch.library.define(
     "zgraph::dequantize_each",
     "(Tensor received, Tensor draw, str method, int[] numels, int world, int salt, ScalarType dtype) -> Tensor[]",
+)
+torch.library.define("zgraph::quantize_shards", "(Tensor[] shards, str method, int[] numels, int rank) -> Tensor")
+torch.library.define(
+    "zgraph::dequantize_shards",
+    "(Tensor received, str method, int numel, int offset, int world, ScalarType dtype) -> Tensor",
 )
 
 
@@ -121,3 +132,41 @@ def _(
         [world * numel] for each tensor.
     """
     return [received.new_empty((world * numel,), dtype=dtype) for numel in numels]
+
+
+def shard_bytes(method: str, numel: int) -> int:
+    """Bytes that stand for a shard of `numel` elements in the payload of a gather: a payload of its own."""
+    return layout_of(method, (numel,), 1, 1).payload_bytes
+
+
+@torch.library.register_fake("zgraph::quantize_shards")
+def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -> Tensor:
+    """Codes of this rank's shards, for every rank of a group.
+
+    Args:
+        shards: any shape and floating-point dtype; what one lacks to `numel` elements counts as zeros.
+        method: as `zgraph.compression.to_text` writes it; it keeps nothing.
+        numels: of the longest shard of any rank, for each parameter.
+        rank: in the group; which signs, where the method rotates. They are the same at every call.
+
+    Returns:
+        [sum of `shard_bytes`] uint8, parameter by parameter, so that each can be decoded alone.
+    """
+    return shards[0].new_empty((sum(shard_bytes(method, numel) for numel in numels),), dtype=torch.uint8)
+
+
+@torch.library.register_fake("zgraph::dequantize_shards")
+def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype: torch.dtype) -> Tensor:
+    """One parameter, out of what all ranks have sent.
+
+    Args:
+        received: [world * payload bytes] uint8, by rank.
+        method, numel: as in `quantize_shards`.
+        offset: of this parameter in a rank's payload, in bytes.
+        world: number of ranks.
+        dtype: of the result.
+
+    Returns:
+        [world * numel], the padding still on.
+    """
+    return received.new_empty((world * numel,), dtype=dtype)

@@ -75,6 +75,7 @@ def agreed_peak(curve: MemoryCurve) -> int:
         if (
             copies is None
             or wait is None
+            or nodes.is_quantized_gather(start)  # which reads the rows where they are
             or all(_is_even(chunk.rows, chunk.group_names) for chunk in meta.chunks(start))
         ):
             continue

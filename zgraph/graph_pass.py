@@ -27,6 +27,7 @@ class Fact(StrEnum):
     TARGET_SET = "target_set"
     GATHERS_DEDUPED = "gathers_deduped"
     LIFETIMES_CHOSEN = "lifetimes_chosen"
+    GATHERS_QUANTIZED = "gathers_quantized"
     GATHERS_LOWERED = "gathers_lowered"
     GRADIENTS_COMPRESSED = "gradients_compressed"
     REDUCTIONS_LOWERED = "reductions_lowered"

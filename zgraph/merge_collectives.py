@@ -42,6 +42,8 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "coalesced") -> None:
     with graph.inserting_before(bucket.anchor):
         if is_compressed(bucket.starts[0]):
             old = _merge_compressed(graph, bucket.starts)
+        elif nodes.is_quantized_gather(bucket.starts[0]) and mode == "coalesced":
+            old = _merge_quantized_gathers(graph, bucket.starts)
         elif not nodes.is_all_gather(bucket.starts[0]):
             old = _merge_reductions(graph, bucket.starts)
         elif mode == "grouped":
@@ -112,6 +114,32 @@ def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
         old.replace_all_uses_with(whole)
         offset += size
     return [*starts, *waits]
+
+
+def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """One payload of all shards and one gather, out of which each member is decoded when it is needed."""
+    waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
+    codes = [start.all_input_nodes[0] for start in starts]
+    shards, numels = ([item for node in codes for item in cast("list[Any]", node.args[place])] for place in (0, 2))
+    _, method, _, rank = codes[0].args
+    name = _name("quantize_bucket", starts)
+    payload = meta.create(graph, codes[0].target, (shards, method, numels, rank), name=name)
+    name = _name("all_gather_bucket", starts)
+    start = meta.create(graph, starts[0].target, (payload, *starts[0].args[1:]), like=starts[0], name=name)
+    wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
+    _work_for(starts, payload, start, wait)
+    meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
+    decoded: list[fx.Node] = []
+    offset = 0
+    for code, old in zip(codes, waits, strict=True):
+        for reader in list(old.users):
+            _, _, numel, within, *others = reader.args
+            args = (wait, method, numel, offset + cast(int, within), *others)
+            part = meta.create(graph, reader.target, args, like=reader, name=reader.name)
+            reader.replace_all_uses_with(part)
+            decoded.append(reader)
+        offset += meta.tensor_value(code).shape[0]
+    return [*starts, *waits, *codes, *decoded]
 
 
 def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:

@@ -136,6 +136,14 @@ def is_dequantize_sum(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.dequantize_sum.default
 
 
+def is_quantize_shards(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.quantize_shards.default
+
+
+def is_dequantize_shards(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.dequantize_shards.default
+
+
 def is_start(node: fx.Node) -> bool:
     """Whether the node starts a collective whose result needs a wait."""
     return node.op == "call_function" and (is_functional_collective(node.target) or is_kept_gather(node))
@@ -166,6 +174,25 @@ def is_grouped_gather(node: fx.Node) -> bool:
 
 def is_gather(node: fx.Node) -> bool:
     return is_all_gather(node) or is_kept_gather(node) or is_grouped_gather(node)
+
+
+def is_quantized_gather(node: fx.Node) -> bool:
+    """Whether the node gathers the codes of parameters."""
+    return is_gather(node) and any(is_quantize_shards(sent) for sent in sent_by(node))
+
+
+def is_decoding(node: fx.Node) -> bool:
+    """Whether the node turns the codes of a gathered parameter, its first argument, into values."""
+    return is_dequantize_shards(node) or node.target is torch.ops.zgraph.add_difference.default
+
+
+def is_packing(node: fx.Node) -> bool:
+    """Whether the node makes, of rows of which ranks hold different numbers, what is alike on all of them."""
+    return node.target in (
+        aten.cat.default,
+        torch.ops.zgraph.quantize_shards.default,
+        torch.ops.zgraph.weight_difference.default,
+    )
 
 
 def is_all_to_all(node: fx.Node) -> bool:
@@ -282,8 +309,8 @@ _RESHAPING = frozenset(
 
 
 def is_reshaping(node: fx.Node) -> bool:
-    """Whether the node is a view, cast or copy of its only tensor input."""
-    if node.target in _RESHAPING or getattr(node.target, "__name__", "") == "getitem":
+    """Whether the node is a view, cast or copy of its only tensor input, or decodes it."""
+    if node.target in _RESHAPING or is_decoding(node) or getattr(node.target, "__name__", "") == "getitem":
         return True
     return len(node.all_input_nodes) == 1 and returns_alias(node.target)
 

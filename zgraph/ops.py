@@ -89,12 +89,14 @@ class Chunk:
             gradient; each further one splits the elements of what is left.
         group_names: of the groups, outermost split first.
         unit: so many elements travel, filled up, as so many of the wire's dtype; (128, 66) where bytes are sent.
+        filled_to: what travels is filled up to a multiple of so many.
     """
 
     rows: int
     row_numel: int
     group_names: tuple[str, ...]
     unit: tuple[int, int] = (1, 1)
+    filled_to: int = 1
 
     def numel(self, size_of: Callable[[str], Any] = group_size) -> Any:
         """Elements of one rank, as they travel; an expression where `size_of` gives symbols for the sizes of groups."""
@@ -102,7 +104,7 @@ class Chunk:
         numel = chunk_rows(self.rows, size_of(first)) * self.row_numel
         for group_name in others:
             numel = chunk_rows(numel, size_of(group_name))
-        return chunk_rows(numel, self.unit[0]) * self.unit[1]
+        return chunk_rows(chunk_rows(numel, self.unit[0]) * self.unit[1], self.filled_to) * self.filled_to
 
 
 def group_backend(group_name: str) -> str:

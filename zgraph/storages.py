@@ -66,7 +66,7 @@ def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
     for start in order:
         if _gathers_parameters(start):
             copies = nodes.copy_in(start) or []
-            packed = dict.fromkeys(node for node in copies if node.target is torch.ops.aten.cat.default)
+            packed = dict.fromkeys(node for node in copies if nodes.is_packing(node))
             found |= dict.fromkeys(node for node in copies if node not in packed)
     return list(found)
 
@@ -200,6 +200,8 @@ class Finder:
             self._found.append(_Open(remaining, node, held=False, outlives=True))
         if nodes.is_kept_gather(node) and OPEN in node.args:
             self.keep([node])  # for the rest of the window
+        if node.target is torch.ops.zgraph.add_difference.default and node.args[-1]:
+            self.keep([node])  # for the next difference
 
     def _shared(self, node: fx.Node) -> Sequence[_Open | None]:
         """For each result of a call the storage that its schema says it lies in.

@@ -96,8 +96,8 @@ def check_steps(
         )
         for accumulate in (False, True):
             arguments = (payload, layout, draw, seed % 2, layout.world)
-            cpu_blocks.dequantize_sum_bucket(*arguments, outputs, accumulate)
-            reference.dequantize_sum_bucket(*arguments, expected_outputs, accumulate)
+            cpu_blocks.dequantize_sum_bucket(*arguments, outputs, accumulate=accumulate)
+            reference.dequantize_sum_bucket(*arguments, expected_outputs, accumulate=accumulate)
             for output, expected_output in zip(outputs, expected_outputs, strict=True):
                 assert_same_bits(output, expected_output)
 
@@ -179,8 +179,8 @@ def test_every_half_precision_number_is_read_and_rounded_as_torch_does(dtype: to
         received = torch.cat([codes, torch.exp2(exponents).to(torch.bfloat16).view(1, -1).view(torch.uint8)], 1)
         for accumulate in (False, True):
             found, expected = (torch.arange(2**16).to(torch.uint16).view(dtype) for _ in range(2))
-            cpu_blocks.dequantize_sum_bucket(received, layout, Draw(0), 0, 1, [found], accumulate)
-            reference.dequantize_sum_bucket(received, layout, Draw(0), 0, 1, [expected], accumulate)
+            cpu_blocks.dequantize_sum_bucket(received, layout, Draw(0), 0, 1, [found], accumulate=accumulate)
+            reference.dequantize_sum_bucket(received, layout, Draw(0), 0, 1, [expected], accumulate=accumulate)
             assert_same_bits(found, expected)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.handle import name_of
 from zgraph.runtime.feedback import Feedbacks
+from zgraph.runtime.weight_copy import WeightCopy
 from zgraph.torch_compat import local_parameters
 
 _STATE = "zgraph_state"
@@ -39,6 +40,7 @@ class ParameterState:
         earlier: stage 0: what `.grad` held before the window, reduced already; the waiting sum is in `.grad` itself.
         tensors: this rank's own, kept from step to step by name; checkpoints store and restore them.
         feedbacks: what compression has not sent.
+        weight_copy: the whole parameter as the last forward read it; None: nobody sends differences from it.
     """
 
     owner: nn.Module
@@ -49,6 +51,7 @@ class ParameterState:
     earlier: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
+    weight_copy: WeightCopy | None = None
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Let a gradient wait for the closing backward.

@@ -67,6 +67,7 @@ def forget_errors(model: nn.Module) -> None:
     """
     for read in _reads_of(model, "forget_errors").values():
         read.state.feedbacks.by_slot.clear()
+        read.state.weight_copy = None
 
 
 def _reads_of(model: nn.Module, caller: str) -> dict[str, Read]:

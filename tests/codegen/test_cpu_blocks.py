@@ -188,6 +188,8 @@ def test_a_contiguous_gradient_is_not_copied() -> None:
     layout = BucketLayout(LoCo(), (1 << 16,), 1)
     grads, states = [torch.randn(1 << 16)], make_states(layout)
     payload = torch.zeros(1, layout.payload_bytes, dtype=torch.uint8)
+    cpu_blocks.quantize_bucket(grads, states, layout, Draw(0), 0, payload)  # compiles
+    cpu_blocks.dequantize_sum_bucket(payload, layout, Draw(0), 0, 1, grads)
     with torch.profiler.profile(profile_memory=True) as taken:
         cpu_blocks.quantize_bucket(grads, states, layout, Draw(0), 0, payload)
         cpu_blocks.dequantize_sum_bucket(payload, layout, Draw(0), 0, 1, grads)

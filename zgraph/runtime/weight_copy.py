@@ -29,9 +29,10 @@ class WeightCopy:
         checkpointing does, or an evaluation before a forward, then yields the same bits again.
         """
         self.pending = shard.clone()
-        wanted = torch.nn.functional.pad(shard.reshape(-1).to(torch.float32), (0, numel - shard.numel()))
-        lacking = wanted - _finite(self.whole[rank * numel : (rank + 1) * numel].to(torch.float32))
-        return torch.where((shard == self.sent).all(), torch.zeros_like(lacking), lacking)
+        held = self.whole[rank * numel : rank * numel + shard.numel()]
+        lacking = shard.reshape(-1).to(torch.float32) - _finite(held.to(torch.float32))
+        lacking = torch.where((shard == self.sent).all(), torch.zeros_like(lacking), lacking)
+        return torch.nn.functional.pad(lacking, (0, numel - shard.numel()))
 
     def plus(self, step: Tensor) -> Tensor:
         """The copy and what the ranks have sent of their differences, in the copy's dtype."""

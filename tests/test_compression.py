@@ -81,7 +81,7 @@ def test_a_method_survives_as_text(method: CompressionMethod) -> None:
 class OwnMethod(CompressionMethod):
     """A user's, with a field of each kind."""
 
-    name: str = "torch"
+    name: str = "torch.int8"  # no dtype
     share: float = 0.25
     rounds: bool = True
     count: int = 3

@@ -280,12 +280,9 @@ def from_text(text: str) -> CompressionMethod:
     return getattr(importlib.import_module(module), name)(**{key: _read(value) for key, value in fields.items()})
 
 
-_DTYPE = "torch."
-
-
 def _written(kind: type, name: str, value: object) -> object:
     if isinstance(value, torch.dtype):
-        return str(value)
+        return {"dtype": str(value).removeprefix("torch.")}
     if value is None or isinstance(value, int | float | str):
         return value
     raise ValueError(
@@ -295,6 +292,4 @@ def _written(kind: type, name: str, value: object) -> object:
 
 
 def _read(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(_DTYPE):
-        return getattr(torch, value.removeprefix(_DTYPE))
-    return value
+    return getattr(torch, value["dtype"]) if isinstance(value, dict) else value

@@ -29,14 +29,18 @@ class BucketCollectives(GraphPass):
 
     A gather bucket stands where its first member stood, a reduction bucket where its last did. The order of summation
     over ranks does not change: a bucket is summed element by element, like its members.
+    A bucket of replicated gradients is one flat vector, padded once: its means are gathered together, into a storage
+    of which each gradient is a view. Which rank sums an element changes, which `LowerReductions` leaves without effect
+    where it sums in rank order. Buckets with sharded gradients among them, parts over replicas (hybrid sharding) and
+    compressed ones keep the chunks of each member apart.
     Leaves alone: collectives larger than a bucket, those that depend on one another, and gathers that a window keeps:
     they run once for several forwards, straight into what is kept.
 
     Attributes:
-        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients. None: what suits
-            the link of the hardware that the context knows (`link_bytes`), and a member stays out where the costs say
-            that waiting for it would expose more than the latency that it saves; each kind counted as if it had its
-            link to itself.
+        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients, and of replicated
+            gradients without padding. None: what suits the link of the hardware that the context knows (`link_bytes`),
+            and a member stays out where the costs say that waiting for it would expose more than the latency that it
+            saves; each kind counted as if it had its link to itself.
         gathers: how parameters share a gather. "coalesced": in one flat buffer, out of which each is copied.
             "grouped": side by side, each straight into its own storage; NCCL launches them as one, elsewhere they run
             one after the other. "sequential": not at all: each is gathered where its reader stands, and nothing is

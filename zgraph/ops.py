@@ -151,10 +151,7 @@ def sum_ranks(received: Tensor, world: int, divisor: int, dtype: torch.dtype) ->
     """
     wide = accumulate_dtype(received.dtype)
     first, *others = received.unflatten(0, (world, -1))
-    if others and received.dtype == wide:
-        total = first + others.pop(0)
-    else:
-        total = first.to(wide, copy=True)
+    total = first + others.pop(0) if others and received.dtype == wide else first.to(wide, copy=True)
     for piece in others:
         total += piece
     if divisor > 1:

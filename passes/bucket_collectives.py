@@ -16,6 +16,7 @@ from zgraph.errors import PreconditionError
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.liveness import curve_of
 from zgraph.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
+from zgraph.replicated_gradients import ReplicatedReduction
 from zgraph.storages import agreed_storages, rows_of_its_own
 from zgraph.traffic import transfers_of
 
@@ -28,14 +29,18 @@ class BucketCollectives(GraphPass):
 
     A gather bucket stands where its first member stood, a reduction bucket where its last did. The order of summation
     over ranks does not change: a bucket is summed element by element, like its members.
+    A bucket of replicated gradients is one flat vector, padded once: its means are gathered together, into a storage
+    of which each gradient is a view. Which rank sums an element changes, which `LowerReductions` leaves without effect
+    where it sums in rank order. Buckets with sharded gradients among them, parts over replicas (hybrid sharding) and
+    compressed ones keep the chunks of each member apart.
     Leaves alone: collectives larger than a bucket, those that depend on one another, and gathers that a window keeps:
     they run once for several forwards, straight into what is kept.
 
     Attributes:
-        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients. None: what suits
-            the link of the hardware that the context knows (`link_bytes`), and a member stays out where the costs say
-            that waiting for it would expose more than the latency that it saves; each kind counted as if it had its
-            link to itself.
+        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients, and of replicated
+            gradients without padding. None: what suits the link of the hardware that the context knows (`link_bytes`),
+            and a member stays out where the costs say that waiting for it would expose more than the latency that it
+            saves; each kind counted as if it had its link to itself.
         gathers: how parameters share a gather. "coalesced": in one flat buffer, out of which each is copied (or
             decoded, where codes travel).
             "grouped": side by side, each straight into its own storage; NCCL launches them as one, elsewhere they run
@@ -126,7 +131,7 @@ class BucketCollectives(GraphPass):
             ]
             latency_us += ctx.sharing.issue_us
             wanted_bytes = link_bytes(
-                whole_bytes=sum(map(nodes.whole_bytes, starts)),
+                whole_bytes=sum(map(carried_bytes, starts)),
                 latency_us=latency_us,
                 transfer_us=sum(member.transfer_us for member in members),
                 compute_us=all_us,
@@ -175,8 +180,11 @@ def plan_buckets(
     """
     order = nodes.order_of(graph)
     alike: dict[tuple[object, ...], list[fx.Node]] = {}
+    exchanges = nodes.call_functions(graph, lambda node: nodes.is_all_to_all(node) or nodes.is_reduce_scatter(node))
+    # These share a collective with those whose exchanges do, or with none: apart, each would have to be copied out.
+    means = [found.gather for start in exchanges if (found := ReplicatedReduction.of(start)) is not None]
     for start in nodes.call_functions(graph, predicate):
-        key = _key(start)
+        key = None if start in means else _key(start)
         if key is not None:
             alike.setdefault(key, []).append(start)
     buckets: list[list[fx.Node]] = []
@@ -191,9 +199,10 @@ def plan_buckets(
 
 def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
     buckets: list[list[fx.Node]] = []
+    sizes = {start: carried_bytes(start) for start in starts}
     for start in starts:
         together = [*buckets[-1], start] if buckets else []
-        size = sum(map(nodes.whole_bytes, together))
+        size = sum(map(sizes.__getitem__, together))
         joins = (
             bool(together)
             and size <= filling.limit_bytes
@@ -207,6 +216,12 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
         if filling.queue is not None:
             filling.queue.add(joins=joins)
     return buckets
+
+
+def carried_bytes(start: fx.Node) -> int:
+    """The most that this collective carries of a whole tensor, or of a replicated gradient the gather of its mean."""
+    found = None if nodes.is_gather(start) else ReplicatedReduction.of(start)
+    return nodes.whole_bytes(start) if found is None else found.carried_bytes
 
 
 def gathers_parameter(start: fx.Node) -> bool:

@@ -201,6 +201,15 @@ def test_a_sum_over_ranks_reads_and_writes_it_each_time(world: int) -> None:
     assert cost(total) == NodeCost("compute", max(5 * 2.0, moved / 50), 0, moved)
 
 
+def test_a_sum_of_pieces_that_are_wide_starts_with_two_of_them(world: int) -> None:
+    drawing = Drawing()
+    received = drawing.input("received", 30)
+    total = drawing.call(torch.ops.zgraph.sum_ranks.default, received, 3, 3, torch.float32)
+    # Three pieces read; the sum of two written, read and written with the third, divided.
+    moved = 120 + 40 + 2 * 40 + 2 * 40
+    assert cost(total) == NodeCost("compute", max(3 * 2.0, moved / 50), 0, moved)
+
+
 def test_waiting_gradients_are_added_to_a_sum() -> None:
     drawing = Drawing()
     grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
@@ -258,7 +267,9 @@ def test_a_formula_is_what_compiling_for_that_many_ranks_gives(direction: str, o
     assert_equal(for_four.at(N=2), two)
 
 
-@pytest.mark.parametrize("passes", [(), LOWERED, (*LOWERED, BucketCollectives(bucket_bytes=100))])
+@pytest.mark.parametrize(
+    "passes", [(), LOWERED, *((*LOWERED, BucketCollectives(bucket_bytes=size)) for size in (100, 2**20))]
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bytes_are_exact_where_ranks_do_not_divide(passes: Any, stage: int) -> None:
     for direction in ("forward", "backward"):

@@ -258,13 +258,18 @@ class CostModel:
         return NodeCost(COMPUTE, self.hardware.compute_us(flops, moved, dtype), flops, moved)
 
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
-        """Its kernel adds one rank's piece after the other to a sum, which is read and written each time."""
+        """Its kernel adds one rank's piece after the other to a sum, which is read and written each time.
+
+        The sum starts as a wide copy of the first piece, or where that is as wide as the sum of the first two.
+        """
         received, result = node.all_input_nodes[0], meta.tensor_value(node)
         world: Any = cast(int, node.args[1]) if self.symbols is None else self.symbols.world_of.get(node, node.args[1])
         wire = meta.tensor_value(received)
         total_bytes = self._numel(node, result) * accumulate_dtype(wire.dtype).itemsize
-        moved = self._read_bytes(node) + (2 * world - 1) * total_bytes
         launches: Any = world
+        if wire.dtype == accumulate_dtype(wire.dtype) and cast(int, node.args[1]) > 1:
+            launches -= 1
+        moved = self._read_bytes(node) + (2 * launches - 1) * total_bytes
         if cast(int, node.args[2]) > 1:
             moved, launches = moved + 2 * total_bytes, launches + 1
         if result.dtype != accumulate_dtype(wire.dtype):

@@ -13,7 +13,9 @@ from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.nodes import DequantizeArgs, QuantizeArgs
-from zgraph.torch_compat import grouped_gather_op, wait_op
+from zgraph.ops import Chunk, chunk_rows
+from zgraph.replicated_gradients import ReplicatedReduction
+from zgraph.torch_compat import all_gather_op, all_to_all_op, grouped_gather_op, reduce_scatter_op, wait_op
 
 aten = torch.ops.aten
 Mode = Literal["coalesced", "grouped", "sequential"]
@@ -45,7 +47,9 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "coalesced") -> None:
         elif nodes.is_quantized_gather(bucket.starts[0]) and mode == "coalesced":
             old = _merge_quantized_gathers(graph, bucket.starts)
         elif not nodes.is_all_gather(bucket.starts[0]):
-            old = _merge_reductions(graph, bucket.starts)
+            found = [one for start in bucket.starts if (one := ReplicatedReduction.of(start)) is not None]
+            alike = len(found) == len(bucket.starts) and all(one.policy == found[0].policy for one in found)
+            old = _merge_replicated(graph, found) if alike else _merge_reductions(graph, bucket.starts)
         elif mode == "grouped":
             old = _group_gathers(graph, bucket.starts)
         else:
@@ -155,6 +159,42 @@ def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
         wait = meta.create(graph, wait_op(), (part,), like=old, name=f"wait_group_{meta.label(old)}")
         old.replace_all_uses_with(wait)
     return [*starts, *waits]
+
+
+def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -> list[fx.Node]:
+    """cat of the flat gradients, padded once; one exchange, one sum, one gather; each member's mean is a view.
+
+    A mean keeps the whole bucket's storage alive, of which no two members share an element.
+    """
+    starts = [member.steps[0] for member in members]
+    world = cast(int, members[0].gather.args[1])
+    flat = [member.flat(graph) for member in members]
+    numel = sum(member.numel for member in members)
+    chunk = Chunk(numel, 1, (nodes.group_of(starts[0]),))
+    rows = chunk_rows(numel, world)
+    made: list[fx.Node] = []
+    if missing := world * rows - numel:
+        made.append(meta.create(graph, aten.new_zeros.default, (flat[0], [missing])))
+    made.append(meta.create(graph, aten.cat.default, ([*flat, *made],)))
+    kinds = {all_to_all_op(): "all_to_all", reduce_scatter_op(): "reduce_scatter", all_gather_op(): "all_gather"}
+    for step in members[0].steps:
+        args = ([rows] * world, [rows] * world, *step.args[3:]) if nodes.is_all_to_all(step) else step.args[1:]
+        kind = "wait" if nodes.is_wait(step) else kinds.get(step.target)
+        name = None if kind is None else _name(f"{kind}_bucket", starts)
+        made.append(meta.create(graph, step.target, (made[-1], *args), step.kwargs, name=name))
+        if nodes.is_start(made[-1]):
+            meta.set_chunks(made[-1], [chunk])
+    if missing:
+        made.append(meta.create(graph, aten.slice.Tensor, (made[-1], 0, 0, numel)))
+    _work_for(starts, *made)
+    offset = 0
+    for member in members:
+        old = member.mean
+        part = meta.create(graph, aten.slice.Tensor, (made[-1], 0, offset, offset + member.numel), like=old)
+        old.replace_all_uses_with(part)
+        offset += member.numel
+    old = [node for member in members for node in (*member.steps[0].all_input_nodes, *member.steps, member.mean)]
+    return list(dict.fromkeys(old))
 
 
 def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:

@@ -151,10 +151,11 @@ def sum_ranks(received: Tensor, world: int, divisor: int, dtype: torch.dtype) ->
     Returns:
         [n, ...] in `dtype`; summed in fp32 (fp64 for fp64 input), divided once.
     """
-    pieces = received.unflatten(0, (world, -1))
-    total = pieces[0].to(accumulate_dtype(received.dtype), copy=True)
-    for rank in range(1, world):
-        total += pieces[rank]
+    wide = accumulate_dtype(received.dtype)
+    first, *others = received.unflatten(0, (world, -1))
+    total = first + others.pop(0) if others and received.dtype == wide else first.to(wide, copy=True)
+    for piece in others:
+        total += piece
     if divisor > 1:
         total /= divisor
     return total.to(dtype)

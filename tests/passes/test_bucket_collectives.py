@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,15 +10,31 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
-from tests.graphs import Autocast, Drawing, Traced, Twice, apply, by_rank, copy_of, deep, fake_world, mlp, traced
-from tests.lockstep import assert_same_results
+import zgraph
+from tests.graphs import (
+    Autocast,
+    Drawing,
+    Traced,
+    Twice,
+    apply,
+    by_rank,
+    copy_of,
+    deep,
+    fake_world,
+    inputs_for,
+    mlp,
+    tensors_in,
+    traced,
+)
+from tests.lockstep import assert_same_results, run_together
 from zgraph import PassContext, Pipeline, PreconditionError, meta, nodes
 from zgraph.graph_pass import Direction
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
 from zgraph.report.text import graph_text
+from zgraph.storages import storages_of
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())
@@ -204,6 +221,126 @@ def test_it_is_refused_before_lowering_and_after_sinking() -> None:
         Pipeline([*LOWERED, SinkWaits(), bucketing])
 
 
+# --- replicated gradients -------------------------------------------------------------------------------------------
+
+MLP_NUMELS = [25, 5, 35, 7, 35]  # of `mlp`, as its gradients appear
+
+
+def mixed() -> nn.Module:
+    """One layer of three is replicated whatever the others are."""
+    model = mlp()
+    zgraph.shard(model[2], zero_stage=0)
+    return model
+
+
+def mean_and_sum() -> nn.Module:
+    """Replicated; the gradients of one layer are summed over the ranks, not averaged."""
+    model = mlp()
+    zgraph.shard(model[2], zero_stage=0, reduction="sum")
+    return model
+
+
+def targets(graph: fx.Graph, *found: Any) -> int:
+    return sum(node.target in found for node in graph.nodes)
+
+
+@pytest.mark.parametrize("algorithm", ["all_to_all", "reduce_scatter"])
+def test_replicated_gradients_share_one_flat_vector_of_which_each_mean_is_a_view(algorithm: Any) -> None:
+    """cat of 107 elements and one zero; exchange, sum and gather over three ranks; no copy behind the gather."""
+    bucketing = BucketCollectives(bucket_bytes=4 * sum(MLP_NUMELS))
+    ranks = by_rank(mlp, [LowerGathers(), LowerReductions(algorithm=algorithm), bucketing], world=3, zero_stage=0)
+    graphs = [found.graphs["backward"] for found in ranks]
+    graph = graphs[0].graph
+    exchange, gather = nodes.call_functions(graph, nodes.is_start)
+    assert [meta.tensor_value(node.args[0]).shape for node in (exchange, gather)] == [(108,), (36,)]
+    assert meta.parameters(exchange) == meta.parameters(gather)
+    assert len(meta.parameters(gather)) == len(MLP_NUMELS)
+    assert targets(graph, aten.cat.default) == 1
+    assert targets(graph, torch.ops.zgraph.sum_ranks.default, aten.div.Tensor) == 1
+    assert targets(graph, aten.clone.default, aten._to_copy.default, aten.constant_pad_nd.default) == 0
+    for returned in run_together(graphs, [inputs_for(gm, seed) for seed, gm in enumerate(graphs)]):
+        grads = tensors_in(returned)
+        assert all(grad.is_contiguous() for grad in grads)
+        assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
+        taken = sorted((grad.storage_offset(), grad.numel()) for grad in grads)
+        assert taken == [(sum(MLP_NUMELS[:place]), numel) for place, numel in enumerate(MLP_NUMELS)]
+    held = Counter(storage.first for storage in storages_of(graph.nodes) if storage.outlives)
+    assert held == {gather: 1}
+
+
+@pytest.mark.parametrize("algorithm", ["all_to_all", "reduce_scatter"])
+@pytest.mark.parametrize("build", [mlp, Autocast, mixed])
+def test_a_second_run_leaves_replicated_gradients_alone(build: Any, algorithm: Any) -> None:
+    with fake_world(3):
+        stage = 3 if build is mixed else 0
+        for bucket_bytes in (60, 120, 150, 200, 330, 426, 428, 2**20):
+            lowered = [LowerGathers(), LowerReductions(algorithm=algorithm)]
+            found = traced(build, lowered, world=3, zero_stage=stage)
+            bucketed(found, "backward", bucket_bytes)
+            text = graph_text(found.graphs["backward"].graph)
+            assert not apply(BucketCollectives(bucket_bytes=bucket_bytes), found, "backward")
+            assert graph_text(found.graphs["backward"].graph) == text
+
+
+def test_the_wider_of_exchange_and_gather_fills_a_bucket() -> None:
+    """Five gradients travel in bf16, their means in fp32: 4 bytes count for each element, padding does not."""
+    with fake_world(3):
+        sizes_at = {
+            limit: sizes(bucketed(traced(Autocast, LOWERED, world=3, zero_stage=0), "backward", limit), kind)
+            for limit in (4 * 107 - 1, 4 * 107)
+            for kind in (nodes.is_all_to_all, nodes.is_all_gather)
+        }
+    assert sizes_at == {427: [4, 1], 428: [5]}
+
+
+def test_a_bucket_with_a_sharded_gradient_keeps_the_chunks_of_each_member_apart() -> None:
+    with fake_world(3):
+        graph = bucketed(traced(mixed, LOWERED, world=3), "backward", 2**20)
+    (exchange,) = nodes.call_functions(graph, nodes.is_all_to_all)
+    padded = [6 * 5, 6, 36, 9, 9 * 5]  # rows where they are sharded, elements where not
+    assert meta.tensor_value(exchange.args[0]).shape == (sum(padded),)
+    gathered = [node for node in nodes.call_functions(graph, nodes.is_all_gather) if nodes.copy_in(node) is None]
+    assert [len(meta.parameters(node)) for node in gathered] == [2]
+
+
+def test_gradients_that_are_averaged_and_summed_do_not_share_a_mean() -> None:
+    """Where the backend sums, the division comes later: one vector has one divisor."""
+    with fake_world(3):
+        found = traced(
+            mean_and_sum, [LowerGathers(), LowerReductions(algorithm="reduce_scatter")], world=3, zero_stage=0
+        )
+        graph = bucketed(found, "backward", 2**20)
+    assert sizes(graph, nodes.is_reduce_scatter) == [5]
+    assert targets(graph, aten.div.Tensor) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_pieces_are_summed_one_by_one_in_rank_order(ranks: int, dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    generator = torch.Generator().manual_seed(ranks)
+    received = (torch.randn(ranks, 64, generator=generator, dtype=torch.float64) * 10).to(dtype)
+    received[:, 0], received[:, 1], received[0, 2], received[-1, 3] = -0.0, torch.inf, torch.nan, -torch.inf
+    kept = received.clone()
+    expected = torch.stack([_sum_in_order(column, wide) for column in received.unbind(1)])
+    for divisor in (1, ranks):
+        total = torch.ops.zgraph.sum_ranks(received.flatten(), ranks, divisor, torch.float32)
+        mean = (expected / divisor).to(torch.float32)
+        assert torch.equal(total.view(torch.int32), mean.view(torch.int32)) or (
+            torch.equal(total.isnan(), mean.isnan())
+            and torch.equal(total.nan_to_num().view(torch.int32), mean.nan_to_num().view(torch.int32))
+        )
+        total.zero_()
+        assert torch.equal(received.nan_to_num(), kept.nan_to_num())
+
+
+def _sum_in_order(column: Tensor, wide: torch.dtype) -> Tensor:
+    total, *others = column.to(wide).unbind()
+    for other in others:
+        total = total + other
+    return total
+
+
 @pytest.mark.parametrize("algorithm", ["all_to_all", "reduce_scatter"])
 @pytest.mark.parametrize(
     ("build", "world_size", "options"),
@@ -211,9 +348,12 @@ def test_it_is_refused_before_lowering_and_after_sinking() -> None:
         (mlp, 4, {}),
         (mlp, 3, {"zero_stage": 0}),
         (Autocast, 3, {}),
+        (Autocast, 4, {"zero_stage": 0}),
+        (mixed, 3, {}),
+        (mean_and_sum, 3, {"zero_stage": 0}),
         (Twice, 3, {}),
     ],
-    ids=["uneven", "replicated", "autocast", "read twice"],
+    ids=["uneven", "replicated", "autocast", "replicated autocast", "mixed", "mean and sum", "read twice"],
 )
 def test_results_are_bitwise_the_same(build: Any, world_size: int, options: dict[str, Any], algorithm: Any) -> None:
     lowered = [LowerGathers(), LowerReductions(algorithm=algorithm)]

@@ -348,7 +348,7 @@ def eager_and_scheduled(name: str, zero_stage: int, budget_bytes: int | None) ->
         called: Any = model
         if scheduled:
             passes = zgraph.passes.presets.default(
-                bucket_bytes=700, hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes
+                bucket_bytes=600, hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes
             )
             pipeline = Pipeline(passes, replay_all=True)
             called = with_fx(model, pipeline=pipeline, report=report)

@@ -1,0 +1,90 @@
+"""Finds the reductions of replicated gradients: an exchange whose means are gathered again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from zgraph import meta, nodes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ReplicatedReduction:
+    """One flat gradient on its way over the ranks and back.
+
+    Attributes:
+        steps: the exchange, its wait, what makes means of what arrives, their gather and its wait; each reads nothing
+            but the one before it.
+        numel: of the gradient, without padding.
+        mean: [numel], the whole mean.
+    """
+
+    steps: tuple[fx.Node, ...]
+    numel: int
+    mean: fx.Node
+
+    @classmethod
+    def of(cls, start: fx.Node) -> ReplicatedReduction | None:
+        """That of an exchange; None where its result is not gathered as it is, over the same ranks.
+
+        None as well for gradients that travel as codes, and for the part over replicas of a sharded one: what each rank
+        holds of those follows from more than the number of elements.
+        """
+        chunks, steps = meta.chunks(start), _steps_from(start)
+        if len(chunks) != 1 or len(chunks[0].group_names) > 1 or len(steps) < 2 or not nodes.is_all_gather(steps[-2]):
+            return None
+        if nodes.group_of(steps[-2]) != nodes.group_of(start):
+            return None
+        numel, mean = chunks[0].rows * chunks[0].row_numel, steps[-1]
+        if meta.tensor_value(mean).shape != (numel,):
+            users = list(mean.users)
+            if len(users) != 1 or users[0].target is not aten.slice.Tensor or users[0].args[1:] != (0, 0, numel):
+                return None
+            mean = users[0]
+        return cls(tuple(steps), numel, mean)
+
+    @property
+    def gather(self) -> fx.Node:
+        return self.steps[-2]
+
+    @property
+    def carried_bytes(self) -> int:
+        """The most that one of its two collectives carries of the whole gradient; means may be wider than the wire."""
+        sent = self.steps[0].all_input_nodes[0]
+        return self.numel * max(meta.tensor_value(node).dtype.itemsize for node in (sent, self.mean))
+
+    @property
+    def policy(self) -> list[Any]:
+        """Equal for two that one can replace, whose exchanges are alike."""
+        return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
+
+    def flat(self, graph: fx.Graph) -> fx.Node:
+        """[numel] as it travels, without its padding."""
+        sent = self.steps[0].all_input_nodes[0]
+        if meta.tensor_value(sent).shape == (self.numel,):
+            return sent
+        if sent.target is aten.constant_pad_nd.default:
+            unpadded = cast(fx.Node, sent.args[0])
+            if meta.tensor_value(unpadded).shape == (self.numel,):
+                return unpadded
+        return meta.create(graph, aten.slice.Tensor, (sent, 0, 0, self.numel), like=self.steps[0])
+
+
+def _steps_from(start: fx.Node) -> list[fx.Node]:
+    """A start and what reads nothing but it, in a line: up to the wait of a gather, or to what is no such step."""
+    steps = [start]
+    while len(steps[-1].users) == 1 and not (len(steps) > 1 and nodes.is_all_gather(steps[-2])):
+        (step,) = steps[-1].users
+        if not (_makes_mean(step) or nodes.is_wait(step) or nodes.is_all_gather(step)):
+            break
+        steps.append(step)
+    return steps
+
+
+def _makes_mean(node: fx.Node) -> bool:
+    return nodes.is_sum_ranks(node) or node.target in (aten.div.Tensor, aten._to_copy.default)

@@ -222,6 +222,14 @@ def compressed(hardware: Hardware) -> list[GraphPass]:
     return presets.default(hardware=hardware, time_kernels=True, compression=LoCo())
 
 
+def compressed_with_means(hardware: Hardware) -> list[GraphPass]:
+    """The same, and the means of replicated parameters come back in 8 bits instead of bf16."""
+    from zgraph.passes import CompressGradients, LoCo
+
+    means = CompressGradients(means=LoCo(bits=8))
+    return [means if isinstance(entry, CompressGradients) else entry for entry in compressed(hardware)]
+
+
 def by_rules(hardware: Hardware) -> list[GraphPass]:
     """What a user gets who does not; the costs are for the prediction alone."""
     from zgraph.passes import SetTarget, presets

@@ -23,6 +23,7 @@ from builders import (
     build_zgraph,
     by_rules,
     compressed,
+    compressed_with_means,
     hook_fp16,
     hook_powersgd,
     planned,
@@ -139,24 +140,37 @@ def strategies() -> dict[str, Strategy]:
             compute="compute-eager",
         ),
     ]
+    coded = replace(stage_3, payload_limit=1.05, equal_loss=None)
     ours += [
-        Strategy(
-            name=f"zgraph-{stage}{suffix}-loco",
-            build=build_zgraph(stage, dtype, compressed, predicts=True),
-            payload_bytes=coded(dtype, stage),
-            compute=f"compute-zgraph{suffix}",
-            shards_optimizer=stage > 0,
-            payload_limit=1.05,
-            peers=lossy_peers,
-            needs="zgraph",
-        )
-        for stage, dtype, suffix, lossy_peers in (
-            (0, fp32, "", ("ddp", "ddp-fp16", "ddp-powersgd")),
-            (3, bf16, "-bf16", ("fsdp2", "fsdp2-bf16")),
-        )
+        replace(
+            coded,
+            name="zgraph-0-loco",
+            build=build_zgraph(0, fp32, compressed, predicts=True),
+            payload_bytes=codes(fp32, gathers=1, means_bits=16),
+            shards_optimizer=False,
+            peers=("ddp", "ddp-fp16", "ddp-powersgd"),
+        ),
+        replace(
+            coded,
+            name="zgraph-0-loco-means8",
+            build=build_zgraph(0, fp32, compressed_with_means, predicts=True),
+            payload_bytes=codes(fp32, gathers=1, means_bits=8 + SCALE_BITS),
+            shards_optimizer=False,
+            peers=("ddp", "ddp-fp16", "ddp-powersgd"),
+        ),
+        replace(
+            coded,
+            name="zgraph-3-bf16-loco",
+            build=build_zgraph(3, bf16, compressed, predicts=True),
+            payload_bytes=codes(bf16, gathers=2, means_bits=16),
+            compute="compute-zgraph-bf16",
+            peers=("fsdp2", "fsdp2-bf16"),
+        ),
     ]
     return {row.name: row for row in [*alone, *peers, *scheduled, *ours]}
 
+
+SCALE_BITS = 16 / 128  # of an element: bf16, for each group of 128
 
 # What each rank sends per step. A ring over N ranks moves (N - 1) / N of a tensor once for an all_gather or a
 # reduce_scatter and twice for an all_reduce, and no schedule moves less.
@@ -177,20 +191,17 @@ def sharded(gather: torch.dtype, reduce: torch.dtype, gathers: int = 2) -> Calla
     return lambda model, ranks: moved * _numel(model) * (ranks - 1) / ranks
 
 
-def coded(gather: torch.dtype, zero_stage: int) -> Callable[[nn.Module, int], float]:
-    """Of each matrix 4 bits an element, and a bf16 scale for 128, to be reduced; vectors in the dtype of the gathers.
-
-    Replicated matrices come back as bf16 means, replicated vectors in fp32.
-    """
+def codes(dtype: torch.dtype, gathers: int, means_bits: float) -> Callable[[nn.Module, int], float]:
+    """Matrices are reduced as 4 bits an element and a scale for 128, and gathered in `means_bits`; vectors stay."""
 
     def sent(model: nn.Module, ranks: int) -> float:
-        total = 0.0
+        bits = 0.0
         for parameter in model.parameters():
+            wide = 8 * dtype.itemsize
             covered = parameter.dim() > 1 and parameter.numel() >= 2**14
-            reduced = (4 + 16 / 128) / 8 if covered else gather.itemsize
-            gathered = 2 * gather.itemsize if zero_stage == 3 else torch.bfloat16.itemsize if covered else 4
-            total += parameter.numel() * (reduced + gathered)
-        return total * (ranks - 1) / ranks
+            reduced, gathered = (4 + SCALE_BITS, means_bits) if covered else (wide, wide)
+            bits += parameter.numel() * (reduced + gathers * gathered)
+        return bits / 8 * (ranks - 1) / ranks
 
     return sent
 

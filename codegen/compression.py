@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from zgraph import meta, nodes
 from zgraph.codegen import cpu_blocks, dequantize_blocks, quantize_blocks
 from zgraph.compressed_ops import layout_of, shard_bytes
-from zgraph.compression import BlockMethod, Draw
+from zgraph.compression import BlockMethod, Draw, from_text
 from zgraph.handle import name_of
 from zgraph.nodes import DequantizeArgs, QuantizeArgs
 from zgraph.runtime.feedback import Feedback
@@ -28,6 +28,7 @@ _ALWAYS = Draw(0)  # a parameter that is gathered twice is to be the same
 def quantize_grads(
     grads: Sequence[Tensor],
     handles: Sequence[Tensor],
+    errors: Sequence[Tensor],
     method: str,
     slot: str,
     numels: Sequence[int],
@@ -38,23 +39,28 @@ def quantize_grads(
     window: str,
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(method, tuple(numels), world, stretches)
-    kept = [
-        _feedback(handle, slot, method, numel, layout, grad.device)
-        for handle, numel, grad in zip(handles, numels, grads, strict=True)
-    ]
-    for handle, feedback in zip(handles, kept, strict=True):
-        scaled = state_behind(handle).feedbacks.loss_scale is not None
-        feedback.begin(forgets_every=layout.method.forgets_every, keep_before=scaled)
+    kept = _feedbacks(handles, slot, method, numels, stretches * world, grads[0].device)
+    if not errors:
+        _begin(handles, kept)
+    loaded = iter(errors)
+    states = [{name: next(loaded) for name in one.tensors} if errors else one.tensors for one in kept]
     step = kept[0].reductions
     payload = grads[0].new_zeros((world, layout.payload_bytes), dtype=torch.uint8)
-    near = [{name: held.to(grads[0].device) for name, held in feedback.tensors.items()} for feedback in kept]
-    _quantize(grads, near, layout, Draw(step, salt), rank, payload)
-    for handle, feedback, state in zip(handles, kept, near, strict=True):
-        for name, held in feedback.tensors.items():
-            if held is not state[name]:  # kept on the host
-                held.copy_(state[name])
+    _quantize(grads, states, layout, Draw(step, salt), rank, payload)
+    for handle, feedback, state in zip(handles, kept, states, strict=True):
+        for name in feedback.tensors if errors else ():
+            feedback.tensors[name].copy_(state[name])
         feedback.end(closing=closes_window(handle, window))
     return payload.view(-1), torch.tensor([step])
+
+
+@torch.library.impl("zgraph::load_errors", _DEVICES)
+def load_errors(
+    handles: Sequence[Tensor], method: str, slot: str, numels: Sequence[int], chunks: int, device: torch.device
+) -> list[Tensor]:
+    kept = _feedbacks(handles, slot, method, numels, chunks, device)
+    _begin(handles, kept)
+    return [held.to(device, copy=True) for feedback in kept for held in feedback.tensors.values()]
 
 
 @torch.library.impl("zgraph::dequantize_sum", _DEVICES)
@@ -159,14 +165,24 @@ def _described(name: str, layout: BucketLayout) -> str:
     )
 
 
-def _feedback(
-    handle: Tensor, slot: str, method: str, numel: int, layout: BucketLayout, device: torch.device
-) -> Feedback:
-    chunks = layout.stretches * layout.world
-    spec = layout.method.state(numel, chunks)
-    if isinstance(layout.method, BlockMethod) and layout.method.error_device is not None:
-        device = torch.device(layout.method.error_device)
-    return state_behind(handle).feedbacks.of(slot, method, numel, chunks, spec, device, name_of(handle))
+def _feedbacks(
+    handles: Sequence[Tensor], slot: str, method: str, numels: Sequence[int], chunks: int, device: torch.device
+) -> list[Feedback]:
+    found = from_text(method)
+    if isinstance(found, BlockMethod) and found.error_device is not None:
+        device = torch.device(found.error_device)
+    return [
+        state_behind(handle).feedbacks.of(
+            slot, method, numel, chunks, found.state(numel, chunks), device, name_of(handle)
+        )
+        for handle, numel in zip(handles, numels, strict=True)
+    ]
+
+
+def _begin(handles: Sequence[Tensor], kept: Sequence[Feedback]) -> None:
+    for handle, feedback in zip(handles, kept, strict=True):
+        scaled = state_behind(handle).feedbacks.loss_scale is not None
+        feedback.begin(forgets_every=from_text(feedback.method).forgets_every, keep_before=scaled)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import operator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.build_reduction import ReductionBuilder
-from zgraph.compression import BlockMethod, CompressionMethod, LoCo, TwoHop, to_text
+from zgraph.compression import BlockMethod, CompressionMethod, LoCo, TwoHop, from_text, to_text
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import ReduceArgs
 from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait
@@ -92,10 +93,13 @@ class CompressGradients(GraphPass):
             ctx.note(self, f"{len(covered)} of {len(markers)} gradients are compressed, {share:.1%} of their elements")
         else:
             ctx.note(self, "nothing is reduced here")
+        previous: fx.Node | None = None
         for marker in covered:
             nodes.drop_unchanging_views(marker)
+            reduction = _CompressedReduction(gm.graph, marker, ctx, self, previous)
             with gm.graph.inserting_before(marker):
-                reduced = _CompressedReduction(gm.graph, marker, ctx, self).build()
+                reduced = reduction.build()
+            previous = reduction.first
             marker.replace_all_uses_with(reduced)
             nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
         return bool(covered)
@@ -116,8 +120,17 @@ class CompressGradients(GraphPass):
 class _CompressedReduction(ReductionBuilder):
     """One reduction of which codes travel."""
 
-    def __init__(self, graph: fx.Graph, marker: fx.Node, ctx: PassContext, options: CompressGradients) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        marker: fx.Node,
+        ctx: PassContext,
+        options: CompressGradients,
+        previous: fx.Node | None,
+    ) -> None:
         super().__init__(graph, marker, ctx, "all_to_all")
+        self.previous = previous  # the first quantization of the reduction before this one
+        self.first: fx.Node | None = None
         self.means = options.means
         method = options.method
         if isinstance(method, LoCo):
@@ -225,12 +238,29 @@ class _CompressedReduction(ReductionBuilder):
     def _quantized(
         self, pieces: fx.Node, method: str, slot: str, numel: int, world: int, stretches: int, rank: int, salt: int
     ) -> tuple[fx.Node, fx.Node]:
+        errors = self._errors(method, slot, numel, world * stretches, meta.tensor_value(pieces).device)
         quantized = self.node(
             torch.ops.zgraph.quantize_grads.default,
-            *([pieces], [self.args.handle], method, slot, [numel], world, stretches, rank, salt, self.args.window),
+            *([pieces], [self.args.handle], errors, method, slot, [numel], world, stretches, rank, salt),
+            self.args.window,
             name=f"quantize_{self.label}",
         )
+        self.first = self.first or quantized
         return self.node(operator.getitem, quantized, 0), self.node(operator.getitem, quantized, 1)
+
+    def _errors(self, method: str, slot: str, numel: int, chunks: int, device: torch.device) -> list[fx.Node]:
+        """What is kept on the host, fetched while the gradient before this one is reduced."""
+        found = from_text(method)
+        if not isinstance(found, BlockMethod) or found.error_device is None or not found.state(numel, chunks):
+            return []
+        with nullcontext() if self.previous is None else self.graph.inserting_before(self.previous):
+            loaded = self.node(
+                torch.ops.zgraph.load_errors.default,
+                *([self.args.handle], method, slot, [numel], chunks, device),
+                name=f"load_errors_{self.label}",
+            )
+        meta.set_lane(loaded, "host_to_device")
+        return [self.node(operator.getitem, loaded, place) for place in range(len(found.state(numel, chunks)))]
 
     def gathered(self, piece: fx.Node, chunk: Chunk, numel: int) -> fx.Node:
         group_name = chunk.group_names[-1]

@@ -27,8 +27,12 @@ from zgraph.wire_format import BucketLayout
 
 torch.library.define(
     "zgraph::quantize_grads",
-    "(Tensor[] grads, Tensor[] handles, str method, str slot, int[] numels, int world, int stretches, int rank, "
-    "int salt, str window) -> (Tensor, Tensor)",
+    "(Tensor[] grads, Tensor[] handles, Tensor[] errors, str method, str slot, int[] numels, int world, int stretches, "
+    "int rank, int salt, str window) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "zgraph::load_errors",
+    "(Tensor[] handles, str method, str slot, int[] numels, int chunks, Device device) -> Tensor[]",
 )
 torch.library.define(
     "zgraph::dequantize_sum",
@@ -56,6 +60,7 @@ def layout_of(method: str, numels: tuple[int, ...], world: int, stretches: int) 
 def _(
     grads: Sequence[Tensor],
     handles: Sequence[Tensor],
+    errors: Sequence[Tensor],
     method: str,
     slot: str,
     numels: Sequence[int],
@@ -71,6 +76,7 @@ def _(
         grads: contiguous, any shape and floating-point dtype; what one lacks to `stretches * world * numel` elements
             counts as zeros.
         handles: of their parameters.
+        errors: what `load_errors` returned, where what is kept lies on the host; written to, and stored there again.
         method: as `zgraph.compression.to_text` writes it.
         slot: of the parameter's several reductions, which this is.
         numels, world, stretches: see `BucketLayout`.
@@ -82,6 +88,25 @@ def _(
     """
     payload = layout_of(method, tuple(numels), world, stretches).payload_bytes
     return grads[0].new_empty((world * payload,), dtype=torch.uint8), torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("zgraph::load_errors")
+def _(
+    handles: Sequence[Tensor], method: str, slot: str, numels: Sequence[int], chunks: int, device: torch.device
+) -> list[Tensor]:
+    """Copies of what the parameters keep on the host, for the next reduction of their gradients.
+
+    Args:
+        handles: of the parameters.
+        method, slot, numels: as in `quantize_grads`.
+        chunks: of a gradient, `stretches * world` there.
+        device: where they are needed.
+
+    Returns:
+        Of each parameter the tensors of its state, one parameter after the other.
+    """
+    specs = [from_text(method).state(numel, chunks) for numel in numels]
+    return [torch.empty(shape, dtype=dtype, device=device) for spec in specs for shape, dtype in spec.values()]
 
 
 @torch.library.register_fake("zgraph::dequantize_sum")

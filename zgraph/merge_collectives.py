@@ -240,6 +240,7 @@ def _merge_compressed(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
         members[0],
         grads=[grad for member in members for grad in member.grads],
         handles=[handle for member in members for handle in member.handles],
+        errors=[error for member in members for error in member.errors],
         numels=numels,
     )
     args = tuple(getattr(joined, field.name) for field in fields(joined))

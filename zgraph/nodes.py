@@ -77,6 +77,7 @@ class QuantizeArgs:
 
     grads: list[fx.Node]
     handles: list[fx.Node]
+    errors: list[fx.Node]
     method: str
     slot: str
     numels: list[int]
@@ -88,8 +89,8 @@ class QuantizeArgs:
 
     @classmethod
     def of(cls, node: fx.Node) -> QuantizeArgs:
-        grads, handles, method, slot, numels, *rest = cast("tuple[Any, ...]", node.args)
-        return cls(list(grads), list(handles), method, slot, list(numels), *rest)
+        grads, handles, errors, method, slot, numels, *rest = cast("tuple[Any, ...]", node.args)
+        return cls(list(grads), list(handles), list(errors), method, slot, list(numels), *rest)
 
 
 @dataclass(frozen=True)

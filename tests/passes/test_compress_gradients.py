@@ -350,6 +350,20 @@ def test_a_planned_run_counts_what_codes_and_scales_take() -> None:
         assert saved - 16 * world * 2 <= sent[0] - sent[1] <= saved
 
 
+def test_errors_on_the_host_are_fetched_one_reduction_ahead() -> None:
+    with fake_world(2):
+        found = traced(wide)
+        graph = found.graphs["backward"].graph
+        apply(CompressGradients(method=LoCo(error_device="cpu")), found, "backward")
+        loads = [node for node in graph.nodes if node.target is torch.ops.zgraph.load_errors.default]
+        assert {meta.lane(load) for load in loads} == {"host_to_device"}
+        order = nodes.order_of(graph)
+        first, second = nodes.call_functions(graph, nodes.is_quantize)
+        of = {meta.parameters(load): order[load] for load in loads}
+        assert max(of.values()) < order[first]
+        assert meta.parameters(second) in of and meta.parameters(first) in of
+
+
 # --- steps and windows ----------------------------------------------------------------------------------------------
 
 

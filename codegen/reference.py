@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 
 from zgraph.compression import HADAMARD, SCALE_DTYPE, BlockMethod, Draw
+from zgraph.error_codes import TINY, decode_error, encode_error
 from zgraph.wire_format import BucketLayout
 
-# Below this a group counts as zeros: the reciprocal of its largest magnitude might overflow.
-TINY = 1e-30
 STAGES = 5  # of a Hadamard transform over 32 elements
 _MASK = 0xFFFFFFFF
 # From here on a group counts as not finite: what its codes stand for, or its error, might overflow. 2^100, as bits.
@@ -147,8 +146,7 @@ def read_error(state: dict[str, Tensor]) -> Tensor | None:
     """The kept error [chunks, groups, group] in fp32; None where none is kept."""
     if "error" not in state:
         return None
-    error = state["error"].to(torch.float32)
-    return error * state["error_scale"].unsqueeze(-1).to(torch.float32) if "error_scale" in state else error
+    return decode_error(state["error"], state["error_scale"]) if "error_scale" in state else state["error"]
 
 
 def write_error(state: dict[str, Tensor], error: Tensor, finite: Tensor) -> None:
@@ -156,14 +154,9 @@ def write_error(state: dict[str, Tensor], error: Tensor, finite: Tensor) -> None
     if "error_scale" not in state:
         state["error"].copy_(torch.where(finite, error, state["error"]))
         return
-    largest = error.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest >= TINY, largest * _fp32(1 / 127), 0.0).to(SCALE_DTYPE)
-    wide = scale.to(torch.float32)
-    inverse = torch.where(wide > 0, 1.0 / torch.where(wide > 0, wide, 1.0), 0.0)
-    codes = torch.floor(error * inverse + 0.5).clamp(-127, 127)
-    codes = torch.where(finite, codes, 0.0).to(torch.int8)  # a NaN has no int8
+    codes, scale = encode_error(error)
     state["error"].copy_(torch.where(finite, codes, state["error"]))
-    state["error_scale"].copy_(torch.where(finite, scale, state["error_scale"].unsqueeze(-1)).squeeze(-1))
+    state["error_scale"].copy_(torch.where(finite.squeeze(-1), scale, state["error_scale"]))
 
 
 # --- dequantize -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from zgraph.compression import SCALE_DTYPE, CompressionMethod
+from zgraph.error_codes import decode_error, encode_error
 from zgraph.errors import CheckpointError, ZgraphWarning
 from zgraph.ops import chunk_rows, collective_error, group_size, local_rows
 from zgraph.runtime.feedback import Feedback
@@ -29,8 +30,6 @@ from zgraph.unit import ParamSpec, Read, sharded_parameters
 KEY = "feedback"  # of their entries, in a checkpoint and in a rank's runtime state
 WHOLE = "inside"  # the slot whose error is of the whole gradient on every rank
 SHOWN = 5  # names in one warning
-# Below this a group counts as zeros, see zgraph.codegen.reference.
-TINY = 1e-30
 _OWN_METHODS = f'["{CompressionMethod.__module__}:'
 
 Tensors = dict[str, dict[str, dict[str, DTensor]]]  # by parameter, slot and name
@@ -343,22 +342,16 @@ def flat_error(kept: Mapping[str, Tensor], numel: int, total: int) -> Tensor:
         numel: elements of a chunk; what fills its last group up is left out.
         total: elements of the parameter; what fills its last chunks up is left out.
     """
-    error = kept["error"].to(torch.float32)
-    if "error_scale" in kept:
-        error = error * kept["error_scale"].unsqueeze(-1).to(torch.float32)
+    error = decode_error(kept["error"], kept["error_scale"]) if "error_scale" in kept else kept["error"]
     return error.flatten(1)[:, :numel].reshape(-1)[:total]
 
 
 def cut_error(flat: Tensor, numel: int, chunks: int, group: int, *, quantized: bool) -> dict[str, Tensor]:
-    """The inverse of `flat_error`; in int8 as `zgraph.codegen.reference` keeps errors, bit for bit."""
+    """The inverse of `flat_error`; in int8 as the kernels keep errors."""
     groups = chunk_rows(numel, group)
     whole = torch.nn.functional.pad(flat, (0, chunks * numel - flat.numel())).view(chunks, numel)
     error = torch.nn.functional.pad(whole, (0, groups * group - numel)).view(chunks, groups, group)
     if not quantized:
         return {"error": error.contiguous()}
-    largest = error.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest >= TINY, largest * torch.tensor(1 / 127, dtype=torch.float32), 0.0).to(SCALE_DTYPE)
-    wide = scale.to(torch.float32)
-    inverse = torch.where(wide > 0, 1.0 / torch.where(wide > 0, wide, 1.0), 0.0)
-    codes = torch.floor(error * inverse + 0.5).clamp(-127, 127).to(torch.int8)
-    return {"error": codes, "error_scale": scale.squeeze(-1)}
+    codes, scale = encode_error(error)
+    return {"error": codes, "error_scale": scale}

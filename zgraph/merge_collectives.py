@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zgraph import meta, nodes
 from zgraph.nodes import DequantizeArgs, QuantizeArgs
@@ -174,7 +174,7 @@ def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -
     rows = chunk_rows(numel, world)
     made: list[fx.Node] = []
     if missing := world * rows - numel:
-        made.append(meta.create(graph, aten.new_zeros.default, (flat[0], [missing])))
+        made.append(_zeros(graph, missing, meta.tensor_value(flat[0])))
     made.append(meta.create(graph, aten.cat.default, ([*flat, *made],)))
     kinds = {all_to_all_op(): "all_to_all", reduce_scatter_op(): "reduce_scatter", all_gather_op(): "all_gather"}
     for step in members[0].steps:
@@ -226,6 +226,14 @@ def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
         old.replace_all_uses_with(shaped)
         offset += size
     return [*starts, *waits, *sums] if exchange else [*starts, *waits]
+
+
+def _zeros(graph: fx.Graph, count: int, like: Tensor) -> fx.Node:
+    """So many of a tensor's dtype, by an operator that Inductor knows without decomposing it."""
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    zeros = graph.create_node("call_function", aten.full.default, ([count], 0), options)
+    meta.set_value(zeros, like.new_zeros([count]))  # without inputs it would be evaluated for real
+    return zeros
 
 
 def _merge_compressed(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:

@@ -233,12 +233,14 @@ def failed_gates(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def plot(runs: Sequence[Run], names: Sequence[str], path: str) -> None:
-    """Losses over steps, and their difference to none, smoothed; a mean over seeds."""
+    """Losses over steps, and their difference to none, smoothed; a mean over the seeds that all methods have run."""
     import matplotlib  # pyright: ignore
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt  # pyright: ignore
 
+    shared = set.intersection(*({run.seed for run in runs if run.method == name} for name in names))
+    runs = [run for run in runs if run.seed in shared]
     window = max(1, len(runs[0].losses) // 40)
 
     def smooth(name: str) -> Tensor:
@@ -257,7 +259,7 @@ def plot(runs: Sequence[Run], names: Sequence[str], path: str) -> None:
     upper.set_ylabel("training loss, nats per byte")
     upper.legend(frameon=False, fontsize=8)
     lower.set_ylabel("above none, %")
-    lower.set_xlabel(f"optimizer step (means over {window} steps and all seeds)")
+    lower.set_xlabel(f"optimizer step (means over {window} steps and {len(shared)} seeds)")
     lower.axhspan(-100 * MOST_WORSE, 100 * MOST_WORSE, color="black", alpha=0.08, linewidth=0)
     tail = torch.cat([100 * (smooth(name) / base - 1)[len(base) // 10 :] for name in names])
     lower.set_ylim(min(-0.5, tail.min().item()), max(0.5, tail.max().item()))

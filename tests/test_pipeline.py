@@ -13,7 +13,7 @@ from torch import fx
 from tests.graphs import compile_model, fake_world, mlp, traced
 from zgraph import Fact, GraphPass, Hardware, PassContext, Pipeline, PreconditionError, Report, VerifyError, meta
 from zgraph.graph_pass import Phase
-from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, SinkWaits, presets
+from zgraph.passes import ChooseLifetimes, DedupeGathers, LoCo, LowerGathers, NoFeedback, SinkWaits, presets
 
 aten = torch.ops.aten
 
@@ -221,5 +221,6 @@ def test_passes_and_pipelines_are_values() -> None:
 
 def test_facts_of_the_passes_are_the_named_ones() -> None:
     by_costs = presets.default(hardware=Hardware.preset("cpu"))
-    provided = {fact for entry in [*presets.default(), *by_costs] for fact in entry.provides}
+    lossy = presets.default(compression=LoCo(), gather_compression=NoFeedback(bits=8))
+    provided = {fact for entry in [*presets.default(), *by_costs, *lossy] for fact in entry.provides}
     assert provided == set(Fact)

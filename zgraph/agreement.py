@@ -58,8 +58,9 @@ class Signature:
             axis = f"r + {[member - members[0] for member in members]}"
             if transfer.group_name.endswith(OF_REDUCTIONS):
                 axis += ", reductions"
+            coded = "".join(f", made by {method}" for method in transfer.methods)
             entries.append(
-                f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes over ranks {axis}"
+                f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes{coded} over ranks {axis}"
             )
         names = tuple(", ".join(transfer.parameters) for transfer in transfers)
         return cls(direction, tuple(entries), names, tuple(sorted(ranks)))

@@ -229,7 +229,8 @@ class FrameCompiler:
             )
         signatures = [Signature.of(graph.direction, graph.transfers) for graph in found]
         if self.warm_backward is not None:
-            signatures.append(Signature.of("warm-up", [*transfers(self.warm_backward.graph)]))
+            warm = f"backward of {self.warmup_steps} steps of warm-up"  # as many on every rank
+            signatures.append(Signature.of(warm, [*transfers(self.warm_backward.graph)]))
         with self.report.phase("agreement"):
             agree(signatures, self.options.agreement_timeout_s)
         if self.options.report is not None:  # somebody wants to read them

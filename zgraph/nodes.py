@@ -182,6 +182,21 @@ def is_quantized_gather(node: fx.Node) -> bool:
     return is_gather(node) and any(is_quantize_shards(sent) for sent in sent_by(node))
 
 
+def methods_of(start: fx.Node) -> tuple[str, ...]:
+    """By what methods the bytes that a collective sends were made, as text; () for bytes that are numbers."""
+    found: dict[str, None] = {}
+    pending = sent_by(start)
+    while pending:
+        node = pending.pop()
+        if is_quantize(node):
+            found[QuantizeArgs.of(node).method] = None
+        elif is_quantize_shards(node):
+            found[str(node.args[1])] = None
+        elif is_getitem(node) or meta.tensor_value(node).dtype == torch.uint8:  # payloads side by side
+            pending.extend(node.all_input_nodes)
+    return tuple(sorted(found))
+
+
 def is_decoding(node: fx.Node) -> bool:
     """Whether the node turns the codes of a gathered parameter, its first argument, into values."""
     return is_dequantize_shards(node) or node.target is torch.ops.zgraph.add_difference.default

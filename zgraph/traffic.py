@@ -37,6 +37,7 @@ class Transfer:
         sent_bytes: what it sends, (N-1)/N of the whole: exact for all_to_all, the bandwidth optimum for the others.
             Of an "all_gather_kept" only the first of a window sends it.
         parameters: whom it works for.
+        methods: by which what it sends was compressed, see `zgraph.compression.to_text`.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Transfer:
     payload_bytes: int
     sent_bytes: int
     parameters: tuple[str, ...]
+    methods: tuple[str, ...] = ()
 
     @property
     def received_bytes(self) -> int:
@@ -152,4 +154,5 @@ def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, pay
         payload_bytes=payload,
         sent_bytes=sent,
         parameters=meta.parameters(node),
+        methods=nodes.methods_of(node) if nodes.is_start(node) else (),
     )

@@ -18,7 +18,7 @@ import zgraph
 from tests.compiled import with_fx
 from tests.compressed import Codec, Hybrid, OneHop, TwoHops, local_gradients
 from tests.graphs import Twice, apply, fake_world, mlp, traced
-from tests.ranks import RankFailure, Ranks
+from tests.ranks import RankFailure, Ranks, fresh_ranks
 from tests.replicated import assert_equal, whole
 from zgraph import PreconditionError, meta, nodes
 from zgraph.compression import Draw
@@ -496,6 +496,38 @@ def test_nodes_that_are_not_known(method: Any, text: str) -> None:
 def test_it_comes_before_the_reductions_are_lowered() -> None:
     with pytest.raises(PreconditionError, match="compress_gradients cannot run after lower_reductions"):
         zgraph.Pipeline([DedupeGathers(), LowerReductions(), CompressGradients()])
+
+
+def test_ranks_that_compress_by_different_methods_are_told() -> None:
+    """Their payloads have equal sizes: without a word each would decode the other's codes as its own."""
+    with fresh_ranks(2) as ranks:
+        for said in ranks.run(a_method_for_each):
+            assert "different communication" in said and "all_to_all_single u8" in said, said
+            assert "LoCo" in said and "NoFeedback" in said, said
+
+
+def test_ranks_that_warm_up_for_different_steps_are_told() -> None:
+    with fresh_ranks(2) as ranks:
+        assert all("warm-up" in said for said in ranks.run(a_warm_up_for_each))
+
+
+def a_method_for_each() -> str:
+    method = SMALL if dist.get_rank() == 0 else NoFeedback(group=32)
+    return said_by(CompressGradients(method=method, min_numel=LEAST))
+
+
+def a_warm_up_for_each() -> str:
+    return said_by(CompressGradients(method=SMALL, min_numel=LEAST, warmup_steps=2 + dist.get_rank()))
+
+
+def said_by(compress: CompressGradients) -> str:
+    sharded = zgraph.shard(model(), zero_stage=3)
+    call = with_fx(sharded, pipeline=zgraph.Pipeline(passes(compress)), agreement_timeout_s=5)
+    try:
+        loss_of(call(batch(0, dist.get_rank()))).backward()
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def test_another_method_does_not_take_over_an_error(two_ranks: Ranks) -> None:

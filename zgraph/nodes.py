@@ -192,9 +192,14 @@ def methods_of(start: fx.Node) -> tuple[str, ...]:
             found[QuantizeArgs.of(node).method] = None
         elif is_quantize_shards(node):
             found[str(node.args[1])] = None
-        elif is_getitem(node) or meta.tensor_value(node).dtype == torch.uint8:  # payloads side by side
+        elif _has_bytes(meta.value(node)):  # payloads side by side, or parts of them
             pending.extend(node.all_input_nodes)
     return tuple(sorted(found))
+
+
+def _has_bytes(value: Any) -> bool:
+    members = cast("Iterable[Any]", value) if isinstance(value, list | tuple) else [value]
+    return any(isinstance(member, Tensor) and member.dtype == torch.uint8 for member in members)
 
 
 def is_decoding(node: fx.Node) -> bool:

@@ -267,6 +267,18 @@ def plot(runs: Sequence[Run], names: Sequence[str], path: str) -> None:
     figure.savefig(path, dpi=130)
 
 
+def load(path: Path) -> tuple[Sizes, list[Run]]:
+    found = json.loads(path.read_text())
+    return Sizes(**found["sizes"]), [Run(**run) for run in found["runs"]]
+
+
+def save(path: Path, sizes: Sizes, runs: Sequence[Run]) -> None:
+    """All or nothing: whoever stops the program loses no run."""
+    written = path.with_suffix(".writing")
+    written.write_text(json.dumps({"sizes": asdict(sizes), "runs": [asdict(run) for run in runs]}))
+    written.replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -276,7 +288,7 @@ def main() -> int:
     add("--methods", nargs="+", choices=list(known), default=[name for name in known if name != "LoCo(bits=2)"])
     add("--seeds", type=int, default=3)
     add("--processes", type=int, default=1, help="runs at a time, one thread each")
-    add("--json", metavar="FILE", help="write every run to this file, anew after each")
+    add("--json", metavar="FILE", help="write each run to this file, go on with those it has")
     add("--read", metavar="FILE", help="train nothing; show the runs of this file")
     add("--plot", metavar="FILE", help="draw the losses (needs matplotlib)")
     options = parser.parse_args()
@@ -301,13 +313,19 @@ def main() -> int:
     names: list[str] = options.methods
     runs: list[Run] = []
     if options.read:
-        runs = [Run(**run) for run in json.loads(Path(options.read).read_text())["runs"]]
+        _, runs = load(Path(options.read))
         names = list(dict.fromkeys(run.method for run in runs))
     else:
         sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
-        print(f"{sizes}, kernels of {load_kernels().__name__}", flush=True)
+        if options.json and Path(options.json).exists():
+            found, runs = load(Path(options.json))
+            if found != sizes:
+                parser.error(f"--json {options.json} holds runs of {found}, not of {sizes}; name another file")
+        done = {(run.method, run.seed) for run in runs}
+        print(f"{sizes}, kernels of {load_kernels().__name__}; {len(done)} runs are there", flush=True)
         with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-            todo = [pool.submit(train, name, seed, sizes) for seed in range(options.seeds) for name in names]
+            wanted = [(name, seed) for seed in range(options.seeds) for name in names]
+            todo = [pool.submit(train, name, seed, sizes) for name, seed in wanted if (name, seed) not in done]
             for future in as_completed(todo):
                 run = future.result()
                 runs.append(run)
@@ -317,8 +335,7 @@ def main() -> int:
                     flush=True,
                 )
                 if options.json:
-                    found = {"sizes": asdict(sizes), "runs": [asdict(one) for one in runs]}
-                    Path(options.json).write_text(json.dumps(found))
+                    save(Path(options.json), sizes, runs)
     runs.sort(key=lambda run: run.seed)
     show(runs, names)
     failed = failed_gates(runs, names)

@@ -20,6 +20,7 @@ from zgraph.checkpoint import (  # noqa: E402
     runtime_state,
     save_checkpoint,
 )
+from zgraph.codegen import compressed_kernels as compressed_kernels  # noqa: E402  (registers them)
 from zgraph.errors import (  # noqa: E402
     AgreementError,
     CheckpointError,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from zgraph import meta, nodes, torch_compat
 from zgraph.agreement import Signature, agree
-from zgraph.codegen import compression
 from zgraph.codegen.inductor import InductorLowering
+from zgraph.codegen.kernel_sources import sources_of
 from zgraph.codegen.lower import lower_fx
 from zgraph.codegen.warm_up import switch_after
 from zgraph.config import CompileOptions
@@ -239,7 +239,7 @@ class FrameCompiler:
         if self.dumper is not None:
             with torch_compat.without_fake_mode():  # they are emitted with torch's own roundings
                 for gm in graphs.values():
-                    self.dumper.kernels(compression.sources_of(gm.graph))
+                    self.dumper.kernels(sources_of(gm.graph))
 
     def _name_markers(self, graph: fx.Graph) -> None:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""

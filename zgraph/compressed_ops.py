@@ -1,4 +1,4 @@
-"""The operators of compressed reductions and gathers; their kernels are in `zgraph.codegen.compression`.
+"""The operators of compressed reductions and gathers; their kernels are in `zgraph.codegen.compressed_kernels`.
 
     payload, draw = quantize_grads([grad, ...], [handle, ...], ...)     a row of bytes for each rank of the group
     received = wait(all_to_all(payload))                                a row of each rank

@@ -238,6 +238,13 @@ def is_functional_collective(target: object) -> bool:
     return target is not wait_op() and not target._schema.is_mutable
 
 
+def arguments_by_name(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator's call by the names in its schema (`_schema`, 2.11 - 2.13)."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | node.kwargs  # fewer, where defaults are left out
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node's call writes to, by its schema (`_schema`, 2.11 - 2.13)."""
     if not isinstance(node.target, OpOverload):

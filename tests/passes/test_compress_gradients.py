@@ -147,18 +147,20 @@ def test_every_gradient_is_what_the_reference_sends(ranks: Ranks, zero_stage: in
         NoFeedback(bits=8, group=64),
         ErrorFeedback(bits=2, group=16),
         LoCo(bits=4, group=128, error_dtype=torch.float32, clip_search=False),
-        LoCo(group=32, error_device="cpu", reset_every=2),
+        LoCo(group=32, error_device="cpu"),
     ],
     ids=lambda method: f"{type(method).__name__}{method.bits}",
 )
 def test_of_each_method(two_ranks: Ranks, method: Any) -> None:
-    if method == LoCo(group=32, error_device="cpu", reset_every=2):
-        assert two_ranks.run(forgets, method) == [True, True]
-    else:
-        assert two_ranks.run(compare, 3, CompressGradients(method=method, min_numel=LEAST)) == [2, 2]
+    assert two_ranks.run(compare, 3, CompressGradients(method=method, min_numel=LEAST)) == [2, 2]
 
 
-def forgets(method: LoCo) -> bool:
+@pytest.mark.parametrize("error_device", [None, "cpu"])
+def test_errors_are_forgotten_after_so_many_steps(two_ranks: Ranks, error_device: str | None) -> None:
+    two_ranks.run(forgets, LoCo(group=32, error_device=error_device, reset_every=2))
+
+
+def forgets(method: LoCo) -> None:
     """After two steps the gradients are those of a model that has just begun, but for signs."""
     sharded = zgraph.shard(model(), zero_stage=3)
     call = compiled(sharded, CompressGradients(method=method, min_numel=LEAST))
@@ -170,7 +172,6 @@ def forgets(method: LoCo) -> bool:
     one_hop = OneHop(method, 3)
     grads = [local_gradients(model(), batch(2, rank), loss_of)["0.weight"] for rank in range(2)]
     assert_equal("the third gradient", weight_grad(sharded[0]), one_hop.mean(grads, 2))
-    return True
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -312,6 +313,15 @@ def test_what_is_small_flat_or_skipped_travels_as_it_is() -> None:
         assert {name for start in starts for name in meta.parameters(start)} == {
             *("0.weight", "0.bias", "2.weight", "2.bias", "4.weight")
         }
+
+
+@pytest.mark.parametrize(("min_dims", "biases"), [(2, 0), (1, 2)])
+def test_vectors_are_compressed_if_one_wants_it(min_dims: int, biases: int) -> None:
+    with fake_world(2):
+        found = traced(mlp)
+        apply(CompressGradients(method=SMALL, min_numel=1, min_dims=min_dims), found, "backward")
+        names = [*map(meta.parameters, nodes.call_functions(found.graphs["backward"].graph, nodes.is_quantize))]
+        assert len(names) == 3 + biases and sum("bias" in name for (name,) in names) == biases
 
 
 def wide() -> nn.Module:

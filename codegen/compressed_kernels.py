@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from zgraph import meta, nodes
 from zgraph.codegen import cpu_blocks, dequantize_blocks, quantize_blocks
 from zgraph.compressed_ops import layout_of, shard_bytes
 from zgraph.compression import BlockMethod, Draw, from_text
 from zgraph.handle import name_of
-from zgraph.nodes import DequantizeArgs, QuantizeArgs
 from zgraph.runtime.feedback import Feedback
 from zgraph.runtime.window import state_behind
 from zgraph.unit import closes_window
@@ -118,51 +116,6 @@ def dequantize_shards(received: Tensor, method: str, numel: int, offset: int, wo
     for rank in range(world):
         _dequantize_sum(rows[rank : rank + 1], layout, _ALWAYS, rank, 1, [whole[rank]])
     return whole.view(-1)
-
-
-def sources_of(graph: fx.Graph) -> dict[str, str]:
-    """The source of the kernels that a graph's compressed reductions run, by file name; not those of users' methods."""
-    found: dict[str, str] = {}
-    for node in nodes.call_functions(graph, lambda node: nodes.is_quantize(node) or nodes.is_dequantize_sum(node)):
-        args = QuantizeArgs.of(node) if nodes.is_quantize(node) else DequantizeArgs.of(node)
-        layout = layout_of(args.method, tuple(args.numels), args.world, args.stretches)
-        if not isinstance(layout.method, BlockMethod):
-            continue
-        emit, suffix = (_emit_cpp, "cpp") if _device_of(args).type == "cpu" else (_emit_triton, "triton.py")
-        found[f"{node.name}.{suffix}"] = emit(node.name, layout, args)
-    return found
-
-
-def _device_of(args: QuantizeArgs | DequantizeArgs) -> torch.device:
-    return meta.tensor_value(args.grads[0] if isinstance(args, QuantizeArgs) else args.received).device
-
-
-def _emit_triton(name: str, layout: BucketLayout, args: QuantizeArgs | DequantizeArgs) -> str:
-    if isinstance(args, DequantizeArgs):
-        return dequantize_blocks.emit_dequantize(layout, (args.dtype,) * len(args.numels), args.world)
-    grads = [meta.tensor_value(grad) for grad in args.grads]
-    return quantize_blocks.emit_quantize(
-        layout, tuple(grad.dtype for grad in grads), tuple(grad.numel() for grad in grads)
-    )
-
-
-def _emit_cpp(name: str, layout: BucketLayout, args: QuantizeArgs | DequantizeArgs) -> str:
-    method = layout.method
-    assert isinstance(method, BlockMethod)
-    if isinstance(args, DequantizeArgs):
-        emitted = [cpu_blocks.emit_dequantize(method, args.dtype)]
-    else:
-        dtypes = dict.fromkeys(meta.tensor_value(grad).dtype for grad in args.grads)
-        emitted = [cpu_blocks.emit_quantize(method, dtype) for dtype in dtypes]
-    return f"{_described(name, layout)}\n{''.join(emitted)}"
-
-
-def _described(name: str, layout: BucketLayout) -> str:
-    chunks, numels = layout.stretches * layout.world, ", ".join(map(str, layout.numels))
-    return (
-        f"// {name}: {len(layout.numels)} gradients, each in {chunks} chunks of so many elements: {numels}.\n"
-        f"// Payload: {layout.payload_bytes} bytes for each of {layout.world} ranks."
-    )
 
 
 def _feedbacks(

@@ -1,0 +1,103 @@
+"""The source of the kernels that a graph's compressed collectives run, for its dump."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, fx
+
+from zgraph import meta, nodes
+from zgraph.codegen import cpu_source, dequantize_blocks, quantize_blocks
+from zgraph.compressed_ops import layout_of
+from zgraph.compression import BlockMethod
+from zgraph.torch_compat import arguments_by_name
+from zgraph.wire_format import BucketLayout
+
+
+def sources_of(graph: fx.Graph) -> dict[str, str]:
+    """By file name, one file for each node of `zgraph.compressed_ops`; none for the methods of users."""
+    found: dict[str, str] = {}
+    for node in nodes.call_functions(graph, _has_kernel):
+        launches = [launch for launch in _launches(node) if isinstance(launch.layout.method, BlockMethod)]
+        if not launches:
+            continue
+        on_cpu = launches[0].device.type == "cpu"
+        emitted = dict.fromkeys(launch.cpp(node.name) if on_cpu else launch.triton() for launch in launches)
+        found[f"{node.name}.{'cpp' if on_cpu else 'triton.py'}"] = "\n".join(emitted)
+    return found
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """One launch: gradients, or shards, become a payload."""
+
+    layout: BucketLayout
+    read: tuple[Tensor, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.read[0].device
+
+    def cpp(self, name: str) -> str:
+        method = cast(BlockMethod, self.layout.method)
+        kinds = dict.fromkeys(tensor.dtype for tensor in self.read)
+        return _described(name, self.layout) + "".join(cpu_source.emit_quantize(method, dtype) for dtype in kinds)
+
+    def triton(self) -> str:
+        dtypes, numels = tuple(one.dtype for one in self.read), tuple(one.numel() for one in self.read)
+        return quantize_blocks.emit_quantize(self.layout, dtypes, numels)
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """One launch: the payloads of some ranks become sums, or what one rank has sent its values."""
+
+    layout: BucketLayout
+    dtype: torch.dtype
+    ranks: int
+    device: torch.device
+
+    def cpp(self, name: str) -> str:
+        method = cast(BlockMethod, self.layout.method)
+        return _described(name, self.layout) + cpu_source.emit_dequantize(method, self.dtype)
+
+    def triton(self) -> str:
+        dtypes = (self.dtype,) * len(self.layout.numels)
+        return dequantize_blocks.emit_dequantize(self.layout, dtypes, self.ranks)
+
+
+def _has_kernel(node: fx.Node) -> bool:
+    return nodes.is_quantize(node) or node.target in (
+        torch.ops.zgraph.dequantize_sum.default,
+        torch.ops.zgraph.dequantize_each.default,
+        torch.ops.zgraph.quantize_shards.default,
+        torch.ops.zgraph.dequantize_shards.default,
+    )
+
+
+def _launches(node: fx.Node) -> list[Quantize] | list[Dequantize]:
+    """What the node's kernel in `zgraph.codegen.compressed_kernels` launches; equal launches once."""
+    named = arguments_by_name(node)
+    method, world = named["method"], named.get("world", 1)
+    if node.target is torch.ops.zgraph.quantize_shards.default:
+        shards = zip(named["shards"], named["numels"], strict=True)
+        return [Quantize(layout_of(method, (numel,), 1, 1), (meta.tensor_value(shard),)) for shard, numel in shards]
+    if nodes.is_quantize(node):
+        layout = layout_of(method, tuple(named["numels"]), world, named["stretches"])
+        return [Quantize(layout, tuple(map(meta.tensor_value, named["grads"])))]
+    if nodes.is_dequantize_sum(node):
+        layout, ranks = layout_of(method, tuple(named["numels"]), world, named["stretches"]), world
+    else:  # a launch for each rank
+        numels = named["numels"] if "numels" in named else [named["numel"]]
+        layout, ranks = layout_of(method, tuple(numels), 1, 1), 1
+    return [Dequantize(layout, named["dtype"], ranks, meta.tensor_value(named["received"]).device)]
+
+
+def _described(name: str, layout: BucketLayout) -> str:
+    chunks, numels = layout.stretches * layout.world, ", ".join(map(str, layout.numels))
+    return (
+        f"// {name}: {len(layout.numels)} tensors, each in {chunks} chunks of so many elements: {numels}.\n"
+        f"// Payload: {layout.payload_bytes} bytes for each of {layout.world} ranks.\n"
+    )

@@ -1,0 +1,81 @@
+"""The dump shows what compressed collectives run: the source that is compiled, with its shapes and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compiled import with_fx
+from tests.graphs import apply, fake_world, mlp, traced
+from tests.ranks import Ranks
+from zgraph import Pipeline, shard
+from zgraph.codegen import cpu_source
+from zgraph.codegen.kernel_sources import sources_of
+from zgraph.compression import CompressionMethod
+from zgraph.passes import CompressGradients, LoCo, LowerGathers, LowerReductions, NoFeedback, QuantizeGathers, presets
+
+SMALL = LoCo(group=32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotOurs(CompressionMethod):
+    """Says no more than tracing asks for."""
+
+    def sections(self, numel: int) -> tuple[int, ...]:
+        return (4 * numel,)
+
+
+def sources(zero_stage: int, *passes: Any, direction: Any = "backward") -> dict[str, str]:
+    with fake_world(2):
+        found = traced(mlp, zero_stage=zero_stage)
+        for entry in passes:
+            apply(entry, found, direction)
+        return sources_of(found.graphs[direction].graph)
+
+
+def test_a_reduction_shows_the_two_kernels_that_are_compiled_for_it() -> None:
+    found = sources(3, CompressGradients(method=SMALL, min_numel=30, skip=("2.*", "4.*")), LowerReductions())
+    quantize, dequantize = found.values()
+    assert quantize.endswith(cpu_source.emit_quantize(SMALL, torch.float32))
+    assert dequantize.endswith(cpu_source.emit_dequantize(SMALL, torch.float32))
+    # 7 rows of 5 elements: 4 rows for each rank; a group of 32 takes 16 bytes and a scale of 2, filled up to 16s.
+    first, second, *_ = quantize.splitlines()
+    assert first.endswith(": 1 tensors, each in 2 chunks of so many elements: 20.")
+    assert second == "// Payload: 32 bytes for each of 2 ranks."
+
+
+def test_means_have_kernels_of_their_own() -> None:
+    means = LoCo(bits=8, group=32)
+    found = sources(0, CompressGradients(method=SMALL, min_numel=30, skip=("2.*", "4.*"), means=means))
+    assert len(found) == 4
+    assert sum(cpu_source.emit_dequantize(means, torch.float32) in source for source in found.values()) == 1
+
+
+def test_gathered_codes_show_theirs() -> None:
+    method = NoFeedback(bits=8, group=64)
+    found = sources(3, QuantizeGathers(method=method, min_numel=30), LowerGathers(), direction="forward")
+    assert sum(cpu_source.emit_quantize(method, torch.float32) in source for source in found.values()) == 2
+    assert sum(cpu_source.emit_dequantize(method, torch.float32) in source for source in found.values()) == 2
+
+
+def test_methods_of_users_have_none() -> None:
+    assert sources(3, CompressGradients(method=NotOurs(), min_numel=30)) == {}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_they_land_in_the_dump(two_ranks: Ranks, tmp_path: Path, zero_stage: int) -> None:
+    two_ranks.run(dumped, tmp_path, zero_stage)
+    for rank in range(2):
+        written = {path.name: path.read_text() for path in tmp_path.glob(f"rank{rank}/**/*.cpp")}
+        assert written and all('extern "C" void' in text for text in written.values())
+
+
+def dumped(directory: Path, zero_stage: int) -> None:
+    sharded: Any = shard(mlp(), zero_stage=zero_stage)
+    passes = presets.default(compression=SMALL)
+    passes = [CompressGradients(method=SMALL, min_numel=30) if isinstance(e, CompressGradients) else e for e in passes]
+    with_fx(sharded, pipeline=Pipeline(passes), dump=directory)(torch.ones(3, 5)).sum().backward()

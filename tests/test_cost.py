@@ -15,11 +15,12 @@ from tests.graphs import Drawing, Keep, compile_model, deep, fake_world, inputs_
 from tests.ranks import Ranks
 from tests.test_hardware import NODES
 from zgraph import meta, nodes
+from zgraph.compression import to_text
 from zgraph.cost import FREE, NodeCost, Totals, costs_of, node_cost
 from zgraph.formula import Formula, formula
 from zgraph.hardware import Hardware
 from zgraph.node_times import measure_nodes
-from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, presets
+from zgraph.passes import BucketCollectives, LoCo, LowerGathers, LowerReductions, NoFeedback, presets
 from zgraph.pipeline import Pipeline
 from zgraph.torch_compat import reduce_scatter_op
 from zgraph.traffic import transfers
@@ -208,6 +209,19 @@ def test_a_sum_of_pieces_that_are_wide_starts_with_two_of_them(world: int) -> No
     # Three pieces read; the sum of two written, read and written with the third, divided.
     moved = 120 + 40 + 2 * 40 + 2 * 40
     assert cost(total) == NodeCost("compute", max(3 * 2.0, moved / 50), 0, moved)
+
+
+def test_compression_reads_gradients_and_reads_and_writes_its_errors(world: int) -> None:
+    method, plain = to_text(LoCo(group=32)), to_text(NoFeedback(group=32))
+    drawing = Drawing()
+    grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
+    quantize = torch.ops.zgraph.quantize_grads.default
+    node = drawing.call(quantize, [grad], [handle], [], method, "inside", [50], 2, 1, 0, 0, "")
+    # Two chunks of two groups each: 32 int8 and a bf16 scale to keep, 16 bytes of codes and a bf16 scale to send.
+    kept, sent = 2 * 2 * (32 + 2), 2 * 48  # 36 bytes, filled up to 16s
+    assert cost(node).moved_bytes == 400 + 96 + 2 * kept + sent + 8
+    without = drawing.call(quantize, [grad], [handle], [], plain, "inside", [50], 2, 1, 0, 0, "")
+    assert cost(without).moved_bytes == 400 + 96 + sent + 8
 
 
 def test_waiting_gradients_are_added_to_a_sum() -> None:

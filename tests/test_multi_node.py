@@ -113,11 +113,12 @@ def test_a_killed_rank_is_restarted_and_training_goes_on_from_the_checkpoint(tmp
 
 @pytest.mark.slow
 def test_the_example_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """From a checkpoint within the run, as after a kill between this one and the last."""
+    """From a checkpoint within the run, as after a kill between this one and the last; with errors of compression."""
     checkpoints = tmp_path / "checkpoints"
-    options = ["--checkpoint", str(checkpoints), "--checkpoint-every", "5", "--resume"]
+    options = ["--checkpoint", str(checkpoints), "--checkpoint-every", "5", "--resume", "--width", "64", "--compress"]
     unbroken = run_example(tmp_path, 2, *options)
     shutil.rmtree(checkpoints / "step_00000012")
     assert run_example(tmp_path, 2, *options)[:3] == unbroken[:3]  # the rest are evaluations before it
-    assert "resumed from" in (tmp_path / "alone.txt").read_text(errors="replace")
+    said = (tmp_path / "alone.txt").read_text(errors="replace")
+    assert "resumed from" in said and re.search(r"x all_to_all_single u8: \d+ parameters", said), said
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_00000010", "step_00000012"]

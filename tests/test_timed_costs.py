@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from tests import models
 from tests.graphs import Drawing, Keep, fake_world
 from tests.ranks import Ranks
 from zgraph import nodes
+from zgraph.compression import to_text
 from zgraph.cost import CostModel
 from zgraph.hardware import Hardware
-from zgraph.passes import presets
+from zgraph.passes import LoCo, presets
 from zgraph.timed_costs import TimedCosts
 
 aten = torch.ops.aten
@@ -52,6 +54,20 @@ def test_kernels_take_the_time_that_was_measured_and_everything_else_its_estimat
         other = TimedCosts(CPU, store)
         for name in ("product", "relu"):
             assert other.cost(found[name]) == timed.cost(found[name])
+
+
+def test_the_kernels_of_compression_are_timed_on_errors_of_their_own() -> None:
+    method = to_text(LoCo(group=32))
+    drawing = Drawing()
+    grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
+    quantize, dequantize = torch.ops.zgraph.quantize_grads.default, torch.ops.zgraph.dequantize_sum.default
+    both = drawing.call(quantize, [grad], [handle], [], method, "inside", [50], 2, 1, 0, 0, "")
+    payload, draw = (drawing.call(operator.getitem, both, place) for place in range(2))
+    shards = drawing.call(dequantize, payload, draw, method, [50], 2, 1, 0, 2, torch.float32)
+    timed, estimated = TimedCosts(CPU, HashStore()), CostModel(CPU)
+    for node in (both, shards):
+        assert timed.cost(node).us != estimated.cost(node).us
+        assert timed.cost(node).moved_bytes == estimated.cost(node).moved_bytes
 
 
 def test_nothing_is_left_behind() -> None:

@@ -369,6 +369,27 @@ def test_an_error_shows_ten_nodes_on_either_side() -> None:
     assert shown[10].startswith(f"--> {middle.name}: f32[1] = aten.relu(")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LiesInPlace(GraphPass):
+    """Alters what is recorded of a value, and says that it has done nothing."""
+
+    name: ClassVar[str] = "lies_in_place"
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        for node in nodes.call_functions(gm.graph, lambda node: node.target is aten.relu.default):
+            meta.tensor_value(node).resize_(1)
+        return False
+
+
+def test_a_value_that_is_altered_in_place_is_found_when_everything_is_replayed() -> None:
+    drawing = Drawing()
+    gm = drawing.done(drawing.call(aten.relu.default, drawing.input("x", 4), name="relu"))
+    ctx = PassContext()
+    list(Pipeline([LiesInPlace()]).run("graph", ctx, {"forward": gm}, lambda *_: None))
+    with pytest.raises(VerifyError, match=r"a pass of phase graph on the forward graph: relu"):
+        list(Pipeline([], replay_all=True).run("graph", ctx, {"forward": gm}, lambda *_: None))
+
+
 def test_the_default_passes_pass_when_everything_is_replayed() -> None:
     found = traced(mlp)
     pipeline = Pipeline(presets.default(), replay_all=True)

@@ -12,7 +12,7 @@ from zgraph import meta
 from zgraph.errors import PreconditionError
 from zgraph.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.report.summary import PassRun
-from zgraph.verify import Snapshot, Where, verify
+from zgraph.verify import Snapshot, Where, check_values, verify
 
 Observer = Callable[[GraphPass, Direction, fx.Graph], None]
 
@@ -25,8 +25,8 @@ class Pipeline:
 
     Args:
         passes: such as `zgraph.passes.presets.default()`, edited.
-        replay_all: verify by replaying whole graphs on fake values, not only the nodes that a pass changed. Slower; for
-            the tests of a pass.
+        replay_all: after each phase, replay whole graphs on fake values, not only the nodes that a pass has changed:
+            finds a pass that alters a recorded value in place. Slower; for the tests of a pass.
 
     Raises:
         PreconditionError: a pass requires what no earlier one provides, or conflicts with what one provides.
@@ -109,6 +109,8 @@ class Pipeline:
                     seconds=seconds,
                     nodes_after=len(gm.graph.nodes),
                 )
+        for direction, gm in graphs.items() if self.replay_all else ():
+            check_values(gm.graph.nodes, Where(pass_name=f"a pass of phase {phase}", direction=direction))
 
     def _run_one(
         self, entry: GraphPass, direction: Direction, gm: fx.GraphModule, ctx: PassContext, facts: Iterable[str]
@@ -131,7 +133,6 @@ class Pipeline:
             facts,
             where,
             user_outputs=ctx.user_outputs if direction == "forward" else None,
-            replay_all=self.replay_all,
         )
         return changed
 

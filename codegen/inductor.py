@@ -34,11 +34,13 @@ class InductorLowering:
         self.islands = 0
         self.compiled: dict[object, Compiled] = {}
 
-    def lower(self, gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None) -> Compiled:
+    def lower(
+        self, gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_node: int = 1
+    ) -> Compiled:
         """As `lower_fx`, with a call of a compiled function in the place of each island."""
         gm = fx.GraphModule(gm, gm.graph)
         self.islands += place_islands(gm, self._compile)
-        return lower_fx(gm, meter_of)
+        return lower_fx(gm, meter_of, ranks_per_node)
 
     def _compile(self, island: Island) -> Compiled:
         key = (island.gm.code, tuple(_layout(node) for node in island.inputs))

@@ -9,19 +9,22 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from zgraph import meta, nodes
+from zgraph import collectives, meta, nodes
 from zgraph.handle import name_of
 from zgraph.meter import GraphMeter, Probe, Program
 from zgraph.ops import collective_error
-from zgraph.torch_compat import BoxedCodeGen, boxed, start_all_gather, start_grouped_gather
+from zgraph.torch_compat import BoxedCodeGen, boxed, resolve_group
 
 
-def lower_fx(gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None) -> Callable[[list[Any]], Any]:
+def lower_fx(
+    gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_node: int = 1
+) -> Callable[[list[Any]], Any]:
     """Generated Python, one line a node: no fusion, no reordering, each value dropped at its last use.
 
     Args:
         gm: the final forward, backward or inference graph.
         meter_of: asked at each call whether it is to be measured, and by whom; such a call runs another program.
+        ranks_per_node: of the machine, by which collectives choose how to run.
 
     Returns:
         A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
@@ -32,9 +35,8 @@ def lower_fx(gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | Non
     guarded = _guarded_lines(gm)
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
-    for gather in list(nodes.call_functions(gm.graph, nodes.is_gather)):
-        if not nodes.is_kept_gather(gather):  # the same result, and safe with several in flight
-            gather.target = start_all_gather if nodes.is_all_gather(gather) else start_grouped_gather
+    for start in nodes.call_functions(gm.graph, nodes.is_start):
+        start.target = starter_of(start, ranks_per_node)
     program = _program(gm, guarded)
     if meter_of is None:
         return boxed(program)
@@ -47,6 +49,16 @@ def lower_fx(gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | Non
         return program(args) if meter is None else meter.run(build, args)
 
     return boxed(run)
+
+
+def starter_of(start: fx.Node, ranks_per_node: int = 1) -> Any:
+    """What runs in place of a functional collective: one of `zgraph.collectives`, or itself."""
+    if nodes.is_all_gather(start):
+        ring = ranks_per_node > 1 and collectives.wants_ring(resolve_group(nodes.group_of(start)), ranks_per_node)
+        return collectives.start_ring_gather if ring else collectives.start_all_gather
+    if nodes.is_grouped_gather(start):
+        return collectives.start_grouped_gather
+    return collectives.start_all_to_all if nodes.is_all_to_all(start) else start.target
 
 
 def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:

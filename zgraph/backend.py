@@ -196,10 +196,11 @@ class FrameCompiler:
             return switch_after(self.warmup_steps, self._lowered(self.warm_backward, None), main, gm)
 
     def _lowered(self, gm: fx.GraphModule, meter_of: MeterOf | None) -> Callable[[list[Any]], Any]:
+        ranks_per_node = 1 if self.ctx.hardware is None else self.ctx.hardware.ranks_per_node
         if self.inductor is None:
-            return lower_fx(gm, meter_of)
+            return lower_fx(gm, meter_of, ranks_per_node)
         islands, distinct = self.inductor.islands, len(self.inductor.compiled)
-        lowered = self.inductor.lower(gm, meter_of)
+        lowered = self.inductor.lower(gm, meter_of, ranks_per_node)
         self.report.islands += self.inductor.islands - islands
         self.report.distinct_islands += len(self.inductor.compiled) - distinct
         return lowered

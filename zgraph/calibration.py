@@ -24,15 +24,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from zgraph.collectives import start_all_gather, start_all_to_all, start_ring_gather, wants_ring
 from zgraph.hardware import Hardware, Link
 from zgraph.ops import MIB
-from zgraph.torch_compat import all_gather
+from zgraph.torch_compat import all_gather, wait
 
 _POINT_S = 0.2  # of measuring one size of one kind
 _SMALL_BYTES = (256, 4096)  # their time is latency
 _LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
 _MESSAGE_US = 25_000.0  # of one of several in flight, at the most
-_GLOO_THREADS = 2  # of one process group, each of which runs a collective
+_GLOO_THREADS = 2  # of one process group, each of which runs a collective that is not sent as messages
 
 
 def calibrate(
@@ -143,7 +144,7 @@ def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 def _measure(ranks: _Ranks) -> Hardware:
     dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if ranks.device.type != "cpu" else [])]
     local = _local_ranks(ranks)
-    axes = [_link_of(ranks, group) for group in ranks.groups]
+    axes = [_link_of(ranks, group, local) for group in ranks.groups]
     ranks.slowest([0.0])  # all start together
     # Times and their like only, of which the largest is the slowest rank's; all go on with equal numbers.
     launch_us, copy_us, capacity, *product_us = ranks.slowest(
@@ -186,7 +187,7 @@ def _measure(ranks: _Ranks) -> Hardware:
         disk=alone.disk,
         links=links,
         backend=ranks.backend,
-        collectives_at_once=_GLOO_THREADS if ranks.backend == "gloo" else 1,
+        collectives_at_once=_GLOO_THREADS if any(wants_ring(group, local) for group in ranks.groups) else 1,
         cpu_us_per_collective=cpu_us_per_collective,
         cpu_us_per_wire_byte=cpu_us,
     )
@@ -250,17 +251,21 @@ class _Axis:
     cpu_us_per_byte: float
 
 
-def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
+def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis | None:
     """Of one group; both kinds of collectives together, for a plan has both."""
     world = dist.get_world_size(group)
     if world == 1:
         return None
     points: list[tuple[float, float]] = []
     cpu: list[tuple[float, float]] = []
-    for start in (_start_gather, _start_exchange):
+    for kind in range(2):
         for sent_bytes in (*_SMALL_BYTES, *_LARGE_BYTES):
             numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
-            run = start(ranks, group, numel)
+            start = _starters(ranks, group, numel, ranks_per_node)[kind]
+
+            def run(start: Callable[[], Tensor] = start) -> None:
+                wait(start())
+
             once_us = ranks.slowest([_timed(ranks, run)[0] for _ in range(2)])[1]  # the first connects
             if sent_bytes > _LARGE_BYTES[0] and once_us > 5e6 * _POINT_S:
                 break  # a slow link, of which smaller sizes say enough
@@ -272,7 +277,7 @@ def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
     slowest = ranks.slowest([us for _, us in (*points, *cpu)])
     sizes = [sent for sent, _ in points]
     link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
-    (stream_us,) = ranks.slowest([_stream_us(ranks, group, link)])
+    (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, ranks_per_node)])
     link = replace(link, gain_at_once=max(1.0, 1 / (stream_us * link.bytes_per_us)))
     burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
     on_one_node = _same_host(ranks, group) == world
@@ -281,30 +286,22 @@ def _link_of(ranks: _Ranks, group: ProcessGroup) -> _Axis | None:
     return _Axis(link, on_one_node, (world - 1) * burnt.latency_us, 1 / burnt.bytes_per_us)
 
 
-def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link) -> float:
+def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link, ranks_per_node: int) -> float:
     """Of a byte that is sent while others of the group are under way: both kinds in turn, three in flight."""
     world = dist.get_world_size(group)
     # Each takes as long as a bucket does, and not for ever on a slow link.
     sent_bytes = min(_LARGE_BYTES[1] // 2, int(link.bytes_per_us * _MESSAGE_US))
     numel = sent_bytes // (world - 1) // 4 + 1
-    own = torch.ones(numel, device=ranks.device)
-    pieces = torch.ones(numel * world, device=ranks.device)
-    results = [torch.empty_like(pieces) for _ in range(3)]
+    starters = _starters(ranks, group, numel, ranks_per_node)
 
     def stream(count: int) -> None:
-        under_way: deque[dist.Work] = deque()
+        under_way: deque[Tensor] = deque()
         for number in range(count):
-            if len(under_way) == len(results):
-                under_way.popleft().wait()
-            result = results[number % len(results)]
-            if number % 2:
-                work = dist.all_to_all_single(result, pieces, group=group, async_op=True)
-            else:
-                work = all_gather(result, own, group, async_op=True)
-            assert work is not None
-            under_way.append(work)
-        for work in under_way:
-            work.wait()
+            if len(under_way) == 3:
+                wait(under_way.popleft())
+            under_way.append(starters[number % 2]())
+        for started in under_way:
+            wait(started)
 
     few, many = 4, 10  # their difference leaves out what the first and the last do alone
     stream(few)
@@ -321,16 +318,15 @@ def _timed(ranks: _Ranks, run: Callable[[], object]) -> tuple[float, float]:
     return 1e6 * (time.perf_counter() - started), 1e6 * (time.process_time() - busy)
 
 
-def _start_gather(ranks: _Ranks, group: ProcessGroup, numel: int) -> Callable[[], object]:
-    own = torch.ones(numel, device=ranks.device)
-    whole = own.new_empty(numel * dist.get_world_size(group))
-    return lambda: all_gather(whole, own, group)
-
-
-def _start_exchange(ranks: _Ranks, group: ProcessGroup, numel: int) -> Callable[[], object]:
-    pieces = torch.ones(numel * dist.get_world_size(group), device=ranks.device)
-    received = torch.empty_like(pieces)
-    return lambda: dist.all_to_all_single(received, pieces, group=group)
+def _starters(
+    ranks: _Ranks, group: ProcessGroup, numel: int, ranks_per_node: int
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """A gather and an exchange, as compiled programs start them, of so many elements for each other rank."""
+    world, name = dist.get_world_size(group), group.group_name
+    own, pieces = torch.ones(numel, device=ranks.device), torch.ones(numel * world, device=ranks.device)
+    gather = start_ring_gather if wants_ring(group, ranks_per_node) else start_all_gather
+    splits = [numel] * world
+    return lambda: gather(own, world, name), lambda: start_all_to_all(pieces, splits, splits, name)
 
 
 def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,9 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from zgraph import nodes
+from zgraph.codegen.lower import starter_of
 from zgraph.ops import group_size
-from zgraph.torch_compat import resolve_group, start_all_gather, start_grouped_gather, wait
+from zgraph.torch_compat import resolve_group, wait
 
 
 def measure_nodes(
@@ -60,10 +61,7 @@ class _Timed(fx.Interpreter):
         if n.op not in ("call_function", "call_method", "call_module"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        # As lowered graphs run it; see start_all_gather.
-        target = cast(Any, n.target)
-        if nodes.is_all_gather(n) or nodes.is_grouped_gather(n):
-            target = start_all_gather if nodes.is_all_gather(n) else start_grouped_gather
+        target = starter_of(n)  # as lowered graphs run it
         if (nodes.is_start(n) or nodes.is_marker(n)) and group_size(nodes.group_of(n)) > 1:
             dist.barrier(resolve_group(nodes.group_of(n)))  # or the first rank would count how late the last one comes
         _settle()

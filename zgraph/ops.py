@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zgraph.collectives import start_all_gather, start_all_to_all
 from zgraph.errors import CollectiveError, ZgraphError
 from zgraph.handle import name_of
 from zgraph.runtime.window import ALONE, OPEN, state_behind
-from zgraph.torch_compat import all_gather, find_group, make_beside, resolve_group, start_all_gather, wait
+from zgraph.torch_compat import find_group, make_beside, resolve_group, wait
 
 MIB = 2**20
 OF_REDUCTIONS = ".reductions"  # behind the name of a group: that of the group on which it reduces
@@ -289,8 +290,7 @@ def unshard(
         if keeps_gathered(zero_stage, window):
             whole = wait(all_gather_kept(chunk, handle, world, window, group_name))
         else:
-            whole = chunk.new_empty((world * chunk.shape[0], *chunk.shape[1:]))
-            all_gather(whole, chunk, group)
+            whole = wait(start_all_gather(chunk, world, group_name))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -393,9 +393,8 @@ def _exchange_and_sum(pieces: Tensor, group: ProcessGroup, divisor: int, dtype: 
     """[N * n, ...] of every rank -> the sum of this rank's [n, ...] pieces."""
     world = dist.get_world_size(group)
     if world > 1:
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received, pieces, group=group)
-        pieces = received
+        splits = [pieces.shape[0] // world] * world
+        pieces = wait(start_all_to_all(pieces, splits, splits, group.group_name))
     return sum_ranks(pieces, world, divisor, dtype)
 
 
@@ -404,9 +403,7 @@ def _gather_pieces(piece: Tensor, group: ProcessGroup, numel: int) -> Tensor:
     world = dist.get_world_size(group)
     if world == 1:
         return piece[:numel]
-    whole = piece.new_empty(world * piece.numel())
-    all_gather(whole, piece, group)
-    return whole[:numel]
+    return wait(start_all_gather(piece, world, group.group_name))[:numel]
 
 
 def _all_reduce(

@@ -181,7 +181,7 @@ def all_gather_op() -> Any:
     return torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
-def start_all_gather(input: Tensor, world: int, group_name: str) -> Tensor:
+def all_gather_into(output: Tensor, input: Tensor, group_name: str) -> Tensor:
     """What `all_gather_op` computes, through its variant that fills a given tensor.
 
     2.11 - 2.13: all_gather_into_tensor runs as gloo's ALLGATHER_COALESCED. Each gloo worker thread stores the name of
@@ -189,24 +189,13 @@ def start_all_gather(input: Tensor, world: int, group_name: str) -> Tensor:
     more than 15 characters lies on the heap, so two such gathers that finish at once free it twice. The out variant
     runs as ALLGATHER.
     """
-    output = input.new_empty((world * input.shape[0], *input.shape[1:]))
+    world = dist.get_world_size(resolve_group(group_name))
     return torch.ops._c10d_functional.all_gather_into_tensor_out.default(input, world, group_name, out=output)
 
 
 def grouped_gather_op() -> Any:
     """all_gather_into_tensor_coalesced(inputs, group_size, group_name) -> as all_gather_into_tensor, of each"""
     return torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
-
-
-def start_grouped_gather(inputs: list[Tensor], world: int, group_name: str) -> list[Tensor]:
-    """What `grouped_gather_op` computes: in one launch on NCCL, one member after the other elsewhere.
-
-    2.11 - 2.13: gloo runs it as ALLGATHER_COALESCED, which is not safe with several in flight (`start_all_gather`), and
-    copies every member twice.
-    """
-    if dist.get_backend(resolve_group(group_name)) == "nccl":
-        return grouped_gather_op()(inputs, world, group_name)
-    return [start_all_gather(input, world, group_name) for input in inputs]
 
 
 def all_to_all_op() -> Any:
@@ -227,6 +216,20 @@ def wait_op() -> Any:
 def wait(started: Tensor) -> Tensor:
     """The result of a functional collective, usable."""
     return wait_op()(started)
+
+
+def register_work(result: Tensor, work: dist.Work) -> None:
+    """Let `wait(result)` wait for this as well; several works of one tensor add up (`_register_work`, 2.11 - 2.13)."""
+    from torch._C._distributed_c10d import _register_work
+
+    _register_work(result, work)
+
+
+def works_waited_for() -> int:
+    """How much is registered to be waited for (`_get_work_registry_size`, 2.11 - 2.13)."""
+    from torch._C._distributed_c10d import _get_work_registry_size
+
+    return _get_work_registry_size()
 
 
 def is_functional_collective(target: object) -> bool:

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zgraph.collectives import start_all_gather
 from zgraph.errors import ZgraphError
 from zgraph.handle import name_of
 from zgraph.ops import pad_rows
 from zgraph.runtime.weight_copy import WeightCopy
 from zgraph.runtime.window import state_behind
-from zgraph.torch_compat import all_gather, resolve_group
+from zgraph.torch_compat import resolve_group, wait
 
 
 @torch.library.custom_op("zgraph::weight_difference", mutates_args=())
@@ -49,8 +50,7 @@ def weight_difference(shard: Tensor, handle: Tensor, numel: int, dtype: torch.dt
     state = state_behind(handle)
     if state.weight_copy is None:
         own = pad_rows(shard.reshape(-1).to(dtype), numel)
-        whole = own.new_empty(world * numel)
-        all_gather(whole, own, group)
+        whole = wait(start_all_gather(own, world, group_name))
         state.weight_copy = WeightCopy(whole, shard.clone(), shard)
     copy = state.weight_copy
     if (copy.whole.numel(), copy.whole.dtype) != (world * numel, dtype):

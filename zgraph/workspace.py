@@ -39,17 +39,15 @@ def workspace_bytes(node: fx.Node, *, threads: int = 1) -> int:
 def staging_bytes(started: fx.Node) -> int:
     """What the backend allocates for a collective while it is in flight, beside its result.
 
-    gloo gathers into a flat tensor and copies that into the result; it scatters sums out of a copy of what it is given.
+    gloo scatters sums out of a copy of what it is given; messages (`zgraph.collectives`) need nothing. A gather around
+    a ring of ranks has a copy of its result, which is not counted.
 
     Args:
         started: the start, or one result of a start that has several.
     """
     start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started
-    if group_backend(nodes.group_of(start)) != "gloo":
-        return 0
-    if nodes.is_gather(start):
-        return _bytes(meta.tensor_value(started))
-    return _bytes(_tensor(start, 0)) if nodes.is_reduce_scatter(start) else 0
+    scatters = nodes.is_reduce_scatter(start) and group_backend(nodes.group_of(start)) == "gloo"
+    return _bytes(_tensor(start, 0)) if scatters else 0
 
 
 def remaining_bytes(node: fx.Node) -> int:

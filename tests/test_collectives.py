@@ -1,0 +1,122 @@
+"""Collectives as messages: the same bits as the backend's own, whatever the sizes, and nothing is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.graphs import fake_world
+from tests.ranks import Ranks
+from zgraph.collectives import (
+    start_all_gather,
+    start_all_to_all,
+    start_grouped_gather,
+    start_ring_gather,
+    uses_messages,
+    wants_ring,
+)
+from zgraph.torch_compat import all_to_all_op, wait, works_waited_for
+
+WORLD = "0"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
+
+
+def of_rank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return (100 * torch.randn(shape, generator=generator)).to(dtype)
+
+
+def gathers() -> None:
+    world = dist.get_world_size()
+    for shape in ((5,), (3, 2), (0, 4), (4, 0), (1,), (70_001,)):
+        for dtype in DTYPES:
+            own = of_rank(*shape, dtype=dtype)
+            found, ring = wait(start_all_gather(own, world, WORLD)), wait(start_ring_gather(own, world, WORLD))
+            assert found.dtype == dtype and torch.equal(found, ring)
+    strided = of_rank(6, 4).t()
+    assert torch.equal(
+        wait(start_all_gather(strided, world, WORLD)), wait(start_ring_gather(strided.contiguous(), world, WORLD))
+    )
+    together = start_grouped_gather([of_rank(2), of_rank(0), of_rank(3, 3)], world, WORLD)
+    assert [tuple(wait(one).shape) for one in together] == [(2 * world,), (0,), (3 * world, 3)]
+
+
+def exchanges() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for rows in (0, 1, 4):
+        for uneven in (False, True):
+            # Rank r sends r * p rows to rank p, or as many to each.
+            sends = [rows * (rank * peer if uneven else 1) for peer in range(world)]
+            receives = [rows * (peer * rank if uneven else 1) for peer in range(world)]
+            for dtype in DTYPES:
+                pieces = of_rank(sum(sends), 3, dtype=dtype)
+                found = wait(start_all_to_all(pieces, receives, sends, WORLD))
+                assert torch.equal(found, wait(all_to_all_op()(pieces, receives, sends, WORLD)))
+
+
+def many_at_once() -> None:
+    """More than gloo has threads, waited for from the last to the first, between two of the backend's own."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    before = works_waited_for()
+    ones = torch.ones(3)
+    other = dist.all_reduce(ones, async_op=True)
+    started = []
+    for number in range(12):
+        own = torch.full((1000 + number,), float(100 * number + rank))
+        splits = [1000 + number] * world
+        started.append(start_all_gather(own, world, WORLD))
+        started.append(start_all_to_all(own.repeat(world), splits, splits, WORLD))
+    dist.barrier()
+    assert other is not None
+    other.wait()
+    assert works_waited_for() - before == 2 * 12 * 2 * (world - 1)
+    for number, result in reversed([*enumerate(started)]):
+        expected = torch.arange(world, dtype=torch.float32) + 100 * (number // 2)
+        assert torch.equal(wait(result), expected.repeat_interleave(1000 + number // 2))
+    assert works_waited_for() == before
+    assert torch.equal(ones, torch.full((3,), float(world)))
+
+
+def inputs_that_die_early() -> None:
+    """What is sent may be dropped, and its memory taken, before it has left."""
+    world = dist.get_world_size()
+    started = []
+    for number in range(4):
+        started.append(start_all_gather(torch.full((2_000_000,), float(number)), world, WORLD))
+        torch.full((2_000_000,), -1.0)
+    for number, result in enumerate(started):
+        assert wait(result).eq(number).all()
+
+
+@pytest.mark.parametrize("check", [gathers, exchanges, many_at_once, inputs_that_die_early])
+def test_messages_bring_what_the_backend_brings(ranks: Ranks, check: object) -> None:
+    ranks.run(check)  # pyright: ignore[reportArgumentType]
+
+
+def test_only_gloo_sends_messages_and_only_from_the_host() -> None:
+    with fake_world(2):
+        group = dist.group.WORLD
+        assert group is not None
+        assert not uses_messages(group, torch.device("cpu"))
+
+
+def on_gloo() -> list[bool]:
+    group = dist.group.WORLD
+    assert group is not None
+    return [uses_messages(group, torch.device(kind)) for kind in ("cpu", "cuda")]
+
+
+def test_gloo_does(two_ranks: Ranks) -> None:
+    assert two_ranks.run(on_gloo) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks_per_node", "ring"), [(4, 1, False), (4, 4, False), (4, 8, False), (4, 2, True), (6, 4, True)]
+)
+def test_a_ring_where_a_node_has_several_ranks_and_others_too(world: int, ranks_per_node: int, ring: bool) -> None:
+    with fake_world(world):
+        group = dist.group.WORLD
+        assert group is not None
+        assert wants_ring(group, ranks_per_node) == ring

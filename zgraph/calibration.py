@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.collectives import start_all_gather, start_all_to_all, start_ring_gather, wants_ring
+from zgraph.collectives import start_all_gather, start_all_to_all, start_ring_gather, uses_messages, wants_ring
 from zgraph.hardware import Hardware, Link
 from zgraph.ops import MIB
 from zgraph.torch_compat import all_gather, wait
@@ -278,7 +278,13 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
     sizes = [sent for sent, _ in points]
     link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
     (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, ranks_per_node)])
-    link = replace(link, gain_at_once=max(1.0, 1 / (stream_us * link.bytes_per_us)))
+    # A link may let a first burst through at once, of which one message may be the most, but never a stream.
+    sustained = 1 / stream_us
+    gain = max(1.0, sustained / link.bytes_per_us)
+    if uses_messages(group, ranks.device):
+        link = replace(link, bytes_per_us=sustained)  # those of several collectives follow one another without a gap
+    else:
+        link = replace(link, bytes_per_us=min(link.bytes_per_us, sustained), gain_at_once=gain)
     burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
     on_one_node = _same_host(ranks, group) == world
     if ranks.device.type != "cpu":

@@ -222,11 +222,11 @@ def compressed(hardware: Hardware) -> list[GraphPass]:
     return presets.default(hardware=hardware, time_kernels=True, compression=LoCo())
 
 
-def compressed_with_means(hardware: Hardware) -> list[GraphPass]:
-    """The same, and the means of replicated parameters come back in 8 bits instead of bf16."""
+def compressed_with_means(bits: int, hardware: Hardware) -> list[GraphPass]:
+    """The same, and the means of replicated parameters come back in so many bits, with errors of their own."""
     from zgraph.passes import CompressGradients, LoCo
 
-    means = CompressGradients(means=LoCo(bits=8))
+    means = CompressGradients(means=LoCo(bits=bits))
     return [means if isinstance(entry, CompressGradients) else entry for entry in compressed(hardware)]
 
 

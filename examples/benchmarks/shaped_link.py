@@ -48,7 +48,7 @@ strategies, in the order in which a repetition runs them:
   zgraph-0 ... -3   ZeRO stages 0 to 3, planned for the measured machine and compiled with the fx lowering; -bf16
                     gathers bf16, sends bf16 gradients and sums them in fp32; -rules is scheduled without costs; -eager
                     is not compiled: the reference, not a way to train; -loco sends gradients as codes of 4 bits, and
-                    means of replicated parameters in bf16, or with -means8 in 8 bits
+                    means of replicated parameters in bf16, or with -means8 and -means4 in 8 and 4 bits
 a strategy brings the compute-* row of its floor along.
 
 columns:

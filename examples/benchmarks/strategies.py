@@ -8,6 +8,7 @@ a network, and has a formula for what it sends, so that a step can be held again
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from builders import (
@@ -150,13 +151,16 @@ def strategies() -> dict[str, Strategy]:
             shards_optimizer=False,
             peers=("ddp", "ddp-fp16", "ddp-powersgd"),
         ),
-        replace(
-            coded,
-            name="zgraph-0-loco-means8",
-            build=build_zgraph(0, fp32, compressed_with_means, predicts=True),
-            payload_bytes=codes(fp32, gathers=1, means_bits=8 + SCALE_BITS),
-            shards_optimizer=False,
-            peers=("ddp", "ddp-fp16", "ddp-powersgd"),
+        *(
+            replace(
+                coded,
+                name=f"zgraph-0-loco-means{bits}",
+                build=build_zgraph(0, fp32, partial(compressed_with_means, bits), predicts=True),
+                payload_bytes=codes(fp32, gathers=1, means_bits=bits + SCALE_BITS),
+                shards_optimizer=False,
+                peers=("ddp", "ddp-fp16", "ddp-powersgd"),
+            )
+            for bits in (8, 4)
         ),
         replace(
             coded,

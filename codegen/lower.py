@@ -36,7 +36,7 @@ def lower_fx(
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
     for start in nodes.call_functions(gm.graph, nodes.is_start):
-        start.target = starter_of(start, ranks_per_node)
+        start.target, start.args = starter_of(start, ranks_per_node)
     program = _program(gm, guarded)
     if meter_of is None:
         return boxed(program)
@@ -51,14 +51,20 @@ def lower_fx(
     return boxed(run)
 
 
-def starter_of(start: fx.Node, ranks_per_node: int = 1) -> Any:
-    """What runs in place of a functional collective: one of `zgraph.collectives`, or itself."""
+def starter_of(start: fx.Node, ranks_per_node: int = 1) -> tuple[Any, tuple[Any, ...]]:
+    """What runs in place of a functional collective, one of `zgraph.collectives` or itself, and its arguments."""
     if nodes.is_all_gather(start):
-        ring = ranks_per_node > 1 and collectives.wants_ring(resolve_group(nodes.group_of(start)), ranks_per_node)
-        return collectives.start_ring_gather if ring else collectives.start_all_gather
+        if ranks_per_node > 1 and _by_node(start, ranks_per_node):
+            return collectives.start_gather_by_node, (*start.args, ranks_per_node)
+        return collectives.start_all_gather, start.args
     if nodes.is_grouped_gather(start):
-        return collectives.start_grouped_gather
-    return collectives.start_all_to_all if nodes.is_all_to_all(start) else start.target
+        return collectives.start_grouped_gather, start.args
+    return collectives.start_all_to_all if nodes.is_all_to_all(start) else start.target, start.args
+
+
+def _by_node(start: fx.Node, ranks_per_node: int) -> bool:
+    group, device = resolve_group(nodes.group_of(start)), meta.tensor_value(start).device
+    return collectives.uses_messages(group, device) and collectives.goes_by_node(group, ranks_per_node)
 
 
 def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:

@@ -10,14 +10,14 @@ from torch import Tensor
 from tests.graphs import fake_world
 from tests.ranks import Ranks
 from zgraph.collectives import (
+    goes_by_node,
     start_all_gather,
     start_all_to_all,
+    start_gather_by_node,
     start_grouped_gather,
-    start_ring_gather,
     uses_messages,
-    wants_ring,
 )
-from zgraph.torch_compat import all_to_all_op, wait, works_waited_for
+from zgraph.torch_compat import all_gather_into, all_to_all_op, wait, works_waited_for
 
 WORLD = "0"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -28,17 +28,20 @@ def of_rank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (100 * torch.randn(shape, generator=generator)).to(dtype)
 
 
+def by_the_backend(own: Tensor) -> Tensor:
+    world = dist.get_world_size()
+    return wait(all_gather_into(own.new_empty((world * own.shape[0], *own.shape[1:])), own, WORLD))
+
+
 def gathers() -> None:
     world = dist.get_world_size()
     for shape in ((5,), (3, 2), (0, 4), (4, 0), (1,), (70_001,)):
         for dtype in DTYPES:
             own = of_rank(*shape, dtype=dtype)
-            found, ring = wait(start_all_gather(own, world, WORLD)), wait(start_ring_gather(own, world, WORLD))
-            assert found.dtype == dtype and torch.equal(found, ring)
+            found = wait(start_all_gather(own, world, WORLD))
+            assert found.dtype == dtype and torch.equal(found, by_the_backend(own))
     strided = of_rank(6, 4).t()
-    assert torch.equal(
-        wait(start_all_gather(strided, world, WORLD)), wait(start_ring_gather(strided.contiguous(), world, WORLD))
-    )
+    assert torch.equal(wait(start_all_gather(strided, world, WORLD)), by_the_backend(strided.contiguous()))
     together = start_grouped_gather([of_rank(2), of_rank(0), of_rank(3, 3)], world, WORLD)
     assert [tuple(wait(one).shape) for one in together] == [(2 * world,), (0,), (3 * world, 3)]
 
@@ -112,11 +115,31 @@ def test_gloo_does(two_ranks: Ranks) -> None:
     assert two_ranks.run(on_gloo) == [[True, False]] * 2
 
 
+def gathers_by_node() -> None:
+    """Several in flight, waited for in another order than started, beside gathers and exchanges of the same ranks."""
+    world = dist.get_world_size()
+    for ranks_per_node in (1, 2, 4):
+        owns = [of_rank(rows, 3, dtype=dtype) for rows in (0, 1, 20_000) for dtype in DTYPES]
+        by_node = [start_gather_by_node(own, world, WORLD, ranks_per_node) for own in owns]
+        plain = [start_all_gather(own, world, WORLD) for own in owns]
+        splits = [5] * world
+        exchanged = start_all_to_all(torch.arange(5.0 * world), splits, splits, WORLD)
+        for found, direct in reversed([*zip(by_node, plain, strict=True)]):
+            assert torch.equal(wait(found), wait(direct))
+        assert torch.equal(wait(exchanged), torch.arange(5.0).add(5 * dist.get_rank()).repeat(world))
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True, ids="ranks{}".format)
+def test_a_gather_by_node_brings_the_same(ranks: Ranks) -> None:
+    ranks.run(gathers_by_node)
+
+
 @pytest.mark.parametrize(
-    ("world", "ranks_per_node", "ring"), [(4, 1, False), (4, 4, False), (4, 8, False), (4, 2, True), (6, 4, True)]
+    ("world", "ranks_per_node", "expected"),
+    [(4, 1, False), (4, 4, False), (4, 8, False), (4, 2, True), (6, 2, True), (6, 4, False), (3, 2, False)],
 )
-def test_a_ring_where_a_node_has_several_ranks_and_others_too(world: int, ranks_per_node: int, ring: bool) -> None:
+def test_where_gathers_go_by_node(world: int, ranks_per_node: int, expected: bool) -> None:
     with fake_world(world):
         group = dist.group.WORLD
         assert group is not None
-        assert wants_ring(group, ranks_per_node) == ring
+        assert goes_by_node(group, ranks_per_node) == expected

@@ -60,7 +60,7 @@ def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
     with module.ShapedNetwork(hosts=2, rate="none") as network:
         processes = []
         for host, output in enumerate(outputs):
-            # Both namespaces have the machine's host name, so neither can find out that the endpoint is itself.
+            # Nobody resolves the hosts' names, so neither can find out that the endpoint is itself.
             roles = ["--local-addr", network.address(host), "--rdzv-conf", f"is_host={str(host == 0).lower()}"]
             command = [
                 *TORCHRUN,

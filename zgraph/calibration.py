@@ -24,7 +24,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.collectives import start_all_gather, start_all_to_all, start_ring_gather, uses_messages, wants_ring
+from zgraph.collectives import (
+    goes_by_node,
+    start_all_gather,
+    start_all_to_all,
+    uses_messages,
+)
 from zgraph.hardware import Hardware, Link
 from zgraph.ops import MIB
 from zgraph.torch_compat import all_gather, wait
@@ -33,7 +38,6 @@ _POINT_S = 0.2  # of measuring one size of one kind
 _SMALL_BYTES = (256, 4096)  # their time is latency
 _LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
 _MESSAGE_US = 25_000.0  # of one of several in flight, at the most
-_GLOO_THREADS = 2  # of one process group, each of which runs a collective that is not sent as messages
 
 
 def calibrate(
@@ -187,7 +191,6 @@ def _measure(ranks: _Ranks) -> Hardware:
         disk=alone.disk,
         links=links,
         backend=ranks.backend,
-        collectives_at_once=_GLOO_THREADS if any(wants_ring(group, local) for group in ranks.groups) else 1,
         cpu_us_per_collective=cpu_us_per_collective,
         cpu_us_per_wire_byte=cpu_us,
     )
@@ -243,6 +246,9 @@ def _host_links(ranks: _Ranks) -> tuple[Link, Link]:
     return to_device, to_host
 
 
+_Make = Callable[[_Ranks, ProcessGroup, int], Callable[[], Tensor]]
+
+
 @dataclass(frozen=True)
 class _Axis:
     link: Link
@@ -252,16 +258,17 @@ class _Axis:
 
 
 def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis | None:
-    """Of one group; both kinds of collectives together, for a plan has both."""
+    """Of one group; both kinds of collectives together, for a plan has both, where they take equally long."""
     world = dist.get_world_size(group)
     if world == 1:
         return None
     points: list[tuple[float, float]] = []
     cpu: list[tuple[float, float]] = []
-    for kind in range(2):
+    starters = [_exchanging, *([] if goes_by_node(group, ranks_per_node) else [_gathering])]
+    for make in starters:
         for sent_bytes in (*_SMALL_BYTES, *_LARGE_BYTES):
             numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
-            start = _starters(ranks, group, numel, ranks_per_node)[kind]
+            start = make(ranks, group, numel)
 
             def run(start: Callable[[], Tensor] = start) -> None:
                 wait(start())
@@ -277,7 +284,7 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
     slowest = ranks.slowest([us for _, us in (*points, *cpu)])
     sizes = [sent for sent, _ in points]
     link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
-    (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, ranks_per_node)])
+    (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, starters)])
     # A link may let a first burst through at once, of which one message may be the most, but never a stream.
     sustained = 1 / stream_us
     gain = max(1.0, sustained / link.bytes_per_us)
@@ -292,20 +299,20 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
     return _Axis(link, on_one_node, (world - 1) * burnt.latency_us, 1 / burnt.bytes_per_us)
 
 
-def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link, ranks_per_node: int) -> float:
-    """Of a byte that is sent while others of the group are under way: both kinds in turn, three in flight."""
+def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link, makes: Sequence[_Make]) -> float:
+    """Of a byte that is sent while others of the group are under way: collectives in turn, three in flight."""
     world = dist.get_world_size(group)
     # Each takes as long as a bucket does, and not for ever on a slow link.
     sent_bytes = min(_LARGE_BYTES[1] // 2, int(link.bytes_per_us * _MESSAGE_US))
     numel = sent_bytes // (world - 1) // 4 + 1
-    starters = _starters(ranks, group, numel, ranks_per_node)
+    starters = [make(ranks, group, numel) for make in makes]
 
     def stream(count: int) -> None:
         under_way: deque[Tensor] = deque()
         for number in range(count):
             if len(under_way) == 3:
                 wait(under_way.popleft())
-            under_way.append(starters[number % 2]())
+            under_way.append(starters[number % len(starters)]())
         for started in under_way:
             wait(started)
 
@@ -324,15 +331,15 @@ def _timed(ranks: _Ranks, run: Callable[[], object]) -> tuple[float, float]:
     return 1e6 * (time.perf_counter() - started), 1e6 * (time.process_time() - busy)
 
 
-def _starters(
-    ranks: _Ranks, group: ProcessGroup, numel: int, ranks_per_node: int
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """A gather and an exchange, as compiled programs start them, of so many elements for each other rank."""
-    world, name = dist.get_world_size(group), group.group_name
-    own, pieces = torch.ones(numel, device=ranks.device), torch.ones(numel * world, device=ranks.device)
-    gather = start_ring_gather if wants_ring(group, ranks_per_node) else start_all_gather
-    splits = [numel] * world
-    return lambda: gather(own, world, name), lambda: start_all_to_all(pieces, splits, splits, name)
+def _gathering(ranks: _Ranks, group: ProcessGroup, numel: int) -> Callable[[], Tensor]:
+    own = torch.ones(numel, device=ranks.device)
+    return lambda: start_all_gather(own, dist.get_world_size(group), group.group_name)
+
+
+def _exchanging(ranks: _Ranks, group: ProcessGroup, numel: int) -> Callable[[], Tensor]:
+    splits = [numel] * dist.get_world_size(group)
+    pieces = torch.ones(sum(splits), device=ranks.device)
+    return lambda: start_all_to_all(pieces, splits, splits, group.group_name)
 
 
 def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:

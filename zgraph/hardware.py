@@ -60,7 +60,8 @@ class Hardware:
             1 for the innermost axis. All process groups along one axis have it in common; their names differ.
         host_to_device, device_to_host, disk: of one rank.
         backend: of torch.distributed between its ranks.
-        collectives_at_once: how many of one group run at once: one on NCCL, two threads work for each group of gloo.
+        collectives_at_once: how many of one group run at once: one on NCCL, and of messages those of one group follow
+            one another.
         cpu_us_per_collective: time of the compute lane that each collective costs, however small, where the host that
             issues them is the one that computes.
         cpu_us_per_wire_byte: time of the compute lane that a byte costs where no device of its own moves it.
@@ -138,6 +139,8 @@ class Hardware:
             return rounds * (size - 1) * link.latency_us + sent_bytes / link.bytes_per_us
 
         if stride in self.links:
+            if kind.startswith("all_gather") and self.backend == "gloo" and isinstance(size, int) and 1 < local < size:
+                sent_bytes = sent_bytes / local  # crosses to each other node once: zgraph.collectives
             return over(self.links[stride])
         if local == 1:
             return over(outside)

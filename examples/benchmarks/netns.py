@@ -100,8 +100,10 @@ class ShapedNetwork:
         parent has died, even by SIGKILL. It has its own session, so that Ctrl-C reaches only the parent, which then
         ends it in order.
         """
+        # A host name of its own as well, by which zgraph.calibrate knows who shares a host.
+        named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"']
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._hosts[host], *command],
+            ["ip", "netns", "exec", self._hosts[host], *named, self._hosts[host], *command],
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             start_new_session=True,

@@ -68,7 +68,12 @@ def test_collectives_by_hand(kind: str, sent: int, size: int, stride: int, us: f
 
 def test_an_axis_of_its_own_link() -> None:
     known = dataclasses.replace(NODES, links={1: Link(latency_us=9.0, bytes_per_us=60.0)})
-    assert known.collective_us("all_gather_into_tensor", 600, 4, 1) == 3 * 9 + 10
+    assert known.collective_us("all_to_all_single", 600, 4, 1) == 3 * 9 + 10
+    # Two ranks on each of two nodes: over gloo a part crosses once, for both of them.
+    assert known.collective_us("all_gather_into_tensor", 600, 4, 1) == 3 * 9 + 10 / 2
+    assert dataclasses.replace(known, backend="nccl").collective_us("all_gather", 600, 4, 1) == 3 * 9 + 10
+    alone = dataclasses.replace(known, ranks_per_node=1)
+    assert alone.collective_us("all_gather_into_tensor", 600, 4, 1) == 3 * 9 + 10
     assert known.collective_us("all_gather_into_tensor", 600, 4, 2) == NODES.collective_us("all_gather", 600, 4, 2)
 
 

@@ -9,11 +9,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from zgraph import collectives, meta, nodes
+from zgraph import meta, nodes
 from zgraph.handle import name_of
 from zgraph.meter import GraphMeter, Probe, Program
 from zgraph.ops import collective_error
-from zgraph.torch_compat import BoxedCodeGen, boxed, resolve_group
+from zgraph.starters import starter_of
+from zgraph.torch_compat import BoxedCodeGen, boxed
 
 
 def lower_fx(
@@ -49,22 +50,6 @@ def lower_fx(
         return program(args) if meter is None else meter.run(build, args)
 
     return boxed(run)
-
-
-def starter_of(start: fx.Node, ranks_per_node: int = 1) -> tuple[Any, tuple[Any, ...]]:
-    """What runs in place of a functional collective, one of `zgraph.collectives` or itself, and its arguments."""
-    if nodes.is_all_gather(start):
-        if ranks_per_node > 1 and _by_node(start, ranks_per_node):
-            return collectives.start_gather_by_node, (*start.args, ranks_per_node)
-        return collectives.start_all_gather, start.args
-    if nodes.is_grouped_gather(start):
-        return collectives.start_grouped_gather, start.args
-    return collectives.start_all_to_all if nodes.is_all_to_all(start) else start.target, start.args
-
-
-def _by_node(start: fx.Node, ranks_per_node: int) -> bool:
-    group, device = resolve_group(nodes.group_of(start)), meta.tensor_value(start).device
-    return collectives.uses_messages(group, device) and collectives.goes_by_node(group, ranks_per_node)
 
 
 def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:

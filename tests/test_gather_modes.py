@@ -143,17 +143,15 @@ def least_peak(model: nn.Module, run: Callable[[], None]) -> int:
 
 
 def test_each_mode_holds_what_is_predicted(two_ranks: Ranks) -> None:
-    """In forward: one weight and gloo's own copy of it; all of them and two such copies; all of them twice."""
+    """In forward: one weight; all of them; all of them and two copied out of the bucket, which then goes."""
     forward: dict[Mode, int] = {}
     weight = WIDTH * WIDTH * 4
     for mode in MODES:
         for found in two_ranks.run(measured_peaks, mode):
             for predicted, measured in found:
-                # gloo may have done with one member before it begins with the next.
-                least = predicted - weight if mode == "grouped" else predicted
-                assert 0.95 * least < measured < 1.05 * predicted, (mode, found)
+                assert 0.95 * predicted < measured < 1.05 * predicted, (mode, found)
             forward[mode] = found[0][1]
     few = weight // 4
-    assert forward["sequential"] < 2 * weight + few
-    assert 4 * weight < forward["grouped"] < 6 * weight + few
-    assert forward["coalesced"] > 8 * weight
+    assert weight < forward["sequential"] < weight + few
+    assert 4 * weight < forward["grouped"] < 4 * weight + few
+    assert 6 * weight < forward["coalesced"] < 6 * weight + few

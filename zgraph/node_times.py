@@ -13,8 +13,8 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from zgraph import nodes
-from zgraph.codegen.lower import starter_of
 from zgraph.ops import group_size
+from zgraph.starters import starter_of
 from zgraph.torch_compat import resolve_group, wait
 
 

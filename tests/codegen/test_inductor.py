@@ -121,8 +121,7 @@ def peaks_of(lower: Callable[..., Any], steps: int = 1) -> tuple[int, list[int]]
 def test_the_peak_is_not_above_that_of_fx() -> None:
     """Byte by byte: every request is counted, and the collectives of this group have neither threads nor buffers.
 
-    With real ranks two runs of the same program differ by whole weights: gloo gathers into copies that are there for as
-    long as the other rank lets it wait, and gives buffers back when its threads come to run.
+    Real ranks hold what they send until it is waited for.
     """
     with fake_world(2):
         predicted, (fx_bytes,) = peaks_of(with_fx)
@@ -133,9 +132,11 @@ def test_the_peak_is_not_above_that_of_fx() -> None:
 
 
 def test_the_peak_on_real_ranks_is_what_was_planned(two_ranks: Ranks) -> None:
-    """What gloo's threads hold too long comes on top in one step or the other: the lowest of some is the program's."""
-    for predicted, peaks in two_ranks.run(peaks_of, with_inductor, 8):
-        assert 0.7 * predicted < min(peaks) <= predicted + REMAINDERS
+    """Exactly under fx. An island may hold side by side what nodes hold one after the other, so there 5 % is the gate."""
+    for predicted, peaks in two_ranks.run(peaks_of, with_fx, 3):
+        assert all(abs(peak - predicted) <= REMAINDERS for peak in peaks)
+    for predicted, peaks in two_ranks.run(peaks_of, with_inductor, 3):
+        assert all(0.95 * predicted <= peak <= 1.05 * predicted for peak in peaks)
 
 
 def cached_run(folders: list[str]) -> dict[str, Any]:

@@ -39,8 +39,7 @@ def workspace_bytes(node: fx.Node, *, threads: int = 1) -> int:
 def staging_bytes(started: fx.Node) -> int:
     """What the backend allocates for a collective while it is in flight, beside its result.
 
-    gloo scatters sums out of a copy of what it is given; messages (`zgraph.collectives`) need nothing. A gather around
-    a ring of ranks has a copy of its result, which is not counted.
+    gloo scatters sums out of a copy of what it is given; messages (`zgraph.collectives`) need nothing.
 
     Args:
         started: the start, or one result of a start that has several.

@@ -132,7 +132,7 @@ def test_the_peak_is_not_above_that_of_fx() -> None:
 
 
 def test_the_peak_on_real_ranks_is_what_was_planned(two_ranks: Ranks) -> None:
-    """Exactly under fx. An island may hold side by side what nodes hold one after the other, so there 5 % is the gate."""
+    """Exactly under fx. An island may hold side by side what its nodes hold one after the other: within 5 %."""
     for predicted, peaks in two_ranks.run(peaks_of, with_fx, 3):
         assert all(abs(peak - predicted) <= REMAINDERS for peak in peaks)
     for predicted, peaks in two_ranks.run(peaks_of, with_inductor, 3):

@@ -36,8 +36,9 @@ def lower_fx(
     guarded = _guarded_lines(gm)
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
-    for start in nodes.call_functions(gm.graph, nodes.is_start):
-        start.target, start.args = starter_of(start, ranks_per_node)
+    for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_start)):
+        start.target, more = starter_of(start, number, ranks_per_node)
+        start.args = (*start.args, *more)
     program = _program(gm, guarded)
     if meter_of is None:
         return boxed(program)

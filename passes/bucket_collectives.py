@@ -267,7 +267,8 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
     if nodes.is_quantized_gather(first):
         return "coalesced"  # codes are written to, and decoded out of, the flat buffer: nothing is copied
     if ctx.hardware is None:
-        return "grouped" if ctx.group_backend(nodes.group_of(first)) == "nccl" else "coalesced"
+        device = meta.tensor_value(nodes.sent_by(first)[0]).device
+        return "grouped" if ctx.group_backend(nodes.group_of(first), device) == "nccl" else "coalesced"
     more = 0 if ctx.hardware.backend == "nccl" else len(bucket.starts) - 1
     launch_us = ctx.collective_us(next(transfers_of(first)).kind, 0, nodes.group_of(first)) + ctx.sharing.issue_us
     launches_us = more * launch_us

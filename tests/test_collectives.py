@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.graphs import fake_world
+from tests.graphs import Drawing, fake_world
 from tests.ranks import Ranks
+from zgraph.agreement import Signature
 from zgraph.collectives import (
     goes_by_node,
     start_all_gather,
@@ -17,7 +20,9 @@ from zgraph.collectives import (
     start_grouped_gather,
     uses_messages,
 )
+from zgraph.starters import order_of_waits
 from zgraph.torch_compat import all_gather_into, all_to_all_op, wait, works_waited_for
+from zgraph.traffic import transfers
 
 WORLD = "0"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -105,14 +110,17 @@ def test_only_gloo_sends_messages_and_only_from_the_host() -> None:
         assert not uses_messages(group, torch.device("cpu"))
 
 
-def on_gloo() -> list[bool]:
-    group = dist.group.WORLD
-    assert group is not None
+def on_gloo(backend: str | None) -> list[bool]:
+    """None: as `init_device_mesh` makes it where nobody has initialised torch.distributed."""
+    group = dist.group.WORLD if backend is None else dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
     return [uses_messages(group, torch.device(kind)) for kind in ("cpu", "cuda")]
 
 
-def test_gloo_does(two_ranks: Ranks) -> None:
-    assert two_ranks.run(on_gloo) == [[True, False]] * 2
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_gloo_does(two_ranks: Ranks, backend: str | None) -> None:
+    """Whatever the group is called: `dist.get_backend` says "undefined" of some."""
+    assert two_ranks.run(on_gloo, backend) == [[True, False]] * 2
 
 
 def gathers_by_node() -> None:
@@ -120,7 +128,7 @@ def gathers_by_node() -> None:
     world = dist.get_world_size()
     for ranks_per_node in (1, 2, 4):
         owns = [of_rank(rows, 3, dtype=dtype) for rows in (0, 1, 20_000) for dtype in DTYPES]
-        by_node = [start_gather_by_node(own, world, WORLD, ranks_per_node) for own in owns]
+        by_node = [start_gather_by_node(own, world, WORLD, n, ranks_per_node) for n, own in enumerate(owns)]
         plain = [start_all_gather(own, world, WORLD) for own in owns]
         splits = [5] * world
         exchanged = start_all_to_all(torch.arange(5.0 * world), splits, splits, WORLD)
@@ -132,6 +140,43 @@ def gathers_by_node() -> None:
 @pytest.mark.parametrize("ranks", [4], indirect=True, ids="ranks{}".format)
 def test_a_gather_by_node_brings_the_same(ranks: Ranks) -> None:
     ranks.run(gathers_by_node)
+
+
+def waits_in_orders_of_their_own() -> None:
+    """Of equal sizes, so that only their numbers tell them apart; a wait of one ends behind others' of the same."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first, second = (start_gather_by_node(torch.tensor([float(n * 100 + rank)]), world, WORLD, n, 2) for n in range(2))
+    waiting = [threading.Thread(target=wait, args=(one,)) for one in (first, second)]
+    for thread in waiting if rank % 2 else waiting[::-1]:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    assert first.tolist() == [0, 1, 2, 3] and second.tolist() == [100, 101, 102, 103]
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True, ids="ranks{}".format)
+def test_numbers_tell_gathers_by_node_apart(ranks: Ranks) -> None:
+    ranks.run(waits_in_orders_of_their_own)
+
+
+def test_ranks_agree_on_where_gathers_by_node_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gather a, gather b, wait a, exchange, wait b: anybody who waited otherwise would wait forever."""
+    monkeypatch.setattr("zgraph.collectives.uses_messages", lambda group, device: True)
+    with fake_world(4):
+        drawing = Drawing()
+        starts = [drawing.start_gather(drawing.input(name, 4), name) for name in "ab"]
+        first = drawing.wait(starts[0])
+        exchange = drawing.wait(drawing.start_exchange(drawing.input("c", 8), "c"))
+        graph = drawing.done(first, exchange, drawing.wait(starts[1])).graph
+        assert order_of_waits(graph, 1) == order_of_waits(graph, 4) == []
+        waits = order_of_waits(graph, 2)
+        assert waits == [
+            "gather 0 by nodes of 2 ranks is waited for after 2 starts",
+            "gather 1 by nodes of 2 ranks is waited for after 3 starts",
+        ]
+        agreed = Signature.of("forward", [*transfers(graph)], waits)
+        assert agreed.entries[-2:] == tuple(waits) and len(agreed.names) == len(agreed.entries)
+        assert agreed.digest != Signature.of("forward", [*transfers(graph)], waits[::-1]).digest
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_a_collective_in_flight_holds_what_it_reads() -> None:
 
 
 def test_gloo_stages_two_scatters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zgraph.workspace.group_backend", lambda name: "gloo")
+    monkeypatch.setattr("zgraph.workspace.group_backend", lambda name, device: "gloo")
     with fake_world(2):
         drawing = Drawing()
         sums = [drawing.input(name, 8) for name in "abcd"]

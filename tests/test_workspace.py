@@ -166,7 +166,7 @@ def staged(kind: str) -> int:
 def test_messages_need_nothing_and_gloo_scatters_out_of_a_copy(two_ranks: Ranks) -> None:
     expected: dict[str, int] = {}
     with fake_world(2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zgraph.workspace.group_backend", lambda name: "gloo")
+        patch.setattr("zgraph.workspace.group_backend", lambda name, device: "gloo")
         drawing = Drawing()
         x = drawing.input("x", 1024, 256)
         starts = {

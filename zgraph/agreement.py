@@ -48,7 +48,8 @@ class Signature:
     ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, direction: str, transfers: Sequence[Transfer]) -> Signature:
+    def of(cls, direction: str, transfers: Sequence[Transfer], waits: Sequence[str] = ()) -> Signature:
+        """Of a graph's collectives, and of `zgraph.starters.order_of_waits`."""
         ranks: dict[int, None] = {}
         entries: list[str] = []
         for transfer in transfers:
@@ -62,8 +63,8 @@ class Signature:
             entries.append(
                 f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes{coded} over ranks {axis}"
             )
-        names = tuple(", ".join(transfer.parameters) for transfer in transfers)
-        return cls(direction, tuple(entries), names, tuple(sorted(ranks)))
+        names = [", ".join(transfer.parameters) for transfer in transfers] + [""] * len(waits)
+        return cls(direction, (*entries, *waits), tuple(names), tuple(sorted(ranks)))
 
     @property
     def digest(self) -> str:

@@ -31,6 +31,7 @@ from zgraph.pipeline import Pipeline
 from zgraph.report.dump import Dumper
 from zgraph.report.of_graph import describe
 from zgraph.report.summary import Report
+from zgraph.starters import order_of_waits
 from zgraph.traffic import transfers
 from zgraph.unit import scope_behind
 
@@ -195,12 +196,15 @@ class FrameCompiler:
                 return main
             return switch_after(self.warmup_steps, self._lowered(self.warm_backward, None), main, gm)
 
+    @property
+    def _ranks_per_node(self) -> int:
+        return 1 if self.ctx.hardware is None else self.ctx.hardware.ranks_per_node
+
     def _lowered(self, gm: fx.GraphModule, meter_of: MeterOf | None) -> Callable[[list[Any]], Any]:
-        ranks_per_node = 1 if self.ctx.hardware is None else self.ctx.hardware.ranks_per_node
         if self.inductor is None:
-            return lower_fx(gm, meter_of, ranks_per_node)
+            return lower_fx(gm, meter_of, self._ranks_per_node)
         islands, distinct = self.inductor.islands, len(self.inductor.compiled)
-        lowered = self.inductor.lower(gm, meter_of, ranks_per_node)
+        lowered = self.inductor.lower(gm, meter_of, self._ranks_per_node)
         self.report.islands += self.inductor.islands - islands
         self.report.distinct_islands += len(self.inductor.compiled) - distinct
         return lowered
@@ -228,10 +232,17 @@ class FrameCompiler:
                 parameters=tuple(self.names.values()),
                 reason=self.reason,
             )
-        signatures = [Signature.of(graph.direction, graph.transfers) for graph in found]
+        signatures = [
+            Signature.of(graph.direction, graph.transfers, order_of_waits(gm.graph, self._ranks_per_node))
+            for graph, gm in zip(found, graphs.values(), strict=True)
+        ]
         if self.warm_backward is not None:
-            warm = f"backward of {self.warmup_steps} steps of warm-up"  # as many on every rank
-            signatures.append(Signature.of(warm, [*transfers(self.warm_backward.graph)]))
+            warm, graph = (
+                f"backward of {self.warmup_steps} steps of warm-up",
+                self.warm_backward.graph,
+            )  # as many on all
+            waits = order_of_waits(graph, self._ranks_per_node)
+            signatures.append(Signature.of(warm, [*transfers(graph)], waits))
         with self.report.phase("agreement"):
             agree(signatures, self.options.agreement_timeout_s)
         if self.options.report is not None:  # somebody wants to read them

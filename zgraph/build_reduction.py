@@ -42,7 +42,8 @@ class ReductionBuilder:
         self.rank = ctx.group_rank(self.args.group_name)
         self.algorithm = algorithm
         if algorithm == "auto":
-            self.algorithm = "reduce_scatter" if ctx.group_backend(self.args.group_name) == "nccl" else "all_to_all"
+            backend = ctx.group_backend(self.args.group_name, meta.tensor_value(self.args.grad).device)
+            self.algorithm = "reduce_scatter" if backend == "nccl" else "all_to_all"
 
     def node(self, target: object, *args: object, name: str | None = None, **kwargs: object) -> fx.Node:
         return meta.create(self.graph, target, args, kwargs, like=self.marker, name=name)

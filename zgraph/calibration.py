@@ -32,11 +32,13 @@ from zgraph.collectives import (
 )
 from zgraph.hardware import Hardware, Link
 from zgraph.ops import MIB
-from zgraph.torch_compat import all_gather, wait
+from zgraph.torch_compat import all_gather, backend_of, wait
 
+_FORMAT = 2  # of what is measured: files of another are not read
 _POINT_S = 0.2  # of measuring one size of one kind
 _SMALL_BYTES = (256, 4096)  # their time is latency
 _LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
+_MOST_GAIN = 2.0  # of several messages in flight over one; more than that is a disturbed measurement
 _MESSAGE_US = 25_000.0  # of one of several in flight, at the most
 
 
@@ -102,13 +104,14 @@ class _Ranks:
             kind = given.device_type
         elif isinstance(given, ProcessGroup):
             groups = (given,)
-            kind = "cuda" if dist.get_backend(given) == "nccl" else "cpu"
+            on_cuda = torch.cuda.is_available() and backend_of(given, torch.device("cuda")) == "nccl"
+            kind = "cuda" if on_cuda else "cpu"
         else:
             raise ValueError(
                 f"zgraph.calibrate: {given!r} is a {type(given).__name__}; pass a DeviceMesh, a ProcessGroup or None."
             )
         for group in groups:
-            if dist.get_backend(group) == "fake":
+            if backend_of(group, torch.device(kind)) == "fake":
                 raise ValueError(
                     "zgraph.calibrate: collectives of the backend fake move nothing; initialise gloo or nccl, or take "
                     'zgraph.Hardware.preset("h100").'
@@ -120,7 +123,7 @@ class _Ranks:
     def backend(self) -> str:
         """Of the groups; of a process alone that which it would use."""
         if self.groups:
-            return dist.get_backend(self.groups[0])
+            return backend_of(self.groups[0], self.device)
         return "gloo" if self.device.type == "cpu" else "nccl"
 
     def slowest(self, values: Sequence[float]) -> list[float]:
@@ -286,7 +289,7 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
     link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
     (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, starters)])
     # A link may let a first burst through at once, of which one message may be the most, but never a stream.
-    sustained = 1 / stream_us
+    sustained = min(1 / stream_us, _MOST_GAIN * link.bytes_per_us)
     gain = max(1.0, sustained / link.bytes_per_us)
     if uses_messages(group, ranks.device):
         link = replace(link, bytes_per_us=sustained)  # those of several collectives follow one another without a gap
@@ -390,11 +393,12 @@ def _capacity_bytes(device: torch.device) -> int:
 def _cache_path(ranks: _Ranks, directory: Path) -> Path:
     module: Any = torch.get_device_module(ranks.device)
     groups = [
-        (dist.get_backend(group), [member - members[0] for member in members])
+        (backend_of(group, ranks.device), [member - members[0] for member in members])
         for group in ranks.groups
         for members in [dist.get_process_group_ranks(group)]
     ]
     key = [
+        _FORMAT,
         platform.node(),
         platform.machine(),
         os.cpu_count(),

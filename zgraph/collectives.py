@@ -25,26 +25,28 @@ from torch.distributed import ProcessGroup
 from zgraph.torch_compat import (
     all_gather_into,
     all_to_all_op,
+    backend_of,
     grouped_gather_op,
     register_work,
     resolve_group,
 )
 
-_TAG = 0x7A67  # of messages; "zg", so that those of the user's own calls are others
-_PASSED_ON = _TAG + 1  # of those that a gather by node sends when it is waited for
+_NUMBERS = 4096
+# The first of so many tags: of messages, and of those that a gather by node passes on. The user's own are others.
+_TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
-def start_all_gather(shard: Tensor, world: int, group_name: str) -> Tensor:
-    """[n, ...] of every rank -> [world * n, ...], usable after a wait."""
+def start_all_gather(shard: Tensor, world: int, group_name: str, number: int = 0) -> Tensor:
+    """[n, ...] of every rank -> [world * n, ...], usable after a wait; `number` as in `_start`."""
     group = resolve_group(group_name)
     whole = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
     if not uses_messages(group, shard.device):
         return all_gather_into(whole, shard, group_name)
-    _start(whole.chunk(world), [shard.contiguous()] * world, group, whole)
+    _start(whole.chunk(world), [shard.contiguous()] * world, group, whole, number)
     return whole
 
 
-def start_gather_by_node(shard: Tensor, world: int, group_name: str, ranks_per_node: int) -> Tensor:
+def start_gather_by_node(shard: Tensor, world: int, group_name: str, number: int, ranks_per_node: int) -> Tensor:
     """The same for a group with several ranks on each of several nodes: a part crosses to another node once.
 
     Four ranks on two nodes, of which 0 and 2 have the first place and 1 and 3 the second:
@@ -63,18 +65,20 @@ def start_gather_by_node(shard: Tensor, world: int, group_name: str, ranks_per_n
     away = [members[place] for members in nodes if members is not home]
     here = [peer for peer in home if peer != rank]
     peers = [*here, *away]
-    arriving = [group.recv([parts[peer]], peer, _TAG) for peer in peers]
-    arriving += [group.send([own], peer, _TAG) for peer in peers]
+    tag, passed_on = (first + number % _NUMBERS for first in _TAGS)
+    arriving = [group.recv([parts[peer]], peer, tag) for peer in peers]
+    arriving += [group.send([own], peer, tag) for peer in peers]
     parts[rank].copy_(own)
     theirs = [[members[home.index(peer)] for members in nodes if members is not home] for peer in here]
-    register_work(whole, _PassOn(group, arriving, parts, away, dict(zip(here, theirs, strict=True))))
+    register_work(whole, _PassOn(group, arriving, parts, away, dict(zip(here, theirs, strict=True)), passed_on))
     return whole
 
 
 class _PassOn(dist.Work):
     """The second half of a gather by node, which runs when its result is waited for.
 
-    Ranks wait for the collectives of a group in one order, as they start them, so these messages find one another too.
+    It ends when the other ranks of the node wait for it too. So all have to wait, for these and for whatever else, in
+    one order: see `zgraph.starters.order_of_waits`.
     """
 
     def __init__(
@@ -84,18 +88,18 @@ class _PassOn(dist.Work):
         parts: Sequence[Tensor],
         away: Sequence[int],
         theirs: Mapping[int, Sequence[int]],
+        tag: int,
     ) -> None:
         super().__init__()
         self.group, self.arriving, self.parts, self.away, self.theirs = group, arriving, parts, away, theirs
+        self.tag = tag
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        group, parts = self.group, self.parts
-        passed = [
-            group.recv([parts[origin]], peer, _PASSED_ON) for peer, origins in self.theirs.items() for origin in origins
-        ]
+        group, parts, tag = self.group, self.parts, self.tag
+        passed = [group.recv([parts[origin]], peer, tag) for peer, origins in self.theirs.items() for origin in origins]
         for work in self.arriving:
             work.wait()
-        passed += [group.send([parts[origin]], peer, _PASSED_ON) for peer in self.theirs for origin in self.away]
+        passed += [group.send([parts[origin]], peer, tag) for peer in self.theirs for origin in self.away]
         for work in passed:
             work.wait()
         return True
@@ -106,27 +110,27 @@ def start_grouped_gather(shards: Sequence[Tensor], world: int, group_name: str) 
 
     gloo's own (2.11 - 2.13) runs as ALLGATHER_COALESCED, which is not safe with several in flight (`all_gather_into`).
     """
-    if dist.get_backend(resolve_group(group_name)) == "nccl":
+    if shards and backend_of(resolve_group(group_name), shards[0].device) == "nccl":
         return grouped_gather_op()(list(shards), world, group_name)
     return [start_all_gather(shard, world, group_name) for shard in shards]
 
 
 def start_all_to_all(
-    pieces: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str
+    pieces: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, number: int = 0
 ) -> Tensor:
-    """Rows for each rank -> [sum of output_splits, ...] rows of each rank, usable after a wait."""
+    """Rows for each rank -> [sum of output_splits, ...] of each, usable after a wait; `number` as in `_start`."""
     group = resolve_group(group_name)
     if not uses_messages(group, pieces.device):
         return all_to_all_op()(pieces, list(output_splits), list(input_splits), group_name)
     received = pieces.new_empty((sum(output_splits), *pieces.shape[1:]))
     parts, own = received.split(list(output_splits)), pieces.contiguous().split(list(input_splits))
-    _start(parts, own, group, received)
+    _start(parts, own, group, received, number)
     return received
 
 
 def uses_messages(group: ProcessGroup, device: torch.device) -> bool:
     """Whether collectives of a group are sent as messages: by gloo, from host memory."""
-    return device.type == "cpu" and dist.get_backend(group) == "gloo"
+    return device.type == "cpu" and backend_of(group, device) == "gloo"
 
 
 def nodes_of(group: ProcessGroup, ranks_per_node: int) -> list[list[int]]:
@@ -147,13 +151,23 @@ def goes_by_node(group: ProcessGroup, ranks_per_node: int) -> bool:
     return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(members) for members in nodes}) == 1
 
 
-def _start(to_fill: Sequence[Tensor], to_send: Sequence[Tensor], group: ProcessGroup, result: Tensor) -> None:
-    """Exchange parts with every rank; the wait of `result` waits for all of it, what was sent included."""
+def _start(
+    to_fill: Sequence[Tensor], to_send: Sequence[Tensor], group: ProcessGroup, result: Tensor, number: int
+) -> None:
+    """Exchange parts with every rank; the wait of `result` waits for all of it, what was sent included.
+
+    Args:
+        to_fill, to_send: by rank.
+        group: of the ranks.
+        result: what is waited for.
+        number: of the collective, the same on all ranks. Of several interfaces gloo takes one by the tag.
+    """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     others = [(rank + step) % world for step in range(1, world)]
+    tag = _TAGS[0] + number % _NUMBERS
     # The receives first: what is announced before anything is sent waits behind nothing.
-    started = [group.recv([to_fill[peer]], peer, _TAG) for peer in reversed(others) if to_fill[peer].numel()]
-    started += [group.send([to_send[peer]], peer, _TAG) for peer in others if to_send[peer].numel()]
+    started = [group.recv([to_fill[peer]], peer, tag) for peer in reversed(others) if to_fill[peer].numel()]
+    started += [group.send([to_send[peer]], peer, tag) for peer in others if to_send[peer].numel()]
     to_fill[rank].copy_(to_send[rank])
     for work in started:
         register_work(result, work)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Literal
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -15,7 +16,7 @@ from zgraph.hardware import Hardware
 from zgraph.ops import make_node_groups
 from zgraph.schedule import Limits
 from zgraph.simulate import Sharing
-from zgraph.torch_compat import resolve_group
+from zgraph.torch_compat import backend_of, resolve_group
 
 Phase = Literal["joint", "graph"]
 Direction = Literal["joint", "forward", "backward", "inference"]
@@ -106,9 +107,9 @@ class PassContext:
         assert self.hardware is not None, "ask only where there is hardware"
         return self.hardware.collective_us(kind, sent_bytes, self.group_size(group_name), group_stride(group_name))
 
-    def group_backend(self, group_name: str) -> str:
-        """ "gloo", "nccl", ..."""
-        found = dist.get_backend(resolve_group(group_name))
+    def group_backend(self, group_name: str, device: torch.device) -> str:
+        """What moves a group's tensors of a device: "gloo", "nccl", ..."""
+        found = backend_of(resolve_group(group_name), device)
         return self.planned_backend if found == "fake" else found
 
 

@@ -25,7 +25,7 @@ class Link:
         latency_us: of one message.
         bytes_per_us: that one rank sends while all other ranks of its node send too.
         gain_at_once: how many times that several transfers at once get through; more than 1 where one alone does not
-            fill the link, as one collective of gloo does not.
+            fill the link.
     """
 
     latency_us: float
@@ -139,7 +139,8 @@ class Hardware:
             return rounds * (size - 1) * link.latency_us + sent_bytes / link.bytes_per_us
 
         if stride in self.links:
-            if kind.startswith("all_gather") and self.backend == "gloo" and isinstance(size, int) and 1 < local < size:
+            by_node = kind == "all_gather_into_tensor" and self.backend == "gloo" and isinstance(size, int)
+            if by_node and 1 < local < size and size % local == 0:
                 sent_bytes = sent_bytes / local  # crosses to each other node once: zgraph.collectives
             return over(self.links[stride])
         if local == 1:
@@ -242,7 +243,6 @@ def _presets() -> dict[str, Hardware]:
         host_to_device=copy,
         device_to_host=copy,
         disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
-        collectives_at_once=2,
     )
     return {hardware.name: hardware for hardware in (a100, h100, h200, cpu)}
 

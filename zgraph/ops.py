@@ -22,7 +22,7 @@ from zgraph.collectives import start_all_gather, start_all_to_all
 from zgraph.errors import CollectiveError, ZgraphError
 from zgraph.handle import name_of
 from zgraph.runtime.window import ALONE, OPEN, state_behind
-from zgraph.torch_compat import find_group, make_beside, resolve_group, wait
+from zgraph.torch_compat import backend_of, find_group, make_beside, resolve_group, wait
 
 MIB = 2**20
 OF_REDUCTIONS = ".reductions"  # behind the name of a group: that of the group on which it reduces
@@ -108,9 +108,9 @@ class Chunk:
         return chunk_rows(chunk_rows(numel, self.unit[0]) * self.unit[1], self.filled_to) * self.filled_to
 
 
-def group_backend(group_name: str) -> str:
-    """ "gloo", "nccl", ...; "" of the group "", which sends nothing."""
-    return dist.get_backend(resolve_group(group_name)) if group_name else ""
+def group_backend(group_name: str, device: torch.device) -> str:
+    """What moves a group's tensors of a device: "gloo", "nccl", ...; "" of the group "", which sends nothing."""
+    return backend_of(resolve_group(group_name), device) if group_name else ""
 
 
 def accumulate_dtype(wire: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from zgraph.handle import make_handle
 from zgraph.ops import separate_reductions
 from zgraph.runtime.window import attach_state
 from zgraph.state_dict import follow_state_dicts
-from zgraph.torch_compat import local_parameters, replace_parameter
+from zgraph.torch_compat import backend_of, local_parameters, replace_parameter
 from zgraph.unit import STATE, ModuleState, ParamSpec, Read, Scope, state_of, unit_class
 
 Unit = nn.Module | type[nn.Module]
@@ -135,6 +135,11 @@ def shard(
     return module
 
 
+def _device_type_of(group: dist.ProcessGroup | None) -> str:
+    on_cuda = group is not None and torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
+    return "cuda" if on_cuda else "cpu"
+
+
 def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
     if mesh is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -145,7 +150,7 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
             )
         first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
         # Nothing but meta: where the process group works.
-        device_type = first.device.type if first is not None else "cuda" if "nccl" in dist.get_backend() else "cpu"
+        device_type = first.device.type if first is not None else _device_type_of(dist.group.WORLD)
         return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     if mesh.ndim > 2:
         axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
@@ -327,7 +332,7 @@ def _separate_reductions(mesh: DeviceMesh) -> None:
     """Let reductions over the last axis not wait behind gathers, nor gathers behind them."""
     group = mesh.get_group(mesh.ndim - 1)
     # NCCL may split the new group off the default one, which takes every rank of the world.
-    if dist.get_backend(group) != "nccl" or mesh.size() == dist.get_world_size():
+    if backend_of(group, torch.device(mesh.device_type)) != "nccl" or mesh.size() == dist.get_world_size():
         separate_reductions(group)
 
 

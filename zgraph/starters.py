@@ -10,22 +10,45 @@ from zgraph import collectives, meta, nodes
 from zgraph.torch_compat import resolve_group
 
 
-def starter_of(start: fx.Node, ranks_per_node: int = 1) -> tuple[Any, tuple[Any, ...]]:
-    """A function, or the operator itself where the backend is to run it, and its arguments.
+def starter_of(start: fx.Node, number: int, ranks_per_node: int = 1) -> tuple[Any, tuple[Any, ...]]:
+    """A function, or the operator itself where the backend is to run it, and what it takes beside the node's arguments.
 
     Args:
         start: of a collective.
+        number: among the starts of its graph.
         ranks_per_node: of the machine, the same on all ranks.
     """
     if nodes.is_all_gather(start):
-        if ranks_per_node > 1 and _by_node(start, ranks_per_node):
-            return collectives.start_gather_by_node, (*start.args, ranks_per_node)
-        return collectives.start_all_gather, start.args
+        if _by_node(start, ranks_per_node):
+            return collectives.start_gather_by_node, (number, ranks_per_node)
+        return collectives.start_all_gather, (number,)
     if nodes.is_grouped_gather(start):
-        return collectives.start_grouped_gather, start.args
-    return collectives.start_all_to_all if nodes.is_all_to_all(start) else start.target, start.args
+        return collectives.start_grouped_gather, ()
+    if nodes.is_all_to_all(start):
+        return collectives.start_all_to_all, (number,)
+    return start.target, ()
+
+
+def order_of_waits(graph: fx.Graph, ranks_per_node: int = 1) -> list[str]:
+    """What all ranks have to agree on beside the order of starts: a line for each wait of a gather by node.
+
+    Such a gather ends when its peers wait for it. A rank that waits for it before it starts an exchange, and another
+    that waits for that exchange first, would wait forever.
+    """
+    found: list[str] = []
+    numbers: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if nodes.is_start(node):
+            numbers[node] = len(numbers)
+        elif nodes.is_wait(node) and (start := nodes.start_of(node)) in numbers and _by_node(start, ranks_per_node):
+            found.append(
+                f"gather {numbers[start]} by nodes of {ranks_per_node} ranks is waited for after {len(numbers)} starts"
+            )
+    return found
 
 
 def _by_node(start: fx.Node, ranks_per_node: int) -> bool:
+    if ranks_per_node == 1 or not nodes.is_all_gather(start):
+        return False
     group, device = resolve_group(nodes.group_of(start)), meta.tensor_value(start).device
     return collectives.uses_messages(group, device) and collectives.goes_by_node(group, ranks_per_node)

@@ -67,6 +67,18 @@ def resolve_group(group_name: str) -> ProcessGroup:
     return _resolve_process_group(cast(Any, group_name))
 
 
+def backend_of(group: ProcessGroup, device: torch.device) -> str:
+    """ "gloo", "nccl", ...: what moves a group's tensors of a device; "" where nothing does.
+
+    2.11 - 2.13: `dist.get_backend` says "undefined" of a group that serves several devices, such as `init_device_mesh`
+    makes where nobody has called `init_process_group`; hence `_get_backend`.
+    """
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:  # none for this device
+        return ""
+
+
 def find_group(group_name: str) -> ProcessGroup | None:
     """The process group of that name, None where there is none (`_world.pg_names`, 2.11 - 2.13)."""
     from torch.distributed.distributed_c10d import _world

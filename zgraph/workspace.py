@@ -45,8 +45,10 @@ def staging_bytes(started: fx.Node) -> int:
         started: the start, or one result of a start that has several.
     """
     start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started
-    scatters = nodes.is_reduce_scatter(start) and group_backend(nodes.group_of(start)) == "gloo"
-    return _bytes(_tensor(start, 0)) if scatters else 0
+    if not nodes.is_reduce_scatter(start):
+        return 0
+    given = _tensor(start, 0)
+    return _bytes(given) if group_backend(nodes.group_of(start), given.device) == "gloo" else 0
 
 
 def remaining_bytes(node: fx.Node) -> int:

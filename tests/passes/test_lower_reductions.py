@@ -135,7 +135,7 @@ def test_reduce_scatter_leaves_the_sum_to_the_backend_in_fp32() -> None:
 @pytest.mark.usefixtures("world")
 def test_auto_chooses_by_backend(backend: str, target: str) -> None:
     found = traced(mlp)
-    found.ctx.group_backend = lambda name: backend  # pyright: ignore[reportAttributeAccessIssue]
+    found.ctx.group_backend = lambda name, device: backend  # pyright: ignore[reportAttributeAccessIssue]
     starts = {str(node.target).split(".")[1] for node in nodes.call_functions(lowered(found), nodes.is_start)}
     assert starts - {"all_gather_into_tensor"} == {target}
 

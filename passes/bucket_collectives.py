@@ -49,13 +49,11 @@ class BucketCollectives(GraphPass):
             "auto": of each bucket the cheaper of the first two on the context's hardware, which fits its budget, else
             the third; without hardware "grouped" on NCCL and "coalesced" elsewhere.
         latency_share: of a bucket's transfer, from which on it is large enough; where the link decides.
-        least_bytes: where the link decides, up to so many bytes every member joins.
     """
 
     bucket_bytes: int | None
     gathers: Gathers = "auto"
     latency_share: float = 0.02
-    least_bytes: int = 0
 
     name: ClassVar[str] = "bucket_collectives"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
@@ -73,8 +71,6 @@ class BucketCollectives(GraphPass):
                 f'bucket_collectives: gathers={self.gathers!r} is unknown; write "auto", "coalesced", "grouped" or '
                 '"sequential".'
             )
-        if self.least_bytes < 0:
-            raise ValueError(f"bucket_collectives: least_bytes={self.least_bytes}; write 0 or more.")
         if not 0 < self.latency_share <= 1:
             raise ValueError(
                 f"bucket_collectives: latency_share={self.latency_share} is the part of a transfer that its latency "
@@ -130,21 +126,20 @@ class BucketCollectives(GraphPass):
                 for start, one in zip(starts, sent, strict=True)
             ]
             latency_us += ctx.sharing.issue_us
-            wanted_bytes = link_bytes(
+            limit_bytes = link_bytes(
                 whole_bytes=sum(map(carried_bytes, starts)),
                 latency_us=latency_us,
                 transfer_us=sum(member.transfer_us for member in members),
                 compute_us=all_us,
                 latency_share=self.latency_share,
             )
-            limit_bytes = max(wanted_bytes, self.least_bytes)
             if len(starts) > 1:
                 ctx.note(
                     self,
                     f"{kind} on group {group_name}: up to {limit_bytes} bytes each, for {latency_us:.1f} us latency",
                 )
             queue = GatherQueue if gathers_parameter(starts[0]) else ReductionQueue
-            return Filling(limit_bytes, self.least_bytes, queue(members, latency_us, all_us))
+            return Filling(limit_bytes, queue(members, latency_us, all_us))
 
         return limits
 
@@ -155,12 +150,10 @@ class Filling:
 
     Attributes:
         limit_bytes: the most that one carries.
-        least_bytes: up to which nobody asks the queue.
         queue: says of each member whether it is to join; None: whenever there is room.
     """
 
     limit_bytes: int
-    least_bytes: int = 0
     queue: GatherQueue | ReductionQueue | None = None
 
 
@@ -207,7 +200,7 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
             bool(together)
             and size <= filling.limit_bytes
             and _anchor(together, order) is not None
-            and (filling.queue is None or size <= filling.least_bytes or filling.queue.should_join())
+            and (filling.queue is None or filling.queue.should_join())
         )
         if joins:
             buckets[-1].append(start)

@@ -18,7 +18,7 @@ from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.set_target import SetTarget
 from zgraph.passes.sink_waits import SinkWaits
 
-ETHERNET_BYTES = 2 * MIB  # a bucket that keeps both directions of a link busy
+ETHERNET_BYTES = 2 * MIB  # a bucket of which latency is a small part
 
 
 def default(
@@ -34,8 +34,7 @@ def default(
 
     Args:
         bucket_bytes: the most that one collective carries, counted on whole parameters and gradients.
-            None: what suits the links of the hardware, and over gloo, without a budget, no less than 2 MiB; without
-            hardware 2 MiB, which suits Ethernet and keeps both directions of a link busy.
+            None: what suits the links of the hardware; without hardware 2 MiB, which suits Ethernet.
         hardware: plan buckets and order by what they cost there: `zgraph.calibrate()`, or
             `zgraph.Hardware.preset(...)`. None: by rules that need no costs: three gathers ahead, three reductions in
             flight.
@@ -54,9 +53,6 @@ def default(
     """
     if bucket_bytes is None and hardware is None:
         bucket_bytes = ETHERNET_BYTES
-    # After a pause TCP starts slowly (RFC 5681, section 4.1), which no measurement of a busy link sees.
-    over_tcp = hardware is not None and hardware.backend == "gloo"
-    least_bytes = ETHERNET_BYTES if over_tcp and budget_bytes is None else 0
     lowered = [
         DedupeGathers(),
         ChooseLifetimes(),
@@ -64,7 +60,7 @@ def default(
         LowerGathers(),
         *([] if compression is None else [CompressGradients(method=compression)]),
         LowerReductions(),
-        BucketCollectives(bucket_bytes=bucket_bytes, least_bytes=least_bytes),
+        BucketCollectives(bucket_bytes=bucket_bytes),
     ]
     if hardware is not None:
         return [

@@ -10,8 +10,7 @@ from tests.graphs import deep, fake_world, traced
 from zgraph import Hardware, PassContext
 from zgraph.cost import costs_of
 from zgraph.hardware import Link
-from zgraph.ops import MIB
-from zgraph.passes import BucketCollectives, ScheduleOverlap, SetTarget, presets
+from zgraph.passes import ScheduleOverlap, SetTarget, presets
 
 CPU = Hardware.preset("cpu")
 
@@ -49,19 +48,6 @@ def test_the_preset_with_hardware_plans_instead_of_following_rules() -> None:
     first, *between, last = presets.default(hardware=CPU, budget_bytes=99, bucket_bytes=77)
     assert (first, last) == (SetTarget(hardware=CPU, budget_bytes=99), ScheduleOverlap())
     assert between == presets.default(bucket_bytes=77)[:-2]
-
-
-@pytest.mark.parametrize(
-    ("hardware", "budget_bytes", "expected"),
-    [(CPU, None, 2 * MIB), (CPU, 99, 0), (Hardware.preset("h100"), None, 0)],
-)
-def test_over_tcp_buckets_are_no_smaller_than_it_needs_to_come_up_to_speed(
-    hardware: Hardware, budget_bytes: int | None, expected: int
-) -> None:
-    """Unless a budget wants them smaller."""
-    passes = presets.default(hardware=hardware, budget_bytes=budget_bytes)
-    (bucketing,) = [entry for entry in passes if isinstance(entry, BucketCollectives)]
-    assert (bucketing.bucket_bytes, bucketing.least_bytes) == (None, expected)
 
 
 def test_what_is_no_hardware_is_refused() -> None:

@@ -319,7 +319,7 @@ def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link, makes: Sequence[_
         for started in under_way:
             wait(started)
 
-    few, many = 4, 10  # their difference leaves out what the first and the last do alone
+    few, many = 4, 20  # their difference leaves out what the first and the last do alone
     stream(few)
     times = [[_timed(ranks, lambda count=count: stream(count))[0] for count in (few, many)] for _ in range(3)]
     us = statistics.median(more - less for less, more in times)

@@ -174,7 +174,7 @@ def test_glibc_rounds_as_the_heap_says() -> None:
         assert rounded <= used <= rounded + 64, size  # where its alignment left a gap
 
 
-def heap_bytes(sizes: Sequence[int]) -> list[float]:
+def heap_bytes(sizes: Sequence[int]) -> list[int]:
     """What the heap gives for a tensor of each size."""
     heap, count = Heap(), 64
 
@@ -184,8 +184,9 @@ def heap_bytes(sizes: Sequence[int]) -> list[float]:
         return heap.used_bytes() - before + 0 * len(kept)
 
     rise(0)  # the first calls leave things behind
-    # Without what describes a tensor; and whatever else the process lets go in between.
-    return [statistics.median(rise(size) - rise(0) for _ in range(9)) / count for size in sizes]
+    # Without what describes a tensor; and whatever else the process lets go in between, which is less than a block each.
+    blocks = [statistics.median(rise(size) - rise(0) for _ in range(9)) / count / GLIBC.block_bytes for size in sizes]
+    return [round(found) * GLIBC.block_bytes for found in blocks]
 
 
 def test_large_requests_take_whole_pages() -> None:

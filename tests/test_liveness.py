@@ -184,7 +184,7 @@ def heap_bytes(sizes: Sequence[int]) -> list[int]:
         return heap.used_bytes() - before + 0 * len(kept)
 
     rise(0)  # the first calls leave things behind
-    # Without what describes a tensor; and whatever else the process lets go in between, which is less than a block each.
+    # Without what describes a tensor; what else the process lets go in between is less than a block of each.
     blocks = [statistics.median(rise(size) - rise(0) for _ in range(9)) / count / GLIBC.block_bytes for size in sizes]
     return [round(found) * GLIBC.block_bytes for found in blocks]
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import zgraph
+from tests import models
+from tests.compiled import with_fx
 from tests.graphs import Drawing, fake_world
 from tests.ranks import Ranks
+from tests.replicated import whole
 from zgraph.agreement import Signature
 from zgraph.collectives import (
     goes_by_node,
@@ -20,6 +26,8 @@ from zgraph.collectives import (
     start_grouped_gather,
     uses_messages,
 )
+from zgraph.hardware import Hardware
+from zgraph.passes import presets
 from zgraph.starters import order_of_waits
 from zgraph.torch_compat import all_gather_into, all_to_all_op, wait, works_waited_for
 from zgraph.traffic import transfers
@@ -98,6 +106,30 @@ def inputs_that_die_early() -> None:
         assert wait(result).eq(number).all()
 
 
+def order_of_messages() -> list[str]:
+    """Of a gather and an exchange: a rank that sends first keeps its peer from sending meanwhile."""
+    world, calls = dist.get_world_size(), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("send", "recv"):
+            patch.setattr(dist.ProcessGroup, name, noted(getattr(dist.ProcessGroup, name), name, calls))
+        wait(start_all_gather(torch.ones(2), world, WORLD))
+        wait(start_all_to_all(torch.ones(world), [1] * world, [1] * world, WORLD))
+    return calls
+
+
+def noted(call: Any, name: str, calls: list[str]) -> Any:
+    def run(group: dist.ProcessGroup, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        calls.append(name)
+        return call(group, tensors, peer, tag)
+
+    return run
+
+
+def test_receives_are_announced_before_anything_is_sent(ranks: Ranks) -> None:
+    others = ranks.world - 1
+    assert ranks.run(order_of_messages) == [2 * (others * ["recv"] + others * ["send"])] * ranks.world
+
+
 @pytest.mark.parametrize("check", [gathers, exchanges, many_at_once, inputs_that_die_early])
 def test_messages_bring_what_the_backend_brings(ranks: Ranks, check: object) -> None:
     ranks.run(check)  # pyright: ignore[reportArgumentType]
@@ -157,6 +189,39 @@ def waits_in_orders_of_their_own() -> None:
 @pytest.mark.parametrize("ranks", [4], indirect=True, ids="ranks{}".format)
 def test_numbers_tell_gathers_by_node_apart(ranks: Ranks) -> None:
     ranks.run(waits_in_orders_of_their_own)
+
+
+def trained_by_node() -> int:
+    """Two steps of a compiled model, two ranks a node, against the eager markers; how many gathers went by node."""
+    hardware = replace(Hardware.preset("cpu"), ranks_per_node=2)
+    x, found, by_node = of_rank(4, 6), list[list[Tensor]](), list[int]()
+
+    def counted(*args: Any) -> Tensor:
+        by_node.append(args[-1])
+        return start_gather_by_node(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zgraph.collectives.start_gather_by_node", counted)
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            model: Any = zgraph.shard(models.Uneven(), zero_stage=3)
+            pipeline = zgraph.Pipeline(presets.default(hardware=hardware))
+            called = with_fx(model, pipeline=pipeline) if is_compiled else model
+            for _ in range(2):
+                called(x).square().mean().backward()
+            found.append([whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None])
+    assert len(found[0]) == len(found[1]) > 5
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.equal(eager, compiled)
+    assert set(by_node) == {2}
+    return len(by_node)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4], indirect=True, ids="ranks{}".format)
+def test_a_compiled_step_gathers_by_node_where_its_hardware_says_so(ranks: Ranks) -> None:
+    counts = ranks.run(trained_by_node)
+    assert counts == counts[:1] * 4 and counts[0] >= 4  # forward and backward, twice
 
 
 def test_ranks_agree_on_where_gathers_by_node_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

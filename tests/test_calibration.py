@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.graphs import fake_world
 from tests.ranks import Ranks
-from zgraph.calibration import fit_link
-from zgraph.hardware import Hardware
+from zgraph.calibration import fit_link, in_a_stream
+from zgraph.hardware import Hardware, Link
 
 
 def _calibrate(directory: str) -> str:
@@ -82,3 +82,19 @@ def test_what_cannot_be_measured_is_refused() -> None:
         zgraph.calibrate("dp")  # pyright: ignore[reportArgumentType]
     with fake_world(2), pytest.raises(ValueError, match="collectives of the backend fake move nothing"):
         zgraph.calibrate()
+
+
+@pytest.mark.parametrize(
+    ("stream_us", "without_gap", "rate", "gain"),
+    [
+        (1 / 60, True, 60.0, 1.0),  # a burst made one message look fast
+        (1 / 60, False, 60.0, 1.0),
+        (1 / 150, True, 150.0, 1.0),  # one message leaves gaps that the next one fills
+        (1 / 150, False, 100.0, 1.5),
+        (1e-9, True, 200.0, 1.0),  # a disturbed measurement
+    ],
+)
+def test_a_stream_decides_the_rate_of_a_link(stream_us: float, without_gap: bool, rate: float, gain: float) -> None:
+    alone = Link(latency_us=5.0, bytes_per_us=100.0)
+    found = in_a_stream(alone, stream_us, without_gap=without_gap)
+    assert (found.latency_us, found.bytes_per_us, found.gain_at_once) == pytest.approx((5.0, rate, gain))

@@ -288,13 +288,7 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
     sizes = [sent for sent, _ in points]
     link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
     (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, starters)])
-    # A link may let a first burst through at once, of which one message may be the most, but never a stream.
-    sustained = min(1 / stream_us, _MOST_GAIN * link.bytes_per_us)
-    gain = max(1.0, sustained / link.bytes_per_us)
-    if uses_messages(group, ranks.device):
-        link = replace(link, bytes_per_us=sustained)  # those of several collectives follow one another without a gap
-    else:
-        link = replace(link, bytes_per_us=min(link.bytes_per_us, sustained), gain_at_once=gain)
+    link = in_a_stream(link, stream_us, without_gap=uses_messages(group, ranks.device))
     burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
     on_one_node = _same_host(ranks, group) == world
     if ranks.device.type != "cpu":
@@ -363,6 +357,23 @@ def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
         latency_us = statistics.median(max(us - size * us_per_byte, 1e-3 * us) for size, us in small)
         us_per_byte = statistics.median(max(us - latency_us, 1e-3 * us) / size for size, us in large)
     return Link(latency_us=latency_us / messages, bytes_per_us=1 / us_per_byte)
+
+
+def in_a_stream(link: Link, stream_us: float, *, without_gap: bool) -> Link:
+    """The link that a message alone has shown, at the rate of several in flight.
+
+    A link may let a first burst through at once, of which one message may be the most, but never a stream.
+
+    Args:
+        link: as `fit_link` finds it.
+        stream_us: of a byte while others are under way.
+        without_gap: collectives follow one another without a gap, so that this is the rate of each.
+    """
+    sustained = min(1 / stream_us, _MOST_GAIN * link.bytes_per_us)
+    if without_gap:
+        return replace(link, bytes_per_us=sustained)
+    gain = max(1.0, sustained / link.bytes_per_us)
+    return replace(link, bytes_per_us=min(link.bytes_per_us, sustained), gain_at_once=gain)
 
 
 def _same_host(ranks: _Ranks, group: ProcessGroup) -> int:

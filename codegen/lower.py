@@ -16,6 +16,8 @@ from zgraph.ops import collective_error
 from zgraph.starters import starter_of
 from zgraph.torch_compat import BoxedCodeGen, boxed
 
+aten, prims = torch.ops.aten, torch.ops.prims
+
 
 def lower_fx(
     gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_node: int = 1
@@ -39,6 +41,7 @@ def lower_fx(
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_start)):
         start.target, more = starter_of(start, number, ranks_per_node)
         start.args = (*start.args, *more)
+    _call_cast_kernels(gm.graph)
     program = _program(gm, guarded)
     if meter_of is None:
         return boxed(program)
@@ -51,6 +54,14 @@ def lower_fx(
         return program(args) if meter is None else meter.run(build, args)
 
     return boxed(run)
+
+
+def _call_cast_kernels(graph: fx.Graph) -> None:
+    """Let casts run as `aten._to_copy`, bitwise the same: the kernel of the prim is Python, and ten times slower."""
+    for node in nodes.call_functions(graph, lambda node: node.target is prims.convert_element_type.default):
+        source, dtype = cast("tuple[fx.Node, torch.dtype]", node.args)
+        if meta.tensor_value(source).stride() == meta.tensor_value(node).stride():  # of others the strides may differ
+            node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
 
 
 def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:

@@ -81,8 +81,8 @@ def _gathered(
     label = meta.label(marker)
     shard = chunk = nodes.without_views(args.shard)
     for dtype in (args.dtype, narrow):
-        if dtype is not None and meta.tensor_value(chunk).dtype != dtype:
-            chunk = meta.create(graph, aten._to_copy.default, (chunk,), {"dtype": dtype}, like=marker)
+        if dtype is not None:
+            chunk = meta.create_cast(graph, chunk, dtype, like=marker)
     if not meta.tensor_value(chunk).is_contiguous():
         chunk = meta.create(
             graph, aten.clone.default, (chunk,), {"memory_format": torch.contiguous_format}, like=marker

@@ -49,7 +49,7 @@ class ReductionBuilder:
         return meta.create(self.graph, target, args, kwargs, like=self.marker, name=name)
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return node if meta.tensor_value(node).dtype == dtype else self.node(aten._to_copy.default, node, dtype=dtype)
+        return meta.create_cast(self.graph, node, dtype, like=self.marker)
 
     def build(self) -> fx.Node:
         """The node whose value the marker stands for; the marker itself stays."""

@@ -181,6 +181,17 @@ def create(
     return node
 
 
+def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node | None = None) -> fx.Node:
+    """The node's value in another dtype; the node itself where it has that dtype.
+
+    A pass runs after decompositions, and Inductor lowers only what they end in: `aten._to_copy`, which eager torch
+    records, would be taken for an operator that it does not know.
+    """
+    if tensor_value(node).dtype == dtype:
+        return node
+    return create(graph, torch.ops.prims.convert_element_type.default, (node, dtype), like=like)
+
+
 def same_layout(expected: object, found: object) -> bool:
     """Whether two fake values agree in structure, shape, stride, dtype and device."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):

@@ -23,7 +23,7 @@ from zgraph.torch_compat import (
     wait_op,
 )
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -323,6 +323,7 @@ _RESHAPING = frozenset(
         aten.detach.default,
         aten.clone.default,
         aten._to_copy.default,
+        prims.convert_element_type.default,
         aten.split.Tensor,
         aten.split_with_sizes.default,
     }
@@ -365,7 +366,12 @@ def drop_unchanging_views(node: fx.Node) -> None:
 
 
 def is_cast(node: fx.Node) -> torch.dtype | None:
-    """The target dtype of a node that only casts, else None."""
+    """The target dtype of a node that only casts, else None.
+
+    Eager torch records `aten._to_copy`; Inductor's decompositions, and passes, `prims.convert_element_type`.
+    """
+    if node.target is prims.convert_element_type.default:
+        return cast("torch.dtype", node.args[1])
     # The cast that autograd writes for autocast repeats the layout and device that the value has anyway.
     if node.target is not aten._to_copy.default or set(node.kwargs) - {"dtype", "layout", "device"}:
         return None

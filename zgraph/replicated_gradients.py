@@ -87,4 +87,4 @@ def _steps_from(start: fx.Node) -> list[fx.Node]:
 
 
 def _makes_mean(node: fx.Node) -> bool:
-    return nodes.is_sum_ranks(node) or node.target in (aten.div.Tensor, aten._to_copy.default)
+    return nodes.is_sum_ranks(node) or node.target is aten.div.Tensor or nodes.is_cast(node) is not None

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
 from tests.compiled import with_fx
-from tests.graphs import fake_world, names_of
+from tests.graphs import Drawing, fake_world, names_of
 from tests.ranks import Ranks
 from zgraph import meta
 from zgraph.codegen.lower import lower_fx
@@ -94,6 +94,27 @@ def test_nodes_run_in_the_order_of_the_graph(lower: Any) -> None:
     made[0].prepend(made[2])  # what a scheduling pass does
     lower(_module(graph))([torch.ones(1)])
     assert ran == [3, 1, 2]
+
+
+@pytest.mark.parametrize(("rows", "runs"), [(4, "_to_copy"), (2, "convert_element_type")])
+def test_a_cast_runs_as_the_kernel_where_strides_agree(rows: int, runs: str) -> None:
+    """A view with gaps, the first rows of a transposed matrix, is left to the prim, which says what strides it gets."""
+    drawing = Drawing()
+    x = drawing.input("x", 3, 4)
+    part = drawing.call(aten.slice.Tensor, drawing.call(aten.t.default, x), 0, 0, rows)
+    gm = drawing.done(meta.create_cast(drawing.graph, part, torch.bfloat16))
+    calls: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    value = torch.randn(3, 4)
+    with Record():
+        (found,) = lower_fx(gm)([value])
+    assert runs in calls
+    assert torch.equal(found, value.t()[:rows].bfloat16())
 
 
 def _gather_graph(group_name: str = "0") -> fx.Graph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from zgraph import Pipeline, PreconditionError, meta, nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
 from zgraph.report.text import graph_text
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @pytest.fixture
@@ -86,7 +87,26 @@ def test_cast_that_every_reader_applies_comes_before_the_gather() -> None:
     graph = lowered(traced(Autocast))
     gathers = list(nodes.call_functions(graph, nodes.is_all_gather))
     assert {meta.tensor_value(node).dtype for node in gathers} == {torch.bfloat16}
-    FileCheck().check("_to_copy").check("all_gather_layers_0_weight: bf16").run(graph_text(graph))
+    FileCheck().check("prims.convert_element_type").check("all_gather_layers_0_weight: bf16").run(graph_text(graph))
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("target", [aten._to_copy.default, prims.convert_element_type.default])
+def test_a_cast_is_one_before_and_after_decompositions(target: Any) -> None:
+    """autocast writes aten._to_copy; Inductor's decompositions turn it into a prim. Both bring bf16 onto the wire."""
+    drawing = Drawing()
+    shard, handle = drawing.input("shard", 4, 8), drawing.input("handle", 96, dtype=torch.uint8)
+    policy = ([8, 8], torch.float32, None, 3, "mean", "alone", "", "0")
+    whole = drawing.call(torch.ops.zgraph.unshard.default, shard, handle, *policy, works_for="w")
+    narrow = (
+        drawing.call(target, whole, dtype=torch.bfloat16)
+        if target is aten._to_copy.default
+        else drawing.call(target, whole, torch.bfloat16)
+    )
+    gm = drawing.done(drawing.call(aten.relu.default, narrow))
+    graph = lowered(Traced(gm, {"forward": gm}, traced(mlp).ctx))
+    (gather,) = nodes.call_functions(graph, nodes.is_all_gather)
+    assert meta.tensor_value(gather).dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("world")

@@ -96,7 +96,10 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Compiled:
+    """A kernel as PTX and as machine code (SASS, disassembled), and what a thread of it takes."""
+
     ptx: str
+    sass: str
     registers: int
     stack_bytes: int
     local_bytes: int
@@ -124,10 +127,14 @@ def compiled(kernel: Any, pointers: list[str], groups: int, warps: int, capabili
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        usage, sass = (
+            subprocess.run(
+                [tool.path, option, file.name], check=True, capture_output=True, text=True, timeout=60
+            ).stdout
+            for tool, option in ((triton.knobs.nvidia.cuobjdump, "-res-usage"), (triton.knobs.nvidia.nvdisasm, "-c"))
+        )
     numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return Compiled(made.asm["ptx"], numbers["REG"], numbers["STACK"], numbers["LOCAL"])
+    return Compiled(made.asm["ptx"], sass, numbers["REG"], numbers["STACK"], numbers["LOCAL"])
 
 
 def assert_exact(found: Compiled) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from zgraph import meta, nodes
+from zgraph.collectives import finish_group
+from zgraph.grouped_gathers import cast_each
 from zgraph.handle import name_of
 from zgraph.meter import GraphMeter, Probe, Program
 from zgraph.ops import collective_error
@@ -39,9 +41,13 @@ def lower_fx(
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_start)):
+        for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
+            wait.target, wait.args = finish_group, (start, nodes.group_of(start))
         start.target, more = starter_of(start, number, ranks_per_node)
         start.args = (*start.args, *more)
     _call_cast_kernels(gm.graph)
+    for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
+        node.target = cast_each
     program = _program(gm, guarded)
     if meter_of is None:
         return boxed(program)
@@ -76,7 +82,7 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
                 computed = [source for source in node.all_input_nodes if source.op != "placeholder"]
                 graph.call_function(probe.hold, (node, *computed))
         if node.name in waits:
-            node.target, node.args = probe.wait, (*node.args, waits[node.name])
+            node.target = probe.watched(cast("Callable[..., Any]", node.target), waits[node.name])
     return fx.GraphModule(gm, graph)
 
 

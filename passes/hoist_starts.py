@@ -47,7 +47,7 @@ class HoistStarts(GraphPass):
         changed = False
         for start, anchor in plan:
             inputs = nodes.copy_in(start) or []
-            for node in [*sorted(inputs, key=order.__getitem__), start, *nodes.started_by(start)]:
+            for node in [*sorted(inputs, key=order.__getitem__), start]:
                 if order[node] > order[anchor]:
                     nodes.move_before(node, anchor)
                     changed = True

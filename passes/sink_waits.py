@@ -70,12 +70,15 @@ def sink(graph: fx.Graph) -> None:
             if needed:
                 pending.append(needed[0])
             else:
-                placed[pending.pop()] = None
+                taken = pending.pop()
+                placed[taken] = None
+                if nodes.is_wait(taken):  # until all results of a group are taken, the list of them keeps all alive
+                    placed |= dict.fromkeys(result for result in nodes.results_of(taken) if result in sinkable)
     nodes.relink(placed)
 
 
 def _is_started(node: fx.Node) -> bool:
-    """A start, or one result of a grouped one: until all of them are taken, the list of them keeps all alive."""
+    """A start, or one result of one that has several."""
     return nodes.is_start(node) or (nodes.is_getitem(node) and nodes.is_start(node.all_input_nodes[0]))
 
 

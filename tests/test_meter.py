@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from zgraph.meter import Allocations, Call, GraphMeter, Measured, Meter
-from zgraph.torch_compat import wait
 
 
 def meter_of(*calls: Call) -> GraphMeter:
-    meter = Meter(wait, watch_allocations=False).of("0/0", "forward", ())
+    meter = Meter(watch_allocations=False).of("0/0", "forward", ())
     meter.calls.extend(calls)
     return meter
 
@@ -94,7 +93,7 @@ def test_what_another_thread_lets_go_is_seen() -> None:
 
 def test_a_profile_ends_with_the_first_step() -> None:
     """forward, backward | forward: at the second forward; a graph called twice before is not the next step."""
-    meter = Meter(wait, watch_allocations=True)
+    meter = Meter(watch_allocations=True)
     allocations = meter.allocations
     assert allocations is not None
     watching: list[bool] = []
@@ -106,4 +105,4 @@ def test_a_profile_ends_with_the_first_step() -> None:
 
 def test_profiles_do_not_nest() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert Meter(wait, watch_allocations=True).allocations is None
+        assert Meter(watch_allocations=True).allocations is None

@@ -7,6 +7,7 @@ from zgraph.torch_compat import require_supported_torch
 require_supported_torch(torch.__version__)
 
 from zgraph import compressed_ops as compressed_ops  # noqa: E402  (registers the dialect)
+from zgraph import grouped_gathers as grouped_gathers  # noqa: E402  (and here)
 from zgraph import ops  # noqa: E402
 from zgraph import passes as passes  # noqa: E402
 from zgraph import weight_differences as weight_differences  # noqa: E402  (here as well)

@@ -26,9 +26,10 @@ from zgraph.torch_compat import (
     all_gather_into,
     all_to_all_op,
     backend_of,
-    grouped_gather_op,
+    gather_group,
     register_work,
     resolve_group,
+    wait,
 )
 
 _NUMBERS = 4096
@@ -105,14 +106,34 @@ class _PassOn(dist.Work):
         return True
 
 
-def start_grouped_gather(shards: Sequence[Tensor], world: int, group_name: str) -> list[Tensor]:
-    """Several all_gathers: one launch on NCCL, one after the other elsewhere, where each is waited for alone.
+def start_grouped_gather(shards: Sequence[Tensor], world: int, group_name: str, number: int = 0) -> list[Tensor]:
+    """Several all_gathers: one launch on NCCL, one after the other elsewhere, to be waited for by `finish_group`.
 
     gloo's own (2.11 - 2.13) runs as ALLGATHER_COALESCED, which is not safe with several in flight (`all_gather_into`).
+
+    Args:
+        shards: at least one; [n, ...] each.
+        world, group_name, number: as in `start_all_gather`.
     """
-    if shards and backend_of(resolve_group(group_name), shards[0].device) == "nccl":
-        return grouped_gather_op()(list(shards), world, group_name)
-    return [start_all_gather(shard, world, group_name) for shard in shards]
+    group = resolve_group(group_name)
+    every = [shard.new_empty((world * shard.shape[0], *shard.shape[1:])) for shard in shards]
+    if backend_of(group, shards[0].device) == "nccl":
+        register_work(every[0], gather_group(every, shards, group))
+        return every
+    for whole, shard in zip(every, shards, strict=True):
+        if uses_messages(group, shard.device):
+            _start(whole.chunk(world), [shard.contiguous()] * world, group, every[0], number)
+        else:
+            all_gather_into(whole, shard, group_name)
+    return every
+
+
+def finish_group(started: Sequence[Tensor], group_name: str) -> list[Tensor]:
+    """What `start_grouped_gather` has returned, usable. All that is to be waited for lies with the first, if it can."""
+    group, device = resolve_group(group_name), started[0].device
+    for one in started[: 1 if uses_messages(group, device) or backend_of(group, device) == "nccl" else None]:
+        wait(one)
+    return list(started)
 
 
 def start_all_to_all(

@@ -247,6 +247,11 @@ class CostModel:
         """One that reads its inputs and writes its results once."""
         results = tensors_of(node)
         moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
+        if nodes.is_cast_shards(node):  # rows of its own, padded or not: ranks count the longest
+            shards = cast("list[fx.Node]", node.args[0])
+            wide = [meta.tensor_value(shard).dtype.itemsize for shard in shards]
+            pairs = zip(wide, results, strict=True)
+            moved = sum(self._numel(node, one) * (size + one.dtype.itemsize) for size, one in pairs)
         if node.target in (torch.ops.zgraph.accumulate_grad.default, torch.ops.zgraph.add_accumulated.default):
             # The sum so far is read as well, and written where that is not the result.
             grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])

@@ -81,16 +81,15 @@ def agreed_peak(curve: MemoryCurve) -> int:
             continue
         packed = next((node for node in copies if node.target is torch.ops.aten.cat.default), None)
         for node in copies:
-            if node in ranges and node is not packed:
+            if node in ranges and not nodes.is_packing(node):
                 for place in range(ranges[node].first, ranges[node].last + 1):
                     during[place] -= ranges[node].bytes
         if packed is not None:
             first = last = place_of[packed]
         else:
             first, last = place_of[start], max(map(place_of.__getitem__, nodes.waits_of(start)))
-        chunk_bytes = sum(
-            payload_bytes(chunk.shape, chunk.dtype) for chunk in map(meta.tensor_value, nodes.sent_by(start))
-        )
+        sent = [node for node in nodes.sent_by(start) if node is packed or not nodes.is_packing(node)]
+        chunk_bytes = sum(payload_bytes(chunk.shape, chunk.dtype) for chunk in map(meta.tensor_value, sent))
         for place in range(first, last + 1):
             during[place] += chunk_bytes
     return max(during, default=0)

@@ -157,7 +157,8 @@ class Symbols:
                 self.scale.setdefault(node, shard)
             for node in nodes.sent_by(start):
                 self.scale.setdefault(node, shard)
-            self.scale.update(dict.fromkeys(nodes.waits_of(start), whole))
+            for wait in nodes.waits_of(start):
+                self.scale.update(dict.fromkeys((wait, *nodes.results_of(wait)), whole))
             return
         shard = whole * world / symbol
         wait = nodes.wait_of(start)

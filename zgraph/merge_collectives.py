@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph import meta, nodes
+from zgraph.grouped_gathers import wait_group_op
 from zgraph.nodes import DequantizeArgs, QuantizeArgs
 from zgraph.ops import Chunk, chunk_rows
 from zgraph.replicated_gradients import ReplicatedReduction
@@ -147,18 +148,50 @@ def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list
 
 
 def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """One start with a result for each member, which are waited for one by one."""
+    """One start and one wait with a result for each member, and one cast of all that are cast before they travel."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sent = [start.all_input_nodes[0] for start in starts]
+    sent, replaced = _cast_together(graph, starts, sent)
     name = _name("all_gather_group", starts)
     start = meta.create(graph, grouped_gather_op(), (sent, *starts[0].args[1:]), like=starts[0], name=name)
-    _work_for(starts, start)
+    wait = meta.create(graph, wait_group_op(), (start,), like=starts[0], name=_name("wait_group", starts))
+    _work_for(starts, start, wait)
     meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
-    parts = [meta.create(graph, operator.getitem, (start, place), like=old) for place, old in enumerate(waits)]
-    for old, part in zip(waits, parts, strict=True):
-        wait = meta.create(graph, wait_op(), (part,), like=old, name=f"wait_group_{meta.label(old)}")
-        old.replace_all_uses_with(wait)
-    return [*starts, *waits]
+    for place, old in enumerate(waits):
+        old.replace_all_uses_with(meta.create(graph, operator.getitem, (wait, place), like=old))
+    return [*starts, *waits, *replaced]
+
+
+def _cast_together(
+    graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What members send, those that are cast shards by one node, and the casts and copies in whose place it is."""
+    chains = {place: chain for place, node in enumerate(sent) if (chain := _cast_behind(node))}
+    if len(chains) < 2:
+        return sent, []
+    shards = [chain[-1].all_input_nodes[0] for chain in chains.values()]
+    chunks = [meta.tensor_value(sent[place]) for place in chains]
+    members = [starts[place] for place in chains]
+    args = (shards, [chunk.shape[0] for chunk in chunks], chunks[0].dtype)
+    together = meta.create(graph, torch.ops.zgraph.cast_shards.default, args, name=_name("cast_group", members))
+    _work_for(members, together)
+    found = list(sent)
+    for number, place in enumerate(chains):
+        found[place] = meta.create(graph, operator.getitem, (together, number), like=starts[place])
+    return found, [node for chain in chains.values() for node in chain]
+
+
+def _cast_behind(sent: fx.Node) -> list[fx.Node]:
+    """What a member sends, back to the cast that it comes from: padding, a copy, the cast; () where it is not cast."""
+    chain = [sent]
+    while len(chain[-1].users) == 1:
+        node = chain[-1]
+        if nodes.is_cast(node) is not None:
+            return chain
+        if node.target not in (aten.constant_pad_nd.default, aten.clone.default):
+            break
+        chain.append(node.all_input_nodes[0])
+    return []
 
 
 def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -> list[fx.Node]:

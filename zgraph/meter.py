@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from zgraph.torch_compat import allocation_events, holders, is_profiling, storage_key
 
 Program = Callable[[list[Any]], Any]
+Wait = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class Measured:
 class Probe(Protocol):
     """What an instrumented program calls."""
 
-    def wait(self, started: Tensor, name: str) -> Tensor:
-        """In the place of a wait for the collective of this name."""
+    def watched(self, wait: Wait, name: str) -> Wait:
+        """In the place of a function that waits for the collective of this name."""
         ...
 
     def hold(self, *values: Any) -> None:
@@ -62,8 +63,7 @@ class Meter:
     slows that step down, so the times of its calls count only where there are no others.
     """
 
-    def __init__(self, wait: Callable[[Tensor], Tensor], *, watch_allocations: bool) -> None:
-        self.wait = wait
+    def __init__(self, *, watch_allocations: bool) -> None:
         self.graphs: dict[tuple[str, str], GraphMeter] = {}
         self.allocations = Allocations() if watch_allocations and not is_profiling() else None
         self._backward_ran = False
@@ -135,12 +135,15 @@ class GraphMeter:
                 call.end = _now(call.device)
                 call.peak_bytes = _end_peak(call.device, before)
 
-    def wait(self, started: Tensor, name: str) -> Tensor:
-        call = self.calls[-1]
-        begin = _now(call.device)
-        result = self.meter.wait(started)
-        call.waits.append((name, begin, _now(call.device)))
-        return result
+    def watched(self, wait: Wait, name: str) -> Wait:
+        def run(*args: Any) -> Any:
+            call = self.calls[-1]
+            begin = _now(call.device)
+            result = wait(*args)
+            call.waits.append((name, begin, _now(call.device)))
+            return result
+
+        return run
 
     def hold(self, *values: Any) -> None:
         if self.meter.allocations is not None:

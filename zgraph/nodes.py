@@ -156,7 +156,12 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    return node.target is wait_op()
+    return node.target is wait_op() or is_group_wait(node)
+
+
+def is_group_wait(node: fx.Node) -> bool:
+    """Whether the node makes all results of a grouped gather usable, which are then taken one by one."""
+    return node.target is torch.ops.zgraph.wait_group.default
 
 
 def is_all_gather(node: fx.Node) -> bool:
@@ -169,7 +174,7 @@ def is_kept_gather(node: fx.Node) -> bool:
 
 
 def is_grouped_gather(node: fx.Node) -> bool:
-    """Whether the node gathers several tensors side by side, each of which has a wait of its own."""
+    """Whether the node gathers several tensors side by side, for which there is one wait."""
     return node.target is grouped_gather_op()
 
 
@@ -202,6 +207,11 @@ def _has_bytes(value: Any) -> bool:
     return any(isinstance(member, Tensor) and member.dtype == torch.uint8 for member in members)
 
 
+def is_cast_shards(node: fx.Node) -> bool:
+    """Whether the node casts, and pads, all members of a grouped gather."""
+    return node.target is torch.ops.zgraph.cast_shards.default
+
+
 def is_decoding(node: fx.Node) -> bool:
     """Whether the node turns the codes of a gathered parameter, its first argument, into values."""
     return is_dequantize_shards(node) or node.target is torch.ops.zgraph.add_difference.default
@@ -209,8 +219,11 @@ def is_decoding(node: fx.Node) -> bool:
 
 def is_packing(node: fx.Node) -> bool:
     """Whether the node makes, of rows of which ranks hold different numbers, what is alike on all of them."""
+    if is_getitem(node):
+        return is_cast_shards(node.all_input_nodes[0])
     return node.target in (
         aten.cat.default,
+        torch.ops.zgraph.cast_shards.default,
         torch.ops.zgraph.quantize_shards.default,
         torch.ops.zgraph.weight_difference.default,
     )
@@ -252,8 +265,9 @@ def sent_by(start: fx.Node) -> list[fx.Node]:
 
 
 def started_by(start: fx.Node) -> list[fx.Node]:
-    """What is to be waited for: the start, or each result of one that has several."""
-    return [user for user in start.users if is_getitem(user)] if isinstance(meta.value(start), list) else [start]
+    """What is to be waited for: the start, or each result of a coalesced one of the model's own."""
+    taken = [user for user in start.users if is_getitem(user)]
+    return taken or [start]
 
 
 def waits_of(start: fx.Node) -> list[fx.Node]:
@@ -264,6 +278,11 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
 def wait_of(start: fx.Node) -> fx.Node | None:
     """The wait that makes a start's result usable, of several results the first one's."""
     return next(iter(waits_of(start)), None)
+
+
+def results_of(wait: fx.Node) -> list[fx.Node]:
+    """What there is to be read after a wait: the wait itself, or each result that is taken from it."""
+    return [user for user in wait.users if is_getitem(user)] if is_group_wait(wait) else [wait]
 
 
 def start_of(wait: fx.Node) -> fx.Node:

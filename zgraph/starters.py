@@ -23,7 +23,7 @@ def starter_of(start: fx.Node, number: int, ranks_per_node: int = 1) -> tuple[An
             return collectives.start_gather_by_node, (number, ranks_per_node)
         return collectives.start_all_gather, (number,)
     if nodes.is_grouped_gather(start):
-        return collectives.start_grouped_gather, ()
+        return collectives.start_grouped_gather, (number,)
     if nodes.is_all_to_all(start):
         return collectives.start_all_to_all, (number,)
     return start.target, ()

@@ -93,11 +93,9 @@ def _feeds_parameter(placeholder: fx.Node) -> bool:
 
 
 def _in_flight(started: fx.Node) -> list[fx.Node]:
-    """What a collective reads until it is waited for: each member of a grouped one by itself."""
-    if not nodes.is_getitem(started):
-        return started.all_input_nodes if nodes.is_start(started) else []
-    start, member = cast("tuple[fx.Node, int]", started.args)
-    return [nodes.sent_by(start)[member]] if nodes.is_grouped_gather(start) else start.all_input_nodes
+    """What a collective reads until it is waited for."""
+    start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started
+    return start.all_input_nodes if nodes.is_start(start) else []
 
 
 @dataclass(eq=False)

@@ -210,6 +210,15 @@ def grouped_gather_op() -> Any:
     return torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 
 
+def gather_group(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
+    """Gather each input into its output, launched as one where the backend can (NCCL); one work for all.
+
+    2.11 - 2.13: `ProcessGroup.allgather_into_tensor_coalesced`, which the functional op calls as well. That one leaves
+    its work with every output, to be waited for once for each.
+    """
+    return group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+
+
 def all_to_all_op() -> Any:
     """all_to_all_single(input, output_split_sizes, input_split_sizes, group_name)"""
     return torch.ops._c10d_functional.all_to_all_single.default
@@ -335,6 +344,19 @@ def flop_formula(target: object) -> Callable[..., Any] | None:
     if not isinstance(target, OpOverload):
         return None
     return flop_registry.get(target.overloadpacket)
+
+
+# --- kernels for many tensors -------------------------------------------------------------------------------------
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target; one kernel on CUDA, casts included (`_foreach_copy_`, 2.11 - 2.13)."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def zero_each(targets: Sequence[Tensor]) -> None:
+    """Fill each with zeros; one kernel on CUDA (`_foreach_zero_`, 2.11 - 2.13)."""
+    torch._foreach_zero_(list(targets))
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------

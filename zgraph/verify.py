@@ -209,7 +209,8 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
     order = nodes.order_of(graph)
     for wait in nodes.call_functions(graph, nodes.is_wait):
         start = nodes.start_of(wait)
-        user = nodes.first_user(wait, order)
+        readers = [user for result in nodes.results_of(wait) for user in result.users]
+        user = min(readers, key=order.__getitem__, default=None)
         if user is None or not nodes.is_gather(start):
             continue
         between = wait.next

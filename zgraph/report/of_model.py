@@ -11,7 +11,7 @@ from zgraph.errors import ZgraphError
 from zgraph.meter import Meter
 from zgraph.report.explanation import Explanation
 from zgraph.report.summary import Report
-from zgraph.torch_compat import wait, without_compile
+from zgraph.torch_compat import without_compile
 from zgraph.unit import sharded_parameters, state_of
 
 
@@ -74,7 +74,7 @@ def measure(model: nn.Module) -> Generator[None]:
     if report.meter is not None:
         raise ZgraphError("zgraph.measure: the model is being measured already; leave out the inner `with`.")
     on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
-    meter = report.meter = Meter(wait, watch_allocations=on_cpu)
+    meter = report.meter = Meter(watch_allocations=on_cpu)
     try:
         yield
     finally:

@@ -1,0 +1,181 @@
+"""A group of gathers has one start, one wait, and one kernel that casts what its members send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zgraph
+from tests.compiled import with_fx
+from tests.graphs import Drawing, by_rank, fake_world, mlp, traced
+from tests.lockstep import assert_same_results
+from tests.ranks import Ranks
+from zgraph import Hardware, Pipeline, meta, nodes
+from zgraph.codegen.islands import find_islands
+from zgraph.cost import costs_of
+from zgraph.errors import VerifyError
+from zgraph.fit_budget import agreed_peak
+from zgraph.formula import formula
+from zgraph.grouped_gathers import cast_each
+from zgraph.liveness import memory_curve
+from zgraph.merge_collectives import Bucket, merge
+from zgraph.ops import pad_rows
+from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, SinkWaits, presets
+from zgraph.storages import agreed_storages, rows_of_its_own
+from zgraph.verify import Where, check_waits_sunk
+
+aten = torch.ops.aten
+GROUPED = (LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=2**20, gathers="grouped"))
+NARROW: dict[str, Any] = {"param_dtype": torch.bfloat16}
+
+
+@pytest.mark.usefixtures("world")
+def test_a_group_has_one_wait_and_one_cast() -> None:
+    graph = traced(mlp, [*GROUPED, SinkWaits(), HoistStarts()], **NARROW).graphs["forward"].graph
+    (start,) = nodes.call_functions(graph, nodes.is_gather)
+    (wait,) = nodes.waits_of(start)
+    (together,) = nodes.call_functions(graph, nodes.is_cast_shards)
+    assert len(meta.parameters(start)) == 5 and nodes.start_of(wait) is start
+    assert [node.args for node in nodes.sent_by(start)] == [(together, place) for place in range(5)]
+    following = wait.next
+    for result in nodes.results_of(wait):  # right behind it: the list of them keeps all alive
+        assert following is result
+        following = following.next
+    gathered = dict.fromkeys(node for result in nodes.results_of(wait) for node in nodes.reshaped_values(result))
+    rest = [node for node in graph.nodes if nodes.is_cast(node) is not None and node not in gathered]
+    assert not any(node.all_input_nodes[0].op == "placeholder" and meta.parameters(node) for node in rest)
+    # The group's start and wait are all that cuts the forward: the one island is behind them.
+    assert len(find_islands(graph)) == 1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_results_and_agreement_on_uneven_ranks(world: int) -> None:
+    before = by_rank(mlp, world=world, **NARROW)
+    after = by_rank(mlp, [*GROUPED, SinkWaits()], world=world, **NARROW)
+    hardware = Hardware.preset("cpu")
+    for direction in ("forward", "backward"):
+        graphs = [found.graphs[direction] for found in after]
+        assert_same_results([found.graphs[direction] for found in before], graphs)
+        assert any(map(nodes.is_cast_shards, graphs[0].graph.nodes))
+        with fake_world(world):
+            assert len({agreed_peak(memory_curve(gm.graph)) for gm in graphs}) == 1
+            agreed: list[Any] = []
+            for gm in graphs:
+                order = list(gm.graph.nodes)
+                own = rows_of_its_own(order)
+                costs = costs_of(gm.graph, hardware)
+                storages = agreed_storages(order, own, inputs_die=direction == "backward")
+                agreed.append(
+                    (
+                        [(node.name, costs[node]) for node in order if node not in own and costs[node].us],
+                        sorted((storage.first.name, storage.nbytes) for storage in storages),
+                    )
+                )
+            assert agreed == agreed[:1] * world
+
+
+def test_a_formula_knows_casts() -> None:
+    found: dict[int, Any] = {}
+    for world in (2, 4):
+        with fake_world(world):
+            graph = traced(eight_rows, GROUPED, world=world, **NARROW).graphs["forward"].graph
+            assert any(map(nodes.is_cast_shards, graph.nodes))
+            found[world] = formula(graph, Hardware.preset("cpu"))
+    assert found[2].at(N=4).sent_bytes == found[4].at().sent_bytes
+    assert found[2].at(N=4).lane_us == pytest.approx(found[4].at().lane_us, rel=1e-12)
+
+
+def eight_rows() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(4096, 8, bias=False) if even else nn.Linear(8, 4096) for even in (0, 1, 0, 1)])
+
+
+def test_what_is_cast_is_padded_as_well() -> None:
+    shards = [torch.randn(3, 4), torch.randn(0, 2), torch.randn(5), torch.randn(4, 6).t()]
+    rows = [3, 2, 8, 7]
+    for shard, count, found in zip(shards, rows, cast_each(shards, rows, torch.bfloat16), strict=True):
+        assert found.is_contiguous() and torch.equal(found, pad_rows(shard.to(torch.bfloat16), count))
+    assert cast_each([torch.zeros(0, 3)], [0], torch.float16)[0].shape == (0, 3)
+
+
+def drawn_group() -> tuple[Drawing, list[torch.fx.Node]]:
+    """Two gathers, the second of which is read behind another product."""
+    drawing = Drawing()
+    x, shard, other = drawing.input("x", 8, 8), drawing.input("shard", 4, 8), drawing.input("other", 4, 8)
+    starts = [drawing.start_gather(shard, "w"), drawing.start_gather(other, "v")]
+    waits = [drawing.wait(start) for start in starts]
+    square = drawing.call(aten.mm.default, x, x)
+    product = drawing.call(aten.mm.default, square, waits[0])
+    gm = drawing.done(drawing.call(aten.mm.default, product, waits[1]))
+    merge(gm.graph, Bucket(tuple(starts), starts[0]), "grouped")
+    return drawing, [square, product]
+
+
+def test_a_group_is_waited_for_when_its_first_result_is_read() -> None:
+    drawing, (square, product) = drawn_group()
+    graph = drawing.graph
+    where = Where(pass_name="bad_pass", direction="forward")
+    with pytest.raises(VerifyError, match=r"wait_group_w_2 waits before mm_default, which does not need it"):
+        check_waits_sunk(graph, where)
+    (wait,) = nodes.call_functions(graph, nodes.is_wait)
+    square.append(wait)
+    last = wait
+    for result in nodes.results_of(wait):
+        last.append(result)
+        last = result
+    check_waits_sunk(graph, where)
+    assert product.prev is last
+
+
+# --- real ranks -----------------------------------------------------------------------------------------------------
+
+
+def grouped() -> Pipeline:
+    bucketing = BucketCollectives(bucket_bytes=2**20, gathers="grouped")
+    return Pipeline([bucketing if entry.name == bucketing.name else entry for entry in presets.default()])
+
+
+def measured_with_inductor() -> tuple[int, bool]:
+    """How many waits `zgraph.measure` sees of a compiled step, and whether gradients equal those of fx."""
+    torch.manual_seed(0)
+    source = mlp().state_dict()
+    x = torch.randn(6, 5)
+    gradients: list[list[torch.Tensor]] = []
+    waits = 0
+    for lowering in ("fx", "inductor"):
+        torch.compiler.reset()
+        model = zgraph.shard(mlp(), param_dtype=torch.bfloat16)
+        model.load_state_dict(source)
+        options: dict[str, Any] = {"lowering": lowering, "pipeline": grouped()}
+        called: Any = torch.compile(model, backend="zgraph", options=options)
+        with zgraph.measure(model):
+            for _ in range(2):
+                model.zero_grad()
+                called(x).float().square().sum().backward()
+        gradients.append([parameter.grad.to_local() for parameter in model.parameters()])  # pyright: ignore
+        report: Any = zgraph.explain(model)
+        waits = str(report).count("all_gather_group")
+    close = all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in zip(*gradients, strict=True))
+    return waits, close
+
+
+@pytest.mark.slow  # Inductor compiles C++
+def test_inductor_takes_a_group(two_ranks: Ranks) -> None:
+    found = two_ranks.run(measured_with_inductor)
+    assert all(waits >= 2 and close for waits, close in found)
+
+
+def measured() -> set[str]:
+    model = zgraph.shard(mlp(), param_dtype=torch.bfloat16)
+    called: Any = with_fx(model, pipeline=grouped())
+    with zgraph.measure(model):
+        for _ in range(2):
+            called(torch.randn(6, 5)).float().sum().backward()
+    return {name for found in zgraph.summary(model).measured.values() for name in found.blocked_us}  # pyright: ignore
+
+
+def test_a_groups_wait_is_measured(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(measured):
+        assert any(name.startswith("all_gather_group") for name in found)

@@ -44,9 +44,12 @@ class Watcher:
     def run(self, build: Any, args: list[Any]) -> Any:
         return build(self, True)(args)
 
-    def wait(self, started: Tensor, name: str) -> Tensor:
-        self.seen.append(("wait", name))
-        return wait_op()(started)
+    def watched(self, wait: Any, name: str) -> Any:
+        def run(started: Tensor) -> Any:
+            self.seen.append(("wait", name))
+            return wait(started)
+
+        return run
 
     def hold(self, *values: Any) -> None:
         self.seen.append(("hold", *[tuple(value.shape) for value in values]))

@@ -21,7 +21,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
 PYTEST := $(RUN) pytest -n 2 --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help train test test-fast lint bench clean
+.PHONY: help train test test-fast test-long lint bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -35,7 +35,11 @@ test: lint
 
 # make test-fast   the tests that take less than about ten seconds, in two to three minutes
 test-fast: lint
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
+
+# make test-long   what make test leaves out: every combination of three features, half an hour or more
+test-long: lint
+	$(PYTEST) -m long $(ARGS)
 
 # make lint    ruff alone
 lint: $(VENV)/.installed-dev

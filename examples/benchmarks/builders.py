@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the other strategies run where zgraph is not installed
 
 POWERSGD_RANK = 4
 POWERSGD_MIN_COMPRESSION = 2
+Lowering = Literal["fx", "inductor"]
 # Error feedback and warm start need two plain steps first; the benchmark's own warm-up is longer.
 POWERSGD_START_STEP = 2
 
@@ -51,16 +52,36 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Setting:
-    """What every strategy is built from; `hardware` is zgraph's measure of this machine and its links."""
+    """What every strategy is built from.
+
+    Attributes:
+        lowering: "inductor": every row is compiled by Inductor, the peers as their manuals say. "fx": none is, and
+            graphs run node by node.
+        hardware: zgraph's measure of this machine and its links.
+    """
 
     config: ModelConfig
     mesh: DeviceMesh
     nodes: int
+    lowering: Lowering = "fx"
     hardware: Hardware | None = None
 
     def new_model(self) -> LanguageModel:
         torch.manual_seed(SEED)
         return LanguageModel(self.config)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """By plain torch.compile, where rows are compiled."""
+        return torch.compile(function) if self.lowering == "inductor" else function
+
+    def compiled_by_zgraph(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return torch.compile(function, backend="zgraph", options={"lowering": self.lowering, **options})
+
+    def compile_blocks(self, model: LanguageModel) -> None:
+        """Compile block by block, as FSDP2 asks for: its hooks run between the blocks."""
+        backend = "inductor" if self.lowering == "inductor" else "aot_eager"
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = cast(nn.Module, torch.compile(block, backend=backend, fullgraph=True))
 
 
 def build_alone(dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Setting], Trainer]:
@@ -78,15 +99,15 @@ def build_alone(dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Sett
             parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
             return cast(Tensor, functional_call(model, parameters, (tokens,)))
 
-        run = cast(Callable[[Tensor], Tensor], _compile_with_zgraph(loss)) if compiled else loss
-        return Trainer(run, _adamw(model))
+        run = setting.compiled_by_zgraph(loss) if compiled else setting.compiled(loss)
+        return Trainer(cast(Callable[[Tensor], Tensor], run), _adamw(model))
 
     return build
 
 
 def build_alone_with_compiled_blocks(setting: Setting) -> Trainer:
     model = setting.new_model()
-    _compile_blocks(model)
+    setting.compile_blocks(model)
     return Trainer(model, _adamw(model))
 
 
@@ -97,7 +118,7 @@ def build_ddp(register_hook: Callable[[DistributedDataParallel], None] | None) -
         )
         if register_hook is not None:
             register_hook(model)
-        return Trainer(model, _adamw(model))
+        return Trainer(setting.compiled(model), _adamw(model))
 
     return build
 
@@ -121,8 +142,8 @@ def build_fsdp2(param_dtype: torch.dtype, *, compiled: bool = False) -> Callable
 
     def build(setting: Setting) -> Trainer:
         model = setting.new_model()
-        if compiled:
-            _compile_blocks(model)
+        if compiled or setting.lowering == "inductor":
+            setting.compile_blocks(model)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         for block in model.blocks:
             fully_shard(block, mesh=setting.mesh, mp_policy=policy)
@@ -156,6 +177,8 @@ def build_deepspeed(zero_stage: int) -> Callable[[Setting], Trainer]:
         }
         engine: Any
         engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+        if setting.lowering == "inductor":
+            engine.compile()
         return Trainer(engine, _EngineOptimizer(engine), backward=engine.backward)
 
     return build
@@ -202,7 +225,7 @@ def build_zgraph(
         passes = schedule(setting.hardware)
         if predicts:
             passes.append(Predict(into=predictions))
-        run = _compile_with_zgraph(model, pipeline=zgraph.Pipeline(passes))
+        run = setting.compiled_by_zgraph(model, pipeline=zgraph.Pipeline(passes))
         return Trainer(run, _adamw(model), predictions=predictions)
 
     return build
@@ -261,17 +284,6 @@ def _each_apart(hardware: Hardware, algorithm: Literal["all_to_all", "reduce_sca
 
     lowered = [DedupeGathers(), ChooseLifetimes(), LowerGathers(), LowerReductions(algorithm=algorithm)]
     return [SetTarget(hardware=hardware, time_kernels=True), *lowered]
-
-
-def _compile_with_zgraph(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    # The fx lowering runs the graph as it stands, without Inductor, whose C++ compilation takes minutes on one core.
-    return torch.compile(function, backend="zgraph", options={"lowering": "fx", **options})
-
-
-def _compile_blocks(model: LanguageModel) -> None:
-    """Compile block by block, as FSDP2 asks for: its hooks run between the blocks."""
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = cast(nn.Module, torch.compile(block, backend="aot_eager", fullgraph=True))
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

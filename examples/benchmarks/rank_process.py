@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 import netns
 import torch
 import torch.distributed as dist
-from builders import Setting, Trainer
+from builders import Lowering, Setting, Trainer
 from heap import Heap, HeapPeak
 from strategies import Strategy, strategies
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 _STORE_PORT = 29500
 _GOODPUT_PORT = 29501
-# A rank that is this late has hung: compilation of the slowest strategy takes a small part of it.
-_TIMEOUT = timedelta(minutes=5)
+# A rank that is this late has hung: compilation of the slowest strategy, by Inductor, takes a part of it.
+_TIMEOUT = timedelta(minutes=15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,7 @@ class Plan:
     strategies: list[str]
     steps: int
     repeats: int
+    lowering: Lowering = "fx"
 
     @property
     def steps_in_all(self) -> int:
@@ -126,12 +127,12 @@ def make_setting(plan: Plan, rank: int) -> Setting:
     mesh = init_device_mesh("cpu", (len(plan.addresses),), mesh_dim_names=("dp",))
     nodes = len(set(plan.addresses))
     if not any(strategies()[name].needs == "zgraph" for name in plan.strategies):
-        return Setting(plan.model, mesh, nodes)
+        return Setting(plan.model, mesh, nodes, plan.lowering)
     import zgraph
 
     _say(rank, "calibrating")
     with tempfile.TemporaryDirectory() as nothing_kept:
-        return Setting(plan.model, mesh, nodes, zgraph.calibrate(mesh, cache=nothing_kept))
+        return Setting(plan.model, mesh, nodes, plan.lowering, zgraph.calibrate(mesh, cache=nothing_kept))
 
 
 def measure_goodput(plan: Plan, rank: int) -> float:

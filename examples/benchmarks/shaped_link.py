@@ -40,12 +40,12 @@ strategies, in the order in which a repetition runs them:
   ddp               DistributedDataParallel; -fp16 and -powersgd with the hook of that name
   deepspeed-2, -3   ZeRO stages 2 and 3 (pip install deepspeed; left out where it is not installed)
   fsdp2             fully_shard of each block and of the rest; -bf16 gathers bf16 and reduces fp32; -compiled compiles
-                    the blocks with aot_eager (Inductor's C++ compilation takes minutes on one core)
+                    the blocks with aot_eager; with --lowering inductor fsdp2 compiles them with Inductor
   simplefsdp        SimpleFSDP's graph under the lowering of the zgraph rows: a gather for each parameter, a
                     reduce_scatter for each gradient; -overlap bucketed and scheduled by PyTorch's
                     schedule_overlap_bucketing, which is told what things cost here
   torch-overlap     the same scheduler on zgraph's own collectives, which send half of what gloo's reduce_scatter does
-  zgraph-0 ... -3   ZeRO stages 0 to 3, planned for the measured machine and compiled with the fx lowering; -bf16
+  zgraph-0 ... -3   ZeRO stages 0 to 3, planned for the measured machine and compiled as --lowering says; -bf16
                     gathers bf16, sends bf16 gradients and sums them in fp32; -rules is scheduled without costs; -eager
                     is not compiled: the reference, not a way to train; -loco sends gradients as codes of 4 bits, and
                     means of replicated parameters in bf16, or with -means8 and -means4 in 8 and 4 bits
@@ -110,6 +110,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             strategies=[strategy.name for strategy in chosen],
             steps=arguments.steps,
             repeats=arguments.repeats,
+            lowering=arguments.lowering,
         )
         plan_path, result_path = Path(directory) / "plan.json", Path(directory) / "result.json"
         plan_path.write_text(plan.to_json())
@@ -141,6 +142,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "nodes": arguments.nodes,
         "cores": len(os.sched_getaffinity(0)),
         "model": asdict(arguments.model),
+        "lowering": arguments.lowering,
         "parameters": _count_parameters(arguments.model),
         "steps": arguments.steps,
         "repeats": arguments.repeats,
@@ -295,7 +297,9 @@ def render(report: dict[str, Any]) -> str:
         f"{report['repeats']} repetitions of {report['steps']} steps each, strategies in turn; loss after "
         f"{report['steps_in_all']} steps. Compute alone runs on all ranks at once.",
         "Sent is the interface's tx_bytes: payload, acknowledgements, one set of headers per packet of up to 64 KiB.",
-        "Compiled rows use aot_eager (FSDP2) and the fx lowering (zgraph), not Inductor.",
+        "Every row is compiled by Inductor: DDP whole, FSDP2 block by block, zgraph by its default lowering."
+        if report["lowering"] == "inductor"
+        else "Compiled rows use aot_eager (FSDP2) and the fx lowering (zgraph), not Inductor.",
     ]
     if ranks > report["cores"]:
         lines.append(f"{ranks} ranks share {report['cores']} cores: compute and communication compete for them.")
@@ -317,6 +321,12 @@ def _parse_arguments() -> argparse.Namespace:
         type=_rate,
         default="1gbit",
         help="of each link and direction: 200mbit, 1gbit, ...; none: unshaped (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lowering",
+        choices=("fx", "inductor"),
+        default="fx",
+        help="inductor: every row is compiled by it, minutes each; fx: graphs run node by node (default: %(default)s)",
     )
     parser.add_argument("--steps", type=_positive, default=4, help="timed steps per turn (default: %(default)s)")
     parser.add_argument("--repeats", type=_positive, default=5, help="turns of each strategy (default: %(default)s)")

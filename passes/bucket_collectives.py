@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, cast, get_args
 
+import torch
 from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
-from zgraph.cost import COMPUTE, NodeCost
+from zgraph.cost import COMPUTE, CostModel, NodeCost
 from zgraph.errors import PreconditionError
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.liveness import curve_of
 from zgraph.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
+from zgraph.ops import MIB
 from zgraph.replicated_gradients import ReplicatedReduction
 from zgraph.storages import agreed_storages, rows_of_its_own
 from zgraph.traffic import transfers_of
 
 Gathers = Literal["auto", Mode]
+ETHERNET_BYTES = 2 * MIB  # a bucket of which latency is a small part
+# Where the links are not known: the transfer of a ring of eight over NVLink takes fifteen times its latency, over one
+# port of 200 Gbit/s three hundred times; and a layer of a large model is a few buckets.
+NCCL_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,8 @@ class BucketCollectives(GraphPass):
         bucket_bytes: the most that one collective carries, counted on whole parameters and gradients, and of replicated
             gradients without padding. None: what suits the link of the hardware that the context knows (`link_bytes`),
             and a member stays out where the costs say that waiting for it would expose more than the latency that it
-            saves; each kind counted as if it had its link to itself.
+            saves; each kind counted as if it had its link to itself. "auto": the same on NCCL where the GPUs have a
+            preset, by its figures; 64 MiB on others; and elsewhere 2 MiB, of which latency is a small part on Ethernet.
         gathers: how parameters share a gather. "coalesced": in one flat buffer, out of which each is copied (or
             decoded, where codes travel).
             "grouped": side by side, each straight into its own storage; NCCL launches them as one, elsewhere they run
@@ -51,7 +58,7 @@ class BucketCollectives(GraphPass):
         latency_share: of a bucket's transfer, from which on it is large enough; where the link decides.
     """
 
-    bucket_bytes: int | None
+    bucket_bytes: int | Literal["auto"] | None
     gathers: Gathers = "auto"
     latency_share: float = 0.02
 
@@ -61,10 +68,10 @@ class BucketCollectives(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED, Fact.OVERLAP_SCHEDULED})
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+        if self.bucket_bytes not in (None, "auto") and (isinstance(self.bucket_bytes, str) or self.bucket_bytes < 1):
             raise ValueError(
-                f"bucket_collectives: bucket_bytes={self.bucket_bytes} holds nothing; write a positive number of "
-                "bytes, None for what suits the link, or leave the pass out of the pipeline."
+                f"bucket_collectives: bucket_bytes={self.bucket_bytes!r} holds nothing; write a positive number of "
+                'bytes, None for what suits the link, "auto", or leave the pass out of the pipeline.'
             )
         if self.gathers not in ("auto", *get_args(Mode)):
             raise ValueError(
@@ -78,6 +85,9 @@ class BucketCollectives(GraphPass):
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if self.bucket_bytes == "auto":
+            chosen, known = self._chosen(gm.graph, ctx)
+            return chosen.run(gm, known)
         graph = gm.graph
         if self.bucket_bytes is None and (ctx.hardware is None or ctx.cost_of is None):
             raise PreconditionError(
@@ -109,8 +119,21 @@ class BucketCollectives(GraphPass):
             ctx.note(self, f"no two neighbouring collectives fit into {size}" if found else "no collectives here")
         return merged > 0
 
+    def _chosen(self, graph: fx.Graph, ctx: PassContext) -> tuple[BucketCollectives, PassContext]:
+        """The pass with the size that suits the backend, and the context with what is known of the machine."""
+        start = next(nodes.call_functions(graph, nodes.is_start), None)
+        sent = [] if start is None else nodes.sent_by(start)
+        device = meta.tensor_value(sent[0]).device if sent else torch.device("cpu")
+        if start is None or ctx.group_backend(nodes.group_of(start), device) != "nccl":
+            return replace(self, bucket_bytes=ETHERNET_BYTES), ctx
+        machine = ctx.hardware or ctx.machine
+        if machine is None:
+            return replace(self, bucket_bytes=NCCL_BYTES), ctx
+        known = replace(ctx, hardware=machine, cost_of=ctx.cost_of or CostModel(machine).cost)  # notes are shared
+        return replace(self, bucket_bytes=None), known
+
     def _by_bytes(self, starts: Sequence[fx.Node]) -> Filling:
-        assert self.bucket_bytes is not None
+        assert isinstance(self.bucket_bytes, int)
         return Filling(self.bucket_bytes)
 
     def _by_link(self, graph: fx.Graph, ctx: PassContext) -> Callable[[Sequence[fx.Node]], Filling]:

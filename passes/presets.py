@@ -5,7 +5,6 @@ from __future__ import annotations
 from zgraph.compression import BlockMethod, CompressionMethod, TwoHop
 from zgraph.graph_pass import GraphPass
 from zgraph.hardware import Hardware
-from zgraph.ops import MIB
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
 from zgraph.passes.compress_gradients import CompressGradients
@@ -17,8 +16,6 @@ from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.set_target import SetTarget
 from zgraph.passes.sink_waits import SinkWaits
-
-ETHERNET_BYTES = 2 * MIB  # a bucket of which latency is a small part
 
 
 def default(
@@ -34,7 +31,8 @@ def default(
 
     Args:
         bucket_bytes: the most that one collective carries, counted on whole parameters and gradients.
-            None: what suits the links of the hardware; without hardware 2 MiB, which suits Ethernet.
+            None: what suits the links of the hardware. Without hardware, on NCCL, those of the preset that the GPUs'
+            name stands for, see `BucketCollectives`; elsewhere 2 MiB, which suits Ethernet.
         hardware: plan buckets and order by what they cost there: `zgraph.calibrate()`, or
             `zgraph.Hardware.preset(...)`. None: by rules that need no costs: three gathers ahead, three reductions in
             flight.
@@ -51,8 +49,6 @@ def default(
     Raises:
         ValueError: a budget without hardware, by which alone it can be kept.
     """
-    if bucket_bytes is None and hardware is None:
-        bucket_bytes = ETHERNET_BYTES
     lowered = [
         DedupeGathers(),
         ChooseLifetimes(),
@@ -60,7 +56,7 @@ def default(
         LowerGathers(),
         *([] if compression is None else [CompressGradients(method=compression)]),
         LowerReductions(),
-        BucketCollectives(bucket_bytes=bucket_bytes),
+        BucketCollectives(bucket_bytes="auto" if bucket_bytes is None and hardware is None else bucket_bytes),
     ]
     if hardware is not None:
         return [

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
 from zgraph.errors import AgreementError
-from zgraph.ops import OF_REDUCTIONS
+from zgraph.ops import OF_GATHERS, OF_REDUCTIONS
 from zgraph.report.text import dtype_text
 from zgraph.torch_compat import default_store, is_fake_world, resolve_group
 from zgraph.traffic import Transfer
@@ -59,6 +59,8 @@ class Signature:
             axis = f"r + {[member - members[0] for member in members]}"
             if transfer.group_name.endswith(OF_REDUCTIONS):
                 axis += ", reductions"
+            elif transfer.group_name.endswith(OF_GATHERS):
+                axis += ", gathers"
             coded = "".join(f", made by {method}" for method in transfer.methods)
             entries.append(
                 f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes{coded} over ranks {axis}"

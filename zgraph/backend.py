@@ -23,17 +23,19 @@ from zgraph.errors import ZgraphWarning
 from zgraph.fit_budget import agreed_peak, explain, fit, smallest_feasible
 from zgraph.graph_pass import Direction, GraphPass, PassContext
 from zgraph.handle import name_of
+from zgraph.hardware import Hardware
 from zgraph.liveness import MemoryCurve, memory_curve, step_curve
 from zgraph.local_shards import compile_on_local_shards
 from zgraph.meter import GraphMeter
 from zgraph.passes import presets
 from zgraph.pipeline import Pipeline
+from zgraph.report.collective_numbers import with_numbers
 from zgraph.report.dump import Dumper
 from zgraph.report.of_graph import describe
 from zgraph.report.summary import Report
 from zgraph.starters import order_of_waits
 from zgraph.traffic import transfers
-from zgraph.unit import scope_behind
+from zgraph.unit import Scope, scope_behind
 
 Graphs = dict[Direction, fx.GraphModule]
 MeterOf = Callable[[], GraphMeter | None]
@@ -67,7 +69,7 @@ class FrameCompiler:
         self.pipeline = options.pipeline or Pipeline(presets.default())
         self.frame = torch_compat.compile_id()
         self.reason = torch_compat.recompile_reason()
-        self.ctx = PassContext()
+        self.ctx = PassContext(machine=_machine_of(gm))
         self.names = _handle_names(gm)
         self.report = _report_of(gm, options.report)
         self.dumper: Dumper | None = None
@@ -191,7 +193,8 @@ class FrameCompiler:
     def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         meter_of = partial(self.report.meter_of, self.frame, direction)
         with self.report.phase("lowering"):
-            main = self._lowered(gm, meter_of)
+            rank = dist.get_rank() if torch_compat.is_distributed_ready() else 0
+            main = with_numbers(self._lowered(gm, meter_of), gm.graph, f"{self.frame} {direction}", rank)
             if direction != "backward" or self.warm_backward is None:
                 return main
             return switch_after(self.warmup_steps, self._lowered(self.warm_backward, None), main, gm)
@@ -267,10 +270,19 @@ class FrameCompiler:
             meta.set_parameters(marker, [names.get(handle.name, "?")], [handle.name])
 
 
+def _scopes_of(gm: fx.GraphModule) -> list[Scope]:
+    """Of the models whose parameters the frame reads."""
+    handles = [torch_compat.dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
+    return [scope for scope in map(scope_behind, handles) if scope is not None]
+
+
+def _machine_of(gm: fx.GraphModule) -> Hardware | None:
+    return next((scope.machine for scope in _scopes_of(gm) if scope.machine is not None), None)
+
+
 def _report_of(gm: fx.GraphModule, given: Report | None) -> Report:
     """The one the user has given, else that of the model whose parameters the frame reads, which is told of it."""
-    handles = [torch_compat.dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
-    scopes = [scope for scope in map(scope_behind, handles) if scope is not None]
+    scopes = _scopes_of(gm)
     report = given or next((scope.report for scope in scopes if scope.report is not None), None) or Report()
     for scope in scopes:
         scope.report = report

@@ -54,7 +54,9 @@ class PassContext:
         split: how the joint graph will be split into forward and backward, to be tried on a copy. None in inference.
         cost_of: what a call costs, in any graph; the same on all ranks, for plans follow from it. None: unknown, and a
             pass that plans by it is refused.
-        hardware: of each rank, the same on all; None: unknown.
+        hardware: of each rank, the same on all, by which plans are made; None: unknown.
+        machine: the preset that the ranks' GPUs are, the same on all; passes without other hardware look at its links.
+            None: unknown.
         sharing: what the lanes of these costs take from one another.
         limits: that the order of the final graphs keeps to; None: it was made by rules, which know no costs.
         planned_backend: what the groups of a planned cluster stand for; a real group knows better.
@@ -70,6 +72,7 @@ class PassContext:
     split: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]] | None = None
     cost_of: Callable[[fx.Node], NodeCost] | None = None
     hardware: Hardware | None = None
+    machine: Hardware | None = None
     sharing: Sharing = field(default_factory=Sharing)
     limits: Limits | None = None
     planned_backend: str = "gloo"

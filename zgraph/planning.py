@@ -190,6 +190,7 @@ class _StandFor(GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         ctx.planned_backend = self.machine.backend
+        ctx.machine = self.machine
         return False
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from zgraph.handle import make_handle
 from zgraph.ops import separate_reductions
 from zgraph.runtime.window import attach_state
+from zgraph.same_machine import agreed_machine
 from zgraph.state_dict import follow_state_dicts
 from zgraph.torch_compat import backend_of, local_parameters, replace_parameter
 from zgraph.unit import STATE, ModuleState, ParamSpec, Read, Scope, state_of, unit_class
@@ -90,6 +91,7 @@ def shard(
     _check_untied(found, module)
 
     scope = Scope()
+    scope.machine = agreed_machine(mesh)
     for part in module.modules():
         known = state_of(part)
         if known is not None:
@@ -101,6 +103,9 @@ def shard(
             continue
         object.__setattr__(part, STATE, ModuleState(scope=scope))
         follow_state_dicts(part)
+    gathering = mesh.get_group(mesh.ndim - 1).group_name
+    if zero_stage > 0 and found:
+        gathering = _separate_reductions(mesh)
     for entry in found:
         spec = ParamSpec(
             shape=tuple(entry.parameter.shape),
@@ -113,7 +118,7 @@ def shard(
             zero_stage=zero_stage if entry.parameter.ndim > 0 else 0,
             reduction=reduction,
             replicas=mesh.get_group(0).group_name if mesh.ndim > 1 else "",
-            group_name=mesh.get_group(mesh.ndim - 1).group_name,
+            group_name=gathering,
             ignored=id(entry.parameter) in ignored_ids,
         )
         scope.has_windows = scope.has_windows or (spec.zero_stage < 3 and not spec.ignored)
@@ -130,8 +135,6 @@ def shard(
             base = getattr(type(part), "_zgraph_base", type(part))
             part.__class__ = unit_class(base, own)
     _broadcast_buffers(module, mesh)
-    if zero_stage > 0 and found:
-        _separate_reductions(mesh)
     return module
 
 
@@ -328,12 +331,16 @@ def _state(module: nn.Module) -> ModuleState:
     return cast(ModuleState, state_of(module))
 
 
-def _separate_reductions(mesh: DeviceMesh) -> None:
-    """Let reductions over the last axis not wait behind gathers, nor gathers behind them."""
+def _separate_reductions(mesh: DeviceMesh) -> str:
+    """Let reductions over the last axis not wait behind gathers, nor gathers behind them: the group of gathers."""
     group = mesh.get_group(mesh.ndim - 1)
+    device = torch.device(mesh.device_type)
     # NCCL may split the new group off the default one, which takes every rank of the world.
-    if backend_of(group, torch.device(mesh.device_type)) != "nccl" or mesh.size() == dist.get_world_size():
-        separate_reductions(group)
+    if backend_of(group, device) == "nccl" and mesh.size() != dist.get_world_size():
+        return group.group_name
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return separate_reductions(group, device)
 
 
 def _broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -86,13 +87,20 @@ def find_group(group_name: str) -> ProcessGroup | None:
     return next((group for group, name in _world.pg_names.items() if name == group_name), None)
 
 
-def make_beside(group: ProcessGroup, group_name: str, members: Sequence[int] | None = None) -> ProcessGroup:
+def make_beside(
+    group: ProcessGroup, group_name: str, members: Sequence[int] | None = None, *, high_priority: bool = False
+) -> ProcessGroup:
     """A second group of the same ranks, backend and timeout, of this name; called by its members alone.
 
     Args:
         group: whose ranks they are.
         group_name: of the new one.
         members: which of them, by their rank in the group; None: all.
+        high_priority: of the stream on which its collectives run, where it is NCCL's
+            (`ProcessGroupNCCL.Options.is_high_priority_stream`).
+
+    Where the default group is bound to a device (`init_process_group(device_id=...)`) the new one is as well, and is
+    split off its communicator here and now; all ranks of the world take part in that.
 
     2.11 - 2.13: `dist.new_group` would need every rank of the world, and `use_local_synchronization` names a group by
     how many groups a rank is in, which members of one group need not agree on. `_new_process_group_helper` takes a
@@ -105,6 +113,12 @@ def make_beside(group: ProcessGroup, group_name: str, members: Sequence[int] | N
         ranks = [ranks[member] for member in members]
     backend, store = _world.pg_map[group]
     options = getattr(group._get_backend(group._device_types[0]), "options", None)  # a fake one has none
+    timeout = options._timeout if options is not None else timedelta(minutes=30)
+    chosen: Any = None
+    if high_priority and "nccl" in str(backend):
+        chosen = dist.ProcessGroupNCCL.Options()
+        chosen.is_high_priority_stream = True
+        chosen._timeout = timeout
     made, _ = _new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
@@ -112,11 +126,33 @@ def make_beside(group: ProcessGroup, group_name: str, members: Sequence[int] | N
         backend,
         store,
         cast(Any, group_name),
-        timeout=options._timeout if options is not None else timedelta(minutes=30),
+        backend_options=chosen,
+        timeout=timeout,
+        device_id=dist.distributed_c10d._get_default_group().bound_device_id,
         group_desc=group_name,
     )
     _world.pg_group_ranks[cast("ProcessGroup", made)] = {rank: place for place, rank in enumerate(ranks)}
     return cast("ProcessGroup", made)
+
+
+def collectives_so_far(group: ProcessGroup) -> int:
+    """How many collectives a group has started, as its flight recorder counts them in `collective_seq_id`.
+
+    2.11 - 2.13: `_get_sequence_number_for_group` of its backend, which counts a coalesced collective once.
+    """
+    return cast(Any, group)._get_sequence_number_for_group()
+
+
+def flight_recorder_directory() -> Path:
+    """Where torch's flight recorder writes its dump when the watchdog ends a process.
+
+    2.13: the directory of TORCH_FR_DUMP_TEMP_FILE, or TORCH_NCCL_DEBUG_INFO_TEMP_FILE, a path without the rank; else
+    `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp; not checked on 2.11 and 2.12).
+    """
+    given = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    if given:
+        return Path(given).parent
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch"
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool = False) -> dist.Work | None:

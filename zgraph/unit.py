@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.handle import name_of
+from zgraph.hardware import Hardware
 from zgraph.ops import unshard
 from zgraph.rehearsal import COMPILED, load_whole_or_nothing
 from zgraph.report.summary import Report
@@ -77,6 +78,7 @@ class Scope:
         last: where the last forward that recorded gradients stood.
         guards_steps: optimizers are watched for steps in an open window.
         report: what was compiled for these modules; None: nothing.
+        machine: that all ranks are on, as far as GPUs tell it; None: unknown.
     """
 
     def __init__(self) -> None:
@@ -88,6 +90,7 @@ class Scope:
         self.last: str = ALONE
         self.guards_steps = False
         self.report: Report | None = None
+        self.machine: Hardware | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
         # do in the replicated model. In a compiled graph the pass dedupe_gathers has that duty.

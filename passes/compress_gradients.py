@@ -45,7 +45,8 @@ class CompressGradients(GraphPass):
             treated as the one it was compiled for: a pattern that tells them apart needs the whole model compiled.
         warmup_steps: optimizer steps in which gradients travel as they are, before the first is compressed.
         means: of a replicated parameter each rank keeps a part of the mean, and gathers it from the others in this
-            dtype, or compressed by a BlockMethod with an error of its own.
+            dtype, or compressed by a BlockMethod with an error of its own. `mean_dtype` of `zgraph.shard` is for what
+            travels as it is.
     """
 
     method: CompressionMethod | TwoHop = field(default_factory=LoCo)
@@ -147,6 +148,11 @@ class _CompressedReduction(ReductionBuilder):
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
         source = grad.all_input_nodes[0] if nodes.is_cast(grad) == torch.float32 else grad
         return source if meta.tensor_value(source).dtype in MEANS else grad
+
+    def mean_dtype(self, grad: torch.dtype) -> torch.dtype:
+        if not isinstance(self.means, torch.dtype) or self.means.itemsize >= self.args.dtype.itemsize:
+            return self.args.dtype
+        return self.means
 
     def padded(self, pieces: fx.Node, world: int) -> fx.Node:
         return pieces  # what is missing counts as zeros
@@ -262,15 +268,11 @@ class _CompressedReduction(ReductionBuilder):
         meta.set_lane(loaded, "host_to_device")
         return [self.node(operator.getitem, loaded, place) for place in range(len(found.state(numel, chunks)))]
 
-    def gathered(self, piece: fx.Node, chunk: Chunk, numel: int) -> fx.Node:
+    def gathered(self, piece: fx.Node, chunk: Chunk, numel: int, dtype: torch.dtype) -> fx.Node:
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
-        if world == 1:
-            return super().gathered(piece, chunk, numel)
-        if isinstance(self.means, torch.dtype):
-            dtype = meta.tensor_value(piece).dtype
-            narrow = self.cast(piece, self.means) if self.means.itemsize < dtype.itemsize else piece
-            return self.cast(super().gathered(narrow, chunk, numel), dtype)
+        if world == 1 or isinstance(self.means, torch.dtype):
+            return super().gathered(piece, chunk, numel, dtype)
         text, rank = to_text(self.means), self.ctx.group_rank(group_name)
         own = meta.tensor_value(piece).shape[0]
         salt = 2 * self.world * self.copies + (self.rank if len(chunk.group_names) > 1 else self.replica)

@@ -16,7 +16,7 @@ from zgraph.torch_compat import min_cut_partition
 
 aten = torch.ops.aten
 unshard, reduce_grad = torch.ops.zgraph.unshard.default, torch.ops.zgraph.reduce_grad.default
-POLICY = (torch.float32, None, 3, "mean", "alone", "", "0")
+POLICY = (torch.float32, None, None, 3, "mean", "alone", "", "0")
 
 
 def draw_training(seed: int, *, layers: int) -> tuple[fx.GraphModule, dict[str, NodeCost]]:

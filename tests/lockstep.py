@@ -71,15 +71,17 @@ def _exchange(node: fx.Node, args: list[list[Any]]) -> list[Any]:
         return list(_sum(sent).chunk(world))
     _, _, *policy = args[0]
     if nodes.is_unshard(node):
-        _, dtype, _, stage, *_ = policy
+        _, dtype, _, _, stage, *_ = policy
         return [tensor.to(dtype, copy=True) for tensor in sent] if stage == 0 else [torch.cat(sent).to(dtype)] * world
-    dtype, wire, stage, reduction, *_ = policy
+    dtype, wire, mean_dtype, stage, reduction, *_ = policy
+    narrow = mean_dtype or wire or sent[0].dtype
     if wire is not None and wire.itemsize <= sent[0].dtype.itemsize:
         sent = [tensor.to(wire) for tensor in sent]
     total = _sum([tensor.float() for tensor in sent])
-    mean = (total / world if reduction == "mean" else total).to(dtype)
+    mean = total / world if reduction == "mean" else total
     if stage == 0:
-        return [mean] * world
+        return [mean.to(narrow if world > 1 else dtype).to(dtype)] * world
+    mean = mean.to(dtype)
     rows = -(-mean.shape[0] // world)
     return [mean[rank * rows : (rank + 1) * rows] for rank in range(world)]
 

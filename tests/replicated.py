@@ -105,6 +105,7 @@ class Replicated:
         self.model = model
         self.dtype: torch.dtype | None = case.options.get("param_dtype")
         self.wire: torch.dtype | None = case.options.get("reduce_dtype")
+        self.mean_dtype: torch.dtype | None = case.options.get("mean_dtype")
         self.mean = case.options.get("reduction", "mean") == "mean"
 
     def forward_backward(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -149,7 +150,7 @@ class Replicated:
                     mine = [sums[name] for sums in waiting]
                     if not last:
                         continue
-                total[name] = added(total.get(name), self.reduce(mine))
+                total[name] = added(total.get(name), self.reduce(name, mine))
         for name, grad in total.items():
             if grad is None and name.startswith(self.case.zeros or ("\0",)):
                 total[name] = torch.zeros_like(self.model.get_parameter(name))
@@ -157,7 +158,10 @@ class Replicated:
 
     def waits(self, name: str) -> bool:
         """Whether a gradient is summed over the micro-batches before the ranks; 0-d parameters are replicated."""
-        return self.zero_stage in (0, 1) or self.model.get_parameter(name).ndim == 0
+        return self.zero_stage == 1 or self.is_replicated(name)
+
+    def is_replicated(self, name: str) -> bool:
+        return self.zero_stage == 0 or self.model.get_parameter(name).ndim == 0
 
     def micro_step(self, index: int) -> tuple[Tensor, list[dict[str, Tensor | None]]]:
         """This rank's output, and every rank's own gradients."""
@@ -179,8 +183,8 @@ class Replicated:
         assert mine is not None
         return mine, found
 
-    def reduce(self, grads: list[Tensor | None]) -> Tensor | None:
-        """Sum in rank order within each replica, then over the replicas, and divide once."""
+    def reduce(self, name: str, grads: list[Tensor | None]) -> Tensor | None:
+        """Sum in rank order within each replica, then over the replicas, divide once, and round what is gathered."""
         world = len(grads)
         inner = world // self.case.replicas
         total: Tensor | None = None
@@ -192,7 +196,13 @@ class Replicated:
             if partial is not None and self.case.replicas > 1:
                 partial = self.on_the_wire(partial).float()
             total = added(total, partial)
-        return total / world if total is not None and self.mean and world > 1 else total
+        if total is None:
+            return None
+        mean = total / world if self.mean and world > 1 else total
+        if self.case.replicas > 1 or (self.is_replicated(name) and inner > 1):
+            gradient = next(grad.dtype for grad in grads if grad is not None)
+            mean = mean.to(self.mean_dtype or self.wire or gradient)
+        return mean.to(self.model.get_parameter(name).dtype)
 
     def on_the_wire(self, grad: Tensor) -> Tensor:
         narrows = self.wire is not None and self.wire.itemsize <= grad.dtype.itemsize

@@ -28,6 +28,8 @@ def _cases(label: str, half: torch.dtype) -> dict[str, Case]:
         ),
         f"{label}_wide_request": Case(build=models.Uneven, options=parameters | {"reduce_dtype": torch.float32}),
         f"{label}_wire": Case(build=models.Uneven, options={"reduce_dtype": half}),
+        f"{label}_wide_means": Case(build=models.Uneven, options={"reduce_dtype": half, "mean_dtype": torch.float32}),
+        f"{label}_accumulated": Case(build=models.Uneven, options=parameters, micro_batches=2),
         f"{label}_sum": Case(build=models.Uneven, options=parameters | {"reduction": "sum"}),
         f"{label}_reused": Case(build=models.Reused, options=parameters),
         f"{label}_frozen": Case(build=models.Frozen, options=parameters),
@@ -92,6 +94,14 @@ def test_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, m
 @pytest.mark.parametrize("name", [name for name in CASES if name not in TELLING])
 def test_equals_the_replicated_model_at_stage_3_compiled(two_ranks: Ranks, name: str) -> None:
     assert min(two_ranks.run(run_case, name, 3, "fx")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("name", ["bf16_wire", "bf16_wide_means", "bf16_accumulated"])
+@pytest.mark.parametrize("ranks", [3], indirect=True, scope="session", ids="ranks{}".format)
+def test_means_of_replicated_gradients_are_rounded_once(ranks: Ranks, name: str, mode: str) -> None:
+    assert min(ranks.run(run_case, name, 0, mode)) > 0
 
 
 # --- batch norm -----------------------------------------------------------------------------------------------------

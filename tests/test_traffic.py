@@ -69,15 +69,31 @@ def test_a_coalesced_gather_of_the_models_own_counts_all_its_tensors(world: int)
     assert found.parameters == ()
 
 
-@pytest.mark.parametrize(("stage", "rows"), [(3, 2), (3, 7), (0, 7), (0, 1)])
-def test_markers_count_as_the_collectives_of_their_own_kernels(world: int, stage: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "rows", "mean"), [(3, 2, None), (3, 7, None), (0, 7, None), (0, 1, None), (0, 7, torch.float32)]
+)
+def test_markers_count_as_the_collectives_of_their_own_kernels(
+    world: int, stage: int, rows: int, mean: torch.dtype | None
+) -> None:
+    """What was asked to travel in bf16 comes back in bf16, unless the means are asked for in fp32."""
     drawing = Drawing()
     handle = drawing.input("handle", 96, dtype=torch.uint8)
     shard = drawing.input("shard", rows if stage == 0 else -(-rows // world), 3)
     whole = drawing.call(
-        torch.ops.zgraph.unshard.default, shard, handle, [rows, 3], torch.float32, None, stage, "mean", "alone", "", "0"
+        torch.ops.zgraph.unshard.default,
+        shard,
+        handle,
+        [rows, 3],
+        torch.float32,
+        None,
+        None,
+        stage,
+        "mean",
+        "alone",
+        "",
+        "0",
     )
-    policy = (torch.float32, torch.bfloat16, stage, "mean", "alone", "", "0")
+    policy = (torch.float32, torch.bfloat16, mean, stage, "mean", "alone", "", "0")
     drawing.call(torch.ops.zgraph.reduce_grad.default, whole, handle, *policy)
     found = [(sent.kind, sent.dtype, sent.payload_bytes, sent.sent_bytes) for sent in transfers(drawing.graph)]
     others = world - 1
@@ -89,16 +105,17 @@ def test_markers_count_as_the_collectives_of_their_own_kernels(world: int, stage
         ]
     else:
         chunk = -(-rows * 3 // world)
+        back = mean or torch.bfloat16
         assert found == [
             ("all_to_all_single", torch.bfloat16, world * chunk * 2, chunk * 2 * others),
-            ("all_gather_into_tensor", torch.float32, chunk * 4, chunk * 4 * others),
+            ("all_gather_into_tensor", back, chunk * back.itemsize, chunk * back.itemsize * others),
         ]
 
 
 def test_the_gradient_of_a_scalar_is_one_element(world: int) -> None:
     drawing = Drawing()
     handle = drawing.input("handle", 96, dtype=torch.uint8)
-    policy = (torch.float32, None, 0, "mean", "alone", "", "0")
+    policy = (torch.float32, None, None, 0, "mean", "alone", "", "0")
     drawing.call(torch.ops.zgraph.reduce_grad.default, drawing.input("grad"), handle, *policy)
     assert [sent.sent_bytes for sent in transfers(drawing.graph)] == [4 * (world - 1)] * 2
 

@@ -12,7 +12,16 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.graph_pass import PassContext
 from zgraph.nodes import ReduceArgs
-from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait, local_rows, reduction_group, wire_dtype_of
+from zgraph.ops import (
+    Chunk,
+    accumulate_dtype,
+    chunk_rows,
+    gradients_wait,
+    local_rows,
+    mean_dtype_of,
+    reduction_group,
+    wire_dtype_of,
+)
 from zgraph.runtime.window import OPEN
 from zgraph.torch_compat import all_gather_op, all_to_all_op, reduce_scatter_op, wait_op
 
@@ -67,6 +76,8 @@ class ReductionBuilder:
                 accumulate = torch.ops.zgraph.accumulate_grad.default
                 return self.node(accumulate, grad, args.handle, args.dtype, args.zero_stage, rows)
             grad = self.node(torch.ops.zgraph.add_accumulated.default, grad, args.handle, args.dtype, args.zero_stage)
+        is_gathered = self.copies > 1 or (args.zero_stage == 0 and self.world > 1)
+        mean_dtype = self.mean_dtype(meta.tensor_value(grad).dtype) if is_gathered else args.dtype
         wire = self.on_the_wire(grad) if self.world > 1 else grad
         if not meta.tensor_value(wire).is_contiguous():
             wire = self.node(aten.clone.default, wire, memory_format=torch.contiguous_format)
@@ -77,12 +88,12 @@ class ReductionBuilder:
         split = numel if args.zero_stage == 0 else shape[0]
         chunk = Chunk(split, numel // max(1, split), (args.group_name,))
         if self.copies == 1:
-            total = self.sum(pieces, chunk, self.divisor, args.dtype)
+            total = self.sum(pieces, chunk, self.divisor, mean_dtype)
         else:
             partial = self.sum(pieces, chunk, 1, accumulate_dtype(meta.tensor_value(pieces).dtype))
-            total = self.all_reduce(partial, replace(chunk, group_names=(args.group_name, args.replicas)))
+            total = self.all_reduce(partial, replace(chunk, group_names=(args.group_name, args.replicas)), mean_dtype)
         if args.zero_stage == 0:
-            return self.node(aten.view.default, self.gathered(total, chunk, numel), list(shape))
+            return self.node(aten.view.default, self.gathered(total, chunk, numel, args.dtype), list(shape))
         held = meta.tensor_value(total).shape[0]
         return total if rows == held else self.node(aten.slice.Tensor, total, 0, 0, rows)
 
@@ -95,6 +106,10 @@ class ReductionBuilder:
             if narrow in (torch.bfloat16, torch.float16) and wire_dtype_of(dtype, self.args.wire_dtype) == dtype:
                 return self.cast(source, narrow)
         return self.cast(grad, wire_dtype_of(dtype, self.args.wire_dtype))
+
+    def mean_dtype(self, grad: torch.dtype) -> torch.dtype:
+        """The dtype in which the parts of a mean are gathered, of a gradient of this dtype."""
+        return mean_dtype_of(grad, self.args.dtype, self.args.wire_dtype, self.args.mean_dtype)
 
     def padded(self, pieces: fx.Node, world: int) -> fx.Node:
         shape = meta.tensor_value(pieces).shape
@@ -123,23 +138,25 @@ class ReductionBuilder:
             total = self.node(aten.div.Tensor, total, divisor)
         return self.cast(total, dtype)
 
-    def all_reduce(self, partial: fx.Node, chunk: Chunk) -> fx.Node:
-        """The sum of this shard's partial sums over its replicas."""
+    def all_reduce(self, partial: fx.Node, chunk: Chunk, mean_dtype: torch.dtype) -> fx.Node:
+        """The sum of this shard's partial sums over its replicas; in the dtype of a mean that is gathered once more."""
         found = meta.tensor_value(partial)
         numel = math.prod(found.shape)
         flat = self.on_the_wire(self.node(aten.view.default, partial, [numel]))
         pieces = self.padded(flat, self.copies)
-        mean = self.sum(pieces, chunk, self.divisor, self.args.dtype)
-        return self.node(aten.view.default, self.gathered(mean, chunk, numel), list(found.shape))
+        mean = self.sum(pieces, chunk, self.divisor, mean_dtype)
+        dtype = mean_dtype if self.args.zero_stage == 0 and self.world > 1 else self.args.dtype
+        return self.node(aten.view.default, self.gathered(mean, chunk, numel, dtype), list(found.shape))
 
-    def gathered(self, piece: fx.Node, chunk: Chunk, numel: int) -> fx.Node:
-        """[n] of every rank -> [numel], the first of them all."""
+    def gathered(self, piece: fx.Node, chunk: Chunk, numel: int, dtype: torch.dtype) -> fx.Node:
+        """[n] of every rank -> [numel], the first of them all, cast on arrival."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world > 1:
             start = self.node(all_gather_op(), piece, world, group_name, name=f"all_gather_grad_{self.label}")
             meta.set_chunks(start, [chunk])
             piece = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
+        piece = self.cast(piece, dtype)
         if meta.tensor_value(piece).shape[0] != numel:
             piece = self.node(aten.slice.Tensor, piece, 0, 0, numel)
         return piece

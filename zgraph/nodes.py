@@ -35,6 +35,7 @@ class UnshardArgs:
     shape: tuple[int, ...]
     dtype: torch.dtype
     wire_dtype: torch.dtype | None
+    mean_dtype: torch.dtype | None
     zero_stage: int
     reduction: str
     window: str
@@ -60,6 +61,7 @@ class ReduceArgs:
     handle: fx.Node
     dtype: torch.dtype
     wire_dtype: torch.dtype | None
+    mean_dtype: torch.dtype | None
     zero_stage: int
     reduction: str
     window: str

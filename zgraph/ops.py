@@ -162,6 +162,23 @@ def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     return asked
 
 
+def mean_dtype_of(
+    grad: torch.dtype, dtype: torch.dtype, wire_dtype: torch.dtype | None, asked: torch.dtype | None
+) -> torch.dtype:
+    """The dtype in which ranks gather a mean of which each has made a part.
+
+    The one asked for, else the one in which gradients are asked to travel, else the gradient's own; never wider than
+    the result, since widening changes no bit.
+
+    Args:
+        grad: of the whole gradient, before it travels.
+        dtype: of the result.
+        wire_dtype, asked: options of `zgraph.shard`.
+    """
+    found = asked or wire_dtype or grad
+    return found if found.itemsize < dtype.itemsize else dtype
+
+
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
     """`tensor` with zero rows appended up to `rows`, contiguous."""
     missing = rows - tensor.shape[0]
@@ -287,6 +304,7 @@ def unshard(
     shape: Sequence[int],
     dtype: torch.dtype,
     wire_dtype: torch.dtype | None,
+    mean_dtype: torch.dtype | None,
     zero_stage: int,
     reduction: str,
     window: str,
@@ -301,6 +319,7 @@ def unshard(
         shape: of the whole parameter.
         dtype: of the result; the cast comes before the gather, so narrow types travel.
         wire_dtype: in which the gradient travels, see `wire_dtype_of`.
+        mean_dtype: in which its mean is gathered where ranks make a part each, see `mean_dtype_of`.
         zero_stage: 0 replicated, else sharded on dim 0.
         reduction: "mean" or "sum" over the ranks, for the gradient.
         window: where this forward stands in its window, see runtime/window.py.
@@ -339,6 +358,7 @@ def _(
     shape: Sequence[int],
     dtype: torch.dtype,
     wire_dtype: torch.dtype | None,
+    mean_dtype: torch.dtype | None,
     zero_stage: int,
     reduction: str,
     window: str,
@@ -356,7 +376,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (handle,) = ctx.saved_tensors
-    return reduce_grad(grad, handle, ctx.shard_dtype, *ctx.policy), *([None] * 9)
+    return reduce_grad(grad, handle, ctx.shard_dtype, *ctx.policy), *([None] * 10)
 
 
 unshard.register_autograd(_reduce, setup_context=_remember)
@@ -371,6 +391,7 @@ def reduce_grad(
     handle: Tensor,
     dtype: torch.dtype,
     wire_dtype: torch.dtype | None,
+    mean_dtype: torch.dtype | None,
     zero_stage: int,
     reduction: str,
     window: str,
@@ -381,13 +402,14 @@ def reduce_grad(
 
     Args:
         grad: [*shape] gradient of the whole parameter.
-        handle, wire_dtype, zero_stage, reduction, window, replicas, group_name: as in `unshard`.
+        handle, wire_dtype, mean_dtype, zero_stage, reduction, window, replicas, group_name: as in `unshard`.
         dtype: of the result, the parameter's own.
 
     Returns:
         [rows, ...] where the parameter is sharded, [*shape] at stage 0: fp32 sum in rank order over the group, then
-        over its replicas, one exact 1/N, then `dtype`. Where gradients wait for the end of the window, what stands in
-        for them in `.grad`.
+        over its replicas, divided once. Where ranks then gather the parts of the mean, each rank has rounded its part
+        to what `mean_dtype_of` says, so that all have equal bits. Then `dtype`. Where gradients wait for the end of the
+        window, what stands in for them in `.grad`.
 
     Raises:
         CollectiveError: the exchange failed; names the parameter.
@@ -401,6 +423,8 @@ def reduce_grad(
             return accumulate_grad(grad, handle, dtype, zero_stage, rows)
         grad = add_accumulated(grad, handle, dtype, zero_stage)
     divisor = world * copies if reduction == "mean" else 1
+    is_gathered = copies > 1 or (zero_stage == 0 and world > 1)
+    travels = mean_dtype_of(grad.dtype, dtype, wire_dtype, mean_dtype) if is_gathered else dtype
     wire = grad.to(wire_dtype_of(grad.dtype, wire_dtype)) if world > 1 else grad  # alone, nothing travels
     if zero_stage == 0:
         chunk = chunk_rows(wire.numel(), world)
@@ -410,17 +434,17 @@ def reduce_grad(
         pieces = pad_rows(wire, world * chunk)
     try:
         if copies == 1:
-            total = _exchange_and_sum(pieces, group, divisor, dtype)
+            total = _exchange_and_sum(pieces, group, divisor, travels)
         else:
             partial = _exchange_and_sum(pieces, group, 1, accumulate_dtype(pieces.dtype))
-            total = _all_reduce(partial, resolve_group(replicas), divisor, wire_dtype, dtype)
+            total = _all_reduce(partial, resolve_group(replicas), divisor, wire_dtype, travels)
         if zero_stage == 0:
-            return _gather_pieces(total, group, grad.numel()).view(grad.shape)
+            return _gather_pieces(total, group, grad.numel()).to(dtype).view(grad.shape)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise collective_error("reduce_grad", [name_of(handle)], group_name, error) from error
-    return total[: local_rows(grad.shape[0], world, rank)]
+    return total[: local_rows(grad.shape[0], world, rank)].to(dtype)
 
 
 def _exchange_and_sum(pieces: Tensor, group: ProcessGroup, divisor: int, dtype: torch.dtype) -> Tensor:
@@ -457,6 +481,7 @@ def _(
     handle: Tensor,
     dtype: torch.dtype,
     wire_dtype: torch.dtype | None,
+    mean_dtype: torch.dtype | None,
     zero_stage: int,
     reduction: str,
     window: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,8 +19,8 @@ class ReplicatedReduction:
     """One flat gradient on its way over the ranks and back.
 
     Attributes:
-        steps: the exchange, its wait, what makes means of what arrives, their gather and its wait; each reads nothing
-            but the one before it.
+        steps: the exchange, its wait, what makes means of what arrives, their gather and its wait, and a cast where
+            they travel narrower than they are kept; each reads nothing but the one before it.
         numel: of the gradient, without padding.
         mean: [numel], the whole mean.
     """
@@ -36,9 +37,10 @@ class ReplicatedReduction:
         holds of those follows from more than the number of elements.
         """
         chunks, steps = meta.chunks(start), _steps_from(start)
-        if len(chunks) != 1 or len(chunks[0].group_names) > 1 or len(steps) < 2 or not nodes.is_all_gather(steps[-2]):
+        gather = _gather_of(steps)
+        if len(chunks) != 1 or len(chunks[0].group_names) > 1 or gather is None or gather is steps[-1]:
             return None
-        if nodes.group_of(steps[-2]) != nodes.group_of(start):
+        if nodes.group_of(gather) != nodes.group_of(start):
             return None
         numel, mean = chunks[0].rows * chunks[0].row_numel, steps[-1]
         if meta.tensor_value(mean).shape != (numel,):
@@ -50,13 +52,12 @@ class ReplicatedReduction:
 
     @property
     def gather(self) -> fx.Node:
-        return self.steps[-2]
+        return cast(fx.Node, _gather_of(self.steps))
 
     @property
     def carried_bytes(self) -> int:
-        """The most that one of its two collectives carries of the whole gradient; means may be wider than the wire."""
-        sent = self.steps[0].all_input_nodes[0]
-        return self.numel * max(meta.tensor_value(node).dtype.itemsize for node in (sent, self.mean))
+        """The most that one of its two collectives carries of the whole gradient; means may travel wider."""
+        return self.numel * max(meta.tensor_value(start).dtype.itemsize for start in (self.steps[0], self.gather))
 
     @property
     def policy(self) -> list[Any]:
@@ -76,14 +77,27 @@ class ReplicatedReduction:
 
 
 def _steps_from(start: fx.Node) -> list[fx.Node]:
-    """A start and what reads nothing but it, in a line: up to the wait of a gather, or to what is no such step."""
+    """A start and what reads nothing but it, in a line: up to the cast of what a gather brings, or to no such step."""
     steps = [start]
-    while len(steps[-1].users) == 1 and not (len(steps) > 1 and nodes.is_all_gather(steps[-2])):
+    while len(steps[-1].users) == 1:
         (step,) = steps[-1].users
-        if not (_makes_mean(step) or nodes.is_wait(step) or nodes.is_all_gather(step)):
+        arrived = nodes.is_wait(steps[-1]) and _gather_of(steps) is not None
+        if not (
+            nodes.is_cast(step) if arrived else _makes_mean(step) or nodes.is_wait(step) or _is_gather(step, steps)
+        ):
             break
         steps.append(step)
+        if arrived:
+            break
     return steps
+
+
+def _gather_of(steps: Sequence[fx.Node]) -> fx.Node | None:
+    return next(filter(nodes.is_all_gather, steps), None)
+
+
+def _is_gather(step: fx.Node, steps: Sequence[fx.Node]) -> bool:
+    return nodes.is_all_gather(step) and _gather_of(steps) is None
 
 
 def _makes_mean(node: fx.Node) -> bool:

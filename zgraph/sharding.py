@@ -42,6 +42,7 @@ def shard(
     zero_stage: int = 3,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    mean_dtype: torch.dtype | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     units: Iterable[Unit] | None = None,
     ignored: Iterable[Ignored] = (),
@@ -69,6 +70,10 @@ def shard(
             it. None: the parameter's own.
         reduce_dtype: in which gradients travel. A gradient narrower than this travels as it is: the sum is fp32 on
             arrival whatever came in, so widening first would cost bytes and change no bit. None: as they are.
+        mean_dtype: in which means come back where each rank computes a part and gathers the others': at stage 0, of 0-d
+            parameters, and across the replicas of hybrid sharding. Rounded once, equal on all ranks, and never wider
+            than the parameter. None: `reduce_dtype`, or where that is None the gradient's own. torch.float32 keeps what
+            the sum has, for more bytes.
         reduction: "mean" divides the summed gradient by the number of ranks, "sum" does not.
         units: modules, or classes of modules, that gather all their parameters when their forward starts. Name a
             module whose reads depend on the data, such as a mixture-of-experts block: all its parameters then receive
@@ -83,7 +88,7 @@ def shard(
         ValueError: an option or the model cannot be honoured; the message says which and what to do.
     """
     mesh = _check_mesh(mesh, module)
-    _check_options(zero_stage, param_dtype, reduce_dtype, reduction)
+    _check_options(zero_stage, reduction, param_dtype=param_dtype, reduce_dtype=reduce_dtype, mean_dtype=mean_dtype)
     ignored_ids = _ignored_ids(ignored)
     found = _find_parameters(module, mesh)
     unit_names = _unit_names(module, units)
@@ -115,6 +120,7 @@ def shard(
                 param_dtype if param_dtype and entry.parameter.is_floating_point() else entry.parameter.dtype
             ),
             wire_dtype=reduce_dtype,
+            mean_dtype=mean_dtype,
             zero_stage=zero_stage if entry.parameter.ndim > 0 else 0,
             reduction=reduction,
             replicas=mesh.get_group(0).group_name if mesh.ndim > 1 else "",
@@ -174,14 +180,12 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
     return mesh
 
 
-def _check_options(
-    zero_stage: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, reduction: str
-) -> None:
+def _check_options(zero_stage: int, reduction: str, **dtypes: torch.dtype | None) -> None:
     if zero_stage not in ZERO_STAGES:
         raise ValueError(f"zgraph.shard: zero_stage={zero_stage!r} is not available; write zero_stage=0, 1, 2 or 3.")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'zgraph.shard: reduction={reduction!r} is unknown; write "mean" or "sum".')
-    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+    for name, dtype in dtypes.items():
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"zgraph.shard: {name}={dtype} is no floating-point dtype; write torch.bfloat16, say.")
 

@@ -17,6 +17,7 @@ from zgraph.ops import (
     gradients_wait,
     group_size,
     keeps_gathered,
+    mean_dtype_of,
     payload_bytes,
     reduction_group,
     wire_dtype_of,
@@ -115,7 +116,9 @@ def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
     if world * copies == 1 or (waits and args.window == OPEN):
         return
     grad = meta.tensor_value(args.grad)
-    wire = wire_dtype_of(args.dtype if waits else grad.dtype, args.wire_dtype)
+    grad_dtype = args.dtype if waits else grad.dtype
+    wire = wire_dtype_of(grad_dtype, args.wire_dtype)
+    mean = mean_dtype_of(grad_dtype, args.dtype, args.wire_dtype, args.mean_dtype)
     rows = grad.numel() if args.zero_stage == 0 else grad.shape[0]
     chunk = Chunk(rows, grad.numel() // max(1, rows), (args.group_name,))
 
@@ -125,8 +128,8 @@ def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
         return _transfer(node, "all_to_all_single", group_name, dtype, payload, size_of)
 
     def gather(chunk: Chunk) -> Transfer:
-        payload = chunk.numel(size_of) * args.dtype.itemsize
-        return _transfer(node, "all_gather_into_tensor", chunk.group_names[-1], args.dtype, payload, size_of)
+        payload = chunk.numel(size_of) * mean.itemsize
+        return _transfer(node, "all_gather_into_tensor", chunk.group_names[-1], mean, payload, size_of)
 
     if world > 1:
         yield exchange(chunk, wire)

@@ -47,6 +47,7 @@ class ParamSpec:
         device_type: where it was sharded.
         compute_dtype: in which it is gathered and read.
         wire_dtype: in which its gradient travels; None: as it arrives.
+        mean_dtype: in which the gradient's mean is gathered, see `zgraph.ops.mean_dtype_of`.
         zero_stage: 0 replicated, 1 to 3 sharded on dim 0.
         reduction: "mean" or "sum".
         replicas: process group of the mesh axis across which the shards are replicated; "" for none.
@@ -59,6 +60,7 @@ class ParamSpec:
     device_type: str
     compute_dtype: torch.dtype
     wire_dtype: torch.dtype | None
+    mean_dtype: torch.dtype | None
     zero_stage: int
     reduction: str
     replicas: str
@@ -296,6 +298,7 @@ def _unshard(parameter: DTensor, read: Read, window: str) -> Tensor:
         spec.shape,
         spec.compute_dtype,
         spec.wire_dtype,
+        spec.mean_dtype,
         spec.zero_stage,
         spec.reduction,
         window,

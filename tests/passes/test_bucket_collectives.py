@@ -268,6 +268,20 @@ def test_replicated_gradients_share_one_flat_vector_of_which_each_mean_is_a_view
     assert held == {gather: 1}
 
 
+def test_narrow_means_of_a_bucket_are_widened_at_once() -> None:
+    with fake_world(3):
+        found = traced(mlp, LOWERED, world=3, zero_stage=0, reduce_dtype=torch.bfloat16)
+        graph = bucketed(found, "backward", 2**20)
+    (exchange,), (gather,) = (
+        list(nodes.call_functions(graph, kind)) for kind in (nodes.is_all_to_all, nodes.is_all_gather)
+    )
+    assert [meta.tensor_value(node.args[0]).dtype for node in (exchange, gather)] == [torch.bfloat16] * 2
+    (wait,) = nodes.waits_of(gather)
+    (cast,) = wait.users
+    assert nodes.is_cast(cast) == torch.float32
+    assert len([node for node in graph.nodes if nodes.is_cast(node) == torch.float32]) == 1
+
+
 @pytest.mark.parametrize("algorithm", ["all_to_all", "reduce_scatter"])
 @pytest.mark.parametrize("build", [mlp, Autocast, mixed])
 def test_a_second_run_leaves_replicated_gradients_alone(build: Any, algorithm: Any) -> None:

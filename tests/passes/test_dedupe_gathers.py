@@ -84,7 +84,7 @@ def draw_two_gathers(second_dtype: torch.dtype, second_handle: bool) -> Traced:
     shard = drawing.input("shard", 4, 8)
     handle, other = drawing.input("handle", 96, dtype=torch.uint8), drawing.input("other", 96, dtype=torch.uint8)
     unshard = torch.ops.zgraph.unshard.default
-    policy = (None, 3, "mean", "alone", "", "0")
+    policy = (None, None, 3, "mean", "alone", "", "0")
     one = drawing.call(unshard, shard, handle, [8, 8], torch.float32, *policy, works_for="w")
     two = drawing.call(unshard, shard, other if second_handle else handle, [8, 8], second_dtype, *policy, works_for="w")
     gm = drawing.done(one, two)
@@ -111,7 +111,7 @@ def draw_sum(read_elsewhere: bool = False, other_handle: bool = False, scaled: b
     a, b = drawing.input("a", 8, 8), drawing.input("b", 8, 8)
     handle, other = drawing.input("handle", 96, dtype=torch.uint8), drawing.input("other", 96, dtype=torch.uint8)
     reduce = torch.ops.zgraph.reduce_grad.default
-    policy = (torch.float32, None, 3, "mean", "alone", "", "0")
+    policy = (torch.float32, None, None, 3, "mean", "alone", "", "0")
     left = drawing.call(reduce, a, handle, *policy, works_for="w")
     right = drawing.call(reduce, b, other if other_handle else handle, *policy, works_for="w")
     if scaled:

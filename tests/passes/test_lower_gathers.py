@@ -114,7 +114,7 @@ def test_a_cast_is_one_before_and_after_decompositions(target: Any) -> None:
 def test_readers_that_disagree_about_the_cast_gather_wide(second: torch.dtype) -> None:
     drawing = Drawing()
     shard, handle = drawing.input("shard", 4, 8), drawing.input("handle", 96, dtype=torch.uint8)
-    policy = ([8, 8], torch.float32, None, 3, "mean", "alone", "", "0")
+    policy = ([8, 8], torch.float32, None, None, 3, "mean", "alone", "", "0")
     whole = drawing.call(torch.ops.zgraph.unshard.default, shard, handle, *policy, works_for="w")
     narrow = drawing.call(aten._to_copy.default, whole, dtype=torch.bfloat16)
     other = (
@@ -133,7 +133,7 @@ def test_readers_that_disagree_about_the_cast_gather_wide(second: torch.dtype) -
 def test_only_a_narrowing_cast_comes_before_the_gather(dtype: torch.dtype, on_the_wire: torch.dtype) -> None:
     drawing = Drawing()
     shard, handle = drawing.input("shard", 4, 8), drawing.input("handle", 96, dtype=torch.uint8)
-    policy = ([8, 8], torch.float32, None, 3, "mean", "alone", "", "0")
+    policy = ([8, 8], torch.float32, None, None, 3, "mean", "alone", "", "0")
     whole = drawing.call(torch.ops.zgraph.unshard.default, shard, handle, *policy, works_for="w")
     gm = drawing.done(drawing.call(aten.relu.default, drawing.call(aten._to_copy.default, whole, dtype=dtype)))
     graph = lowered(Traced(gm, {"forward": gm}, traced(mlp).ctx))

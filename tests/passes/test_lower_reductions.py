@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,30 @@ def test_mean_of_a_replicated_parameter_is_gathered() -> None:
 
 
 @pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"reduce_dtype": torch.bfloat16}, torch.bfloat16),
+        ({"param_dtype": torch.bfloat16}, torch.bfloat16),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, torch.float32),
+        ({"reduce_dtype": torch.bfloat16, "mean_dtype": torch.float32}, torch.float32),
+        ({"build": Autocast}, torch.float32),
+        ({"build": Autocast, "reduce_dtype": torch.bfloat16}, torch.bfloat16),
+        ({"mean_dtype": torch.float64}, torch.float32),
+    ],
+    ids=str,
+)
+def test_means_travel_in_the_dtype_that_gradients_were_asked_to(options: dict[str, Any], expected: torch.dtype) -> None:
+    graph = lowered(traced(**{"build": mlp, "zero_stage": 0, **options}))
+    gathers = list(nodes.call_functions(graph, nodes.is_all_gather))
+    assert {meta.tensor_value(node).dtype for node in gathers} == {expected}
+    # Rounded once, by the operator that sums; and every gradient is its parameter's own dtype again.
+    assert {node.args[3] for node in nodes.call_functions(graph, nodes.is_sum_ranks)} == {expected}
+    gradients = [out for out in nodes.returned_by(graph) if isinstance(out, fx.Node) and meta.parameters(out)]
+    assert {meta.tensor_value(out).dtype for out in gradients} == {torch.float32}
+
+
+@pytest.mark.usefixtures("world")
 def test_sum_does_not_divide() -> None:
     graph = lowered(traced(mlp, reduction="sum"))
     assert {node.args[2] for node in nodes.call_functions(graph, nodes.is_sum_ranks)} == {1}
@@ -110,7 +135,7 @@ def test_other_casts_stay(near_miss: str) -> None:
     else:
         grad = drawing.input("grad", 8, 8, dtype=torch.float64)
         wide = drawing.call(aten._to_copy.default, grad, dtype=torch.float32)
-    policy = (torch.float32, None, 3, "mean", "alone", "", "0")
+    policy = (torch.float32, None, None, 3, "mean", "alone", "", "0")
     reduced = drawing.call(torch.ops.zgraph.reduce_grad.default, wide, handle, *policy, works_for="w")
     gm = drawing.done(reduced)
     graph = lowered(Traced(gm, {"backward": gm}, traced(mlp).ctx))
@@ -179,6 +204,9 @@ def test_it_is_refused_after_buckets_were_made() -> None:
         (3, {"reduce_dtype": torch.bfloat16}),
         (3, {"param_dtype": torch.bfloat16}),
         (3, {"build": Autocast}),
+        (3, {"zero_stage": 0, "reduce_dtype": torch.bfloat16}),
+        (3, {"zero_stage": 0, "reduce_dtype": torch.bfloat16, "mean_dtype": torch.float32}),
+        (3, {"zero_stage": 0, "param_dtype": torch.bfloat16}),
     ],
     ids=str,
 )

@@ -168,7 +168,7 @@ def test_kept_gathers_keep_codes() -> None:
     """In a window the payload is kept, by the dtype of bytes, and decoded in each forward."""
     drawing = Drawing()
     shard, handle = drawing.input("shard", 4, 8), drawing.input("handle", 96, dtype=torch.uint8)
-    policy = ([8, 8], torch.float32, None, 2, "mean", "open", "", "0")
+    policy = ([8, 8], torch.float32, None, None, 2, "mean", "open", "", "0")
     unshard = drawing.call(torch.ops.zgraph.unshard.default, shard, handle, *policy, works_for="w")
     gm = drawing.done(drawing.call(torch.ops.aten.relu.default, unshard))
     graph = quantized(Traced(gm, {"forward": gm}, traced(mlp).ctx))
@@ -182,7 +182,7 @@ def test_differences_stay_only_where_training_reads_them_last() -> None:
     def stays(window: str, direction: Any) -> bool:
         drawing = Drawing()
         shard, handle = drawing.input("shard", 4, 8), drawing.input("handle", 96, dtype=torch.uint8)
-        policy = ([8, 8], torch.float32, None, 2, "mean", window, "", "0")
+        policy = ([8, 8], torch.float32, None, None, 2, "mean", window, "", "0")
         unshard = drawing.call(torch.ops.zgraph.unshard.default, shard, handle, *policy, works_for="w")
         gm = drawing.done(drawing.call(torch.ops.aten.relu.default, unshard))
         graph = quantized(Traced(gm, {direction: gm}, traced(mlp).ctx), every_matrix(DIFFERENCES), direction)

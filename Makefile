@@ -21,7 +21,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
 PYTEST := $(RUN) pytest -n 2 --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help train test test-fast test-long lint bench clean
+.PHONY: help train test test-fast test-long test-cuda-trace .test-cuda-trace lint bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -40,6 +40,13 @@ test-fast: lint
 # make test-long   what make test leaves out: every combination of three features, half an hour or more
 test-long: lint
 	$(PYTEST) -m long $(ARGS)
+
+# make test-cuda-trace   what is compiled for a GPU, on a machine without one: makes .venv-cuda, about 5 GB, with gcc
+test-cuda-trace:
+	$(MAKE) BUILD=cuda VENV=.venv-cuda .test-cuda-trace
+
+.test-cuda-trace: $(VENV)/.installed-dev
+	$(RUN) pytest tests/cuda $(ARGS)
 
 # make lint    ruff alone
 lint: $(VENV)/.installed-dev

@@ -23,6 +23,7 @@ class RankFailure(AssertionError):
 
 
 def _serve(rank: int, world: int, rendezvous: str, pipe: Connection, timeout_s: float) -> None:
+    # Before any backward: in CUDA builds it starts threads, which would all at once replace the pool lost in the fork.
     torch.set_num_threads(1)
     # gloo would look the host's name up; the loopback is all a test needs.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

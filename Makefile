@@ -1,9 +1,13 @@
 # make train   trains the example on two local ranks
 # make test    ruff, pyright and the whole test suite
-# Both first make .venv, and again only after pyproject.toml or constraints.txt has changed.
+# make test TORCH=2.11.0              the same with another torch (2.11 to 2.13), in a venv of its own: .venv-2.11.0
+# make test TORCH=2.11.0 BUILD=cuda   cuda or cpu: which build of it, whether there is a GPU or not, in .venv-2.11.0-cuda
+# Each first makes its venv, and again only after pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+BUILD ?=
+VENV ?= .venv$(if $(TORCH),-$(TORCH))$(if $(BUILD),-$(BUILD))
 RANKS ?= 2
 # More options for the command at hand: make train ARGS="--quick", make test-fast ARGS="-k bucket"
 ARGS ?=
@@ -12,13 +16,30 @@ ARGS ?=
 # and pip takes what its other sources have.
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 
+ifneq ($(filter-out cpu cuda,$(BUILD)),)
+$(error BUILD=$(BUILD): write cpu, cuda, or nothing for the one that fits this machine)
+endif
+
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
-TORCH_SOURCE := $(if $(shell command -v nvidia-smi),,--extra-index-url $(CPU_WHEELS) --retries 2 --timeout 20)
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
+WITHOUT_CUDA := --extra-index-url $(CPU_WHEELS) --retries 2 --timeout 20
+# Two of the builds have one version but for its local part. "===" compares it all: 2.13.0 is the build of PyPI, with CUDA
+# on Linux; 2.13.0+cpu is one without. Elsewhere no build has CUDA, and none is called +cpu.
+RELEASE := $(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))
+RELEASE := $(RELEASE)$(if $(word 3,$(subst ., ,$(RELEASE))),,.0)
+LOCAL := $(if $(filter Linux,$(shell uname -s)),+cpu)
+WANTED_cuda := torch===$(RELEASE)
+WANTED_cpu := $(WITHOUT_CUDA) torch===$(RELEASE)$(LOCAL)
+WANTED_ := $(if $(shell command -v nvidia-smi),,$(WITHOUT_CUDA)) torch
+# What another torch needs at another version than constraints.txt has. Its CUDA build pins triton itself.
+OTHER_2.11 := triton~=3.6.0 setuptools<82
+OTHER_2.12 := triton~=3.7.0 setuptools<82
+SERIES := $(subst $(eval ) ,.,$(wordlist 1,2,$(subst ., ,$(RELEASE))))
 # One thread a rank: the ranks share the cores, and are themselves the parallelism.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
 # Two workers, each with its own ranks; the one that is done first takes over tests of the other.
-PYTEST := $(RUN) pytest -n 2 --dist worksteal
+PYTEST := $(RUN) pytest -n 2 --dist worksteal $(if $(TORCH)$(BUILD),--torch $(RELEASE))
 
 .DELETE_ON_ERROR:
 .PHONY: help train test test-fast test-long test-cuda-trace .test-cuda-trace lint bench clean
@@ -57,16 +78,20 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python examples/benchmarks/shaped_link.py $(ARGS)
 
-# make clean   removes whatever the others made, .venv included
+# make clean   removes whatever the others made, .venv and the venvs of other builds included
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv .venv-* build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find zgraph passes codegen tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed-examples: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "zgraph needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name a newer one: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --no-deps $(TORCH_SOURCE) torch
-	$(PIP) setuptools
+ifneq ($(TORCH),)
+	{ sed $(foreach other,torch $(OTHER_$(SERIES)),-e '/^$(firstword $(subst ~, ,$(subst <, ,$(other))))==/d') constraints.txt; \
+	  printf '%s\n' 'torch==$(RELEASE)' $(foreach other,$(OTHER_$(SERIES)),'$(other)'); } > $(CONSTRAINTS)
+endif
+	$(PIP) --no-deps $(WANTED_$(BUILD))
+	$(PIP) 'setuptools>=77'
 	$(PIP) --no-build-isolation -e '.[examples]'
 	@touch $@
 

@@ -12,6 +12,7 @@ WORLDS = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--torch", help="the release that test_versions.py expects, instead of that in constraints.txt")
     parser.addoption("--kills", type=int, default=20, help="how often test_kills.py kills its run")
     parser.addoption("--graphs", type=int, default=20, help="how many schedules test_plan_schedule.py compares")
 

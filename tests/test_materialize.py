@@ -45,6 +45,17 @@ class Rotary(nn.Module):
         return x * self.frequencies + self.noise
 
 
+class Convolution(nn.Conv2d):
+    """Draws its weight by index, not in the order of memory: nn.Conv2d does so from torch 2.12 on."""
+
+    def reset_parameters(self) -> None:
+        drawn = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
+        nn.init.kaiming_uniform_(drawn)
+        with torch.no_grad():
+            self.weight.copy_(drawn)
+        nn.init.uniform_(self.bias)
+
+
 class Mixed(nn.Module):
     """Its children's usual ways to initialise, and parameters of its own: a 0-d one, a short one, a frozen one."""
 
@@ -54,7 +65,7 @@ class Mixed(nn.Module):
         self.rotary = Rotary(6)
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)  # zeroes a bias of its child
         self.norm = nn.BatchNorm1d(6)
-        self.convolution = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
+        self.convolution = Convolution(3, 5, 2).to(memory_format=torch.channels_last)
         self.layers = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 5))
         self.gain = nn.Parameter(torch.empty(1))
         self.shift = nn.Parameter(torch.empty(()))

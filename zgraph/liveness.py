@@ -176,8 +176,9 @@ def step_curve(
     """The curve of a training step: forward, then backward, beside the parameters and the step's inputs.
 
     What forward saves dies at its last use in backward, and costs nothing where it is a view of an input. The user
-    holds the outputs to the end, autograd hands the tangents over, and the gradients stay. Of a window it is the first
-    step that is shown: later ones find gathered parameters and sums of gradients there.
+    holds the outputs to the end, autograd hands the tangents over, and the gradients stay. Before torch 2.13 autograd
+    keeps the tangents until backward is over, which is not counted: nothing for a model that returns its loss. Of a
+    window it is the first step that is shown: later ones find gathered parameters and sums of gradients there.
 
     Args:
         forward, backward: of one frame, as AOTAutograd partitions them.

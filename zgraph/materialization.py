@@ -59,7 +59,8 @@ def materialize(
         module: sharded by `zgraph.shard`; or what torch.compile made of it.
         init: called without gradient for each module as `module.apply(init)` would, children first. None: each
             module's `reset_parameters`, once. That is what the constructor did where each module initialises itself at
-            the end of its `__init__`; a tied parameter takes the value of its last module.
+            the end of its `__init__`; a tied parameter takes the value of its last module, and under torch 2.11 a
+            convolution that was moved to channels_last draws its numbers in the order of memory.
             Modules that have, with all their children, nothing on the meta device are left out, and parameters that
             had values keep them.
         seed: of torch's generators, as torch.manual_seed sets it; None: they continue from rank 0's state.

@@ -22,7 +22,14 @@ from zgraph.collectives import start_all_gather, start_all_to_all
 from zgraph.errors import CollectiveError, ZgraphError
 from zgraph.handle import name_of
 from zgraph.runtime.window import ALONE, OPEN, state_behind
-from zgraph.torch_compat import backend_of, find_group, make_beside, resolve_group, wait
+from zgraph.torch_compat import (
+    backend_of,
+    find_group,
+    make_beside,
+    resolve_group,
+    second_derivatives_vanish,
+    wait,
+)
 
 MIB = 2**20
 OF_REDUCTIONS = ".reductions"  # behind the name of a group: that of the group on which it reduces
@@ -497,13 +504,19 @@ def _(
 
 def _refuse(ctx: Any, grad: Tensor) -> tuple[None, ...]:
     (handle,) = ctx.saved_tensors
-    raise ZgraphError(
+    raise _differentiated_twice(handle)
+
+
+def _differentiated_twice(handle: Tensor) -> ZgraphError:
+    return ZgraphError(
         f"zgraph: the gradient of {name_of(handle)} was differentiated a second time; zgraph reduces first derivatives "
         "only. Compute the second-order term on an unsharded copy, or leave out create_graph=True."
     )
 
 
 def _remember_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    if second_derivatives_vanish():  # nothing would call _refuse
+        raise _differentiated_twice(inputs[1])
     ctx.save_for_backward(inputs[1])
 
 

@@ -1,7 +1,8 @@
 """The only file that touches private torch names; each entry says on which versions it was checked.
 
-Everything here was read and run on torch 2.13.0; the 2.11 and 2.12 notes say what differs there. A new torch release is
-adopted by running the suite and reading this page, nothing else.
+Everything here was read and run on torch 2.13.0, and run with the CUDA builds of 2.11.0 and 2.13.0; the 2.11 and 2.12
+notes say what differs there. A new torch release is adopted by running the suite (`make test TORCH=...`) and reading
+this page, nothing else.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
@@ -39,16 +40,20 @@ OLDEST = (2, 11)
 NEWEST = (2, 13)
 
 
+def _release(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise ImportError(f"zgraph: cannot read the torch version {version!r}; install torch>=2.11,<2.14.")
+    return int(found[1]), int(found[2])
+
+
 def require_supported_torch(version: str) -> None:
     """Refuse a torch that zgraph was not checked with.
 
     Raises:
         ImportError: version lies outside 2.11 ... 2.13.
     """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
-        raise ImportError(f"zgraph: cannot read the torch version {version!r}; install torch>=2.11,<2.14.")
-    release = (int(found[1]), int(found[2]))
+    release = _release(version)
     if release < OLDEST:
         raise ImportError(f"zgraph: torch {version} is too old; install torch>=2.11,<2.14.")
     if release > NEWEST:
@@ -403,6 +408,23 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def second_derivatives_vanish() -> bool:
+    """Whether what `DTensor.to_local` passes to its tensor as gradient has no graph of its own.
+
+    2.11: `_ToTorchTensor.backward` makes a DTensor by hand, so that `create_graph=True` yields a leaf, and the second
+    derivative of what was computed from it is silently zero. From 2.12 on it calls `DTensor.from_local`.
+    """
+    return _release(torch.__version__) < (2, 12)
+
+
+def tangents_outlive_backward() -> bool:
+    """Whether gradients of outputs are held until a compiled backward has ended, although it empties its list of them.
+
+    2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` takes them as `*flat_args`; 2.13 hands the tuple on.
+    """
+    return _release(torch.__version__) < (2, 13)
+
+
 # --- watching operators -------------------------------------------------------------------------------------------
 
 
@@ -432,19 +454,19 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storages in Python and C++ share it, this one included (`_storage_Use_Count`, 2.13)."""
+    """How many tensors and storages share it in Python and C++, itself too (`_storage_Use_Count`, 2.11 - 2.13)."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def is_profiling() -> bool:
-    """Whether a profile is being taken already: they do not nest (`_profiler_enabled`, 2.13)."""
+    """Whether a profile is being taken already: they do not nest (`_profiler_enabled`, 2.11 - 2.13)."""
     return torch.autograd._profiler_enabled()
 
 
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """What a profile with memory has seen on the CPU, in nanoseconds (`kineto_results`, 2.13).
+    """What a profile with memory has seen on the CPU, in nanoseconds (`kineto_results`, 2.11 - 2.13).
 
     Returns:
         Begin and end of each label that starts with the prefix; and for each allocation or release when it was and its
@@ -742,8 +764,8 @@ def load_cpp(source: str) -> ctypes.CDLL:
     once on a machine; processes that come at the same time wait for the first. Exact: no multiplication is contracted
     with an addition, and nothing is assumed of NaNs, signed zeros or the order of sums.
 
-    Read and run on 2.13 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`); not checked on 2.11 and 2.12.
-    Inductor's own options (`CppOptions`) turn off the vectorization of loops, so they are not taken.
+    Run on 2.11 and 2.13 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's own options
+    (`CppOptions`) turn off the vectorization of loops, so they are not taken.
 
     Raises:
         RuntimeError: there is no compiler, or it refuses the source.

@@ -137,10 +137,10 @@ def compiled(kernel: Any, pointers: list[str], groups: int, warps: int, capabili
     return Compiled(made.asm["ptx"], sass, numbers["REG"], numbers["STACK"], numbers["LOCAL"])
 
 
-def assert_exact(found: Compiled) -> None:
-    """Every operation is rounded by itself, as IEEE says, and nothing is spilled."""
+def assert_exact(found: Compiled, stack_bytes: int = 0) -> None:
+    """Every operation is rounded by itself, as IEEE says, and nothing is spilled but so much."""
     assert re.findall(r"\bfma\.\S+|\bdiv\.full\S*|\bdiv\.approx\S*|\brcp\.\S+|\S+\.ftz\S*", found.ptx) == []
     assert re.findall(r"\b(?:add|sub|mul)\.f32\b", found.ptx) == [], "ptxas may contract what says no .rn"
     assert "add.rn.f32" in found.ptx and "mul.rn.f32" in found.ptx and "div.rn.f32" in found.ptx
-    assert (found.stack_bytes, found.local_bytes) == (0, 0)
+    assert (found.stack_bytes, found.local_bytes) <= (stack_bytes, 0)
     assert found.registers <= 255

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,9 @@ def test_compiled_kernel_is_exact_and_spills_nothing(
     pointers = [*(POINTERS[dtype] for dtype in bucket.dtypes), *kept, "*u8", "*i16"]
     options = LaunchOptions(warps=4 if dynamic else 1).arguments(bucket.method)
     found = compiled(kernel, pointers, options["GROUPS"], options["num_warps"], capability)
-    assert_exact(found)
+    # The assembler of Triton 3.6, which torch 2.11 brings, finds no place for two of 255 registers.
+    is_old = importlib.metadata.version("triton").startswith("3.6.")
+    assert_exact(found, stack_bytes=8 if is_old and dynamic and capability == 80 else 0)
     if not dynamic:  # 16 bytes at once
         assert "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx
 

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from zgraph.hardware import Hardware
 from zgraph.torch_compat import all_gather, backend_of
 
 # As torch.cuda.get_device_name has them: SXM modules, behind NVLink of the presets' rates. "GH200" is no "H200".
-_NAMES = {"a100": r"\bA100-SXM\d*-80GB\b", "h100": r"\bH100 80GB HBM3\b", "h200": r"\bH200\b(?! NVL)"}
+_NAMES = MappingProxyType({"a100": r"\bA100-SXM\d*-80GB\b", "h100": r"\bH100 80GB HBM3\b", "h200": r"\bH200\b(?! NVL)"})
 
 
 def preset_of(device_name: str) -> str | None:

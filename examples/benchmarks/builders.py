@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the other strategies run where zgraph is not installed
 
     from zgraph import GraphPass, Hardware
 
-POWERSGD_RANK = 4
+POWERSGD_RANKS = (1, 4)
 POWERSGD_MIN_COMPRESSION = 2
 Lowering = Literal["fx", "inductor"]
 # Error feedback and warm start need two plain steps first; the benchmark's own warm-up is longer.
@@ -127,10 +127,15 @@ def hook_fp16(model: DistributedDataParallel) -> None:
     model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
 
 
-def hook_powersgd(model: DistributedDataParallel) -> None:
+def hook_bf16(model: DistributedDataParallel) -> None:
+    # By its own name DDP refuses it without NCCL; gloo reduces bf16 all the same.
+    model.register_comm_hook(model.process_group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
+
+
+def hook_powersgd(rank: int, model: DistributedDataParallel) -> None:
     state = PowerSGDState(
         model.process_group,
-        matrix_approximation_rank=POWERSGD_RANK,
+        matrix_approximation_rank=rank,
         start_powerSGD_iter=POWERSGD_START_STEP,
         min_compression_rate=POWERSGD_MIN_COMPRESSION,
     )
@@ -203,6 +208,7 @@ def build_zgraph(
     schedule: Callable[[Hardware], list[GraphPass]] | None,
     *,
     predicts: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Callable[[Setting], Trainer]:
     """Sharded by zgraph and compiled with the passes that `schedule` makes for this machine; None: not compiled."""
 
@@ -214,7 +220,7 @@ def build_zgraph(
             setting.mesh,
             zero_stage=zero_stage,
             param_dtype=None if param_dtype == torch.float32 else param_dtype,
-            reduce_dtype=torch.float32,
+            reduce_dtype=reduce_dtype,
         )
         if schedule is None:
             return Trainer(model, _adamw(model))

@@ -37,7 +37,7 @@ _EPILOG = f"""\
 strategies, in the order in which a repetition runs them:
   compute-*         the arithmetic of a step on every rank at once, nothing sent: eager, with blocks compiled by
                     aot_eager, with everything compiled by zgraph; fp32 unless the name ends in bf16
-  ddp               DistributedDataParallel; -fp16 and -powersgd with the hook of that name
+  ddp               DistributedDataParallel; -fp16, -bf16, -powersgd-1 and -4 with the hook of that name (and rank)
   deepspeed-2, -3   ZeRO stages 2 and 3 (pip install deepspeed; left out where it is not installed)
   fsdp2             fully_shard of each block and of the rest; -bf16 gathers bf16 and reduces fp32; -compiled compiles
                     the blocks with aot_eager; with --lowering inductor fsdp2 compiles them with Inductor
@@ -46,7 +46,8 @@ strategies, in the order in which a repetition runs them:
                     schedule_overlap_bucketing, which is told what things cost here
   torch-overlap     the same scheduler on zgraph's own collectives, which send half of what gloo's reduce_scatter does
   zgraph-0 ... -3   ZeRO stages 0 to 3, planned for the measured machine and compiled as --lowering says; -bf16
-                    gathers bf16, sends bf16 gradients and sums them in fp32; -rules is scheduled without costs; -eager
+                    gathers bf16, sends bf16 gradients and sums them in fp32; -reduce-bf16 computes in fp32 and sends
+                    gradients and their means in bf16; -rules is scheduled without costs; -eager
                     is not compiled: the reference, not a way to train; -loco sends gradients as codes of 4 bits, and
                     means of replicated parameters in bf16, or with -means8 and -means4 in 8 and 4 bits
 a strategy brings the compute-* row of its floor along.

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from builders import (
     POWERSGD_MIN_COMPRESSION,
-    POWERSGD_RANK,
+    POWERSGD_RANKS,
     Setting,
     Trainer,
     build_alone,
@@ -25,6 +25,7 @@ from builders import (
     by_rules,
     compressed,
     compressed_with_means,
+    hook_bf16,
     hook_fp16,
     hook_powersgd,
     planned,
@@ -85,7 +86,16 @@ def strategies() -> dict[str, Strategy]:
     peers = [
         ddp,
         replace(ddp, name="ddp-fp16", build=build_ddp(hook_fp16), payload_bytes=replicated(fp16)),
-        replace(ddp, name="ddp-powersgd", build=build_ddp(hook_powersgd), payload_bytes=powersgd),
+        replace(ddp, name="ddp-bf16", build=build_ddp(hook_bf16), payload_bytes=replicated(bf16)),
+        *(
+            replace(
+                ddp,
+                name=f"ddp-powersgd-{rank}",
+                build=build_ddp(partial(hook_powersgd, rank)),
+                payload_bytes=partial(powersgd, rank),
+            )
+            for rank in POWERSGD_RANKS
+        ),
         replace(fsdp2, name="deepspeed-2", build=build_deepspeed(2), payload_bytes=replicated(fp32), needs="deepspeed"),
         replace(fsdp2, name="deepspeed-3", build=build_deepspeed(3), needs="deepspeed"),
         fsdp2,
@@ -117,9 +127,9 @@ def strategies() -> dict[str, Strategy]:
         Strategy(
             name=f"zgraph-{stage}{suffix}",
             build=build_zgraph(stage, dtype, planned, predicts=True),
-            # Summed in fp32 where they arrive, gradients need not travel wider than backward made them; the means of
-            # replicated ones come back in fp32.
-            payload_bytes=sharded(dtype if stage else fp32, dtype, gathers=2 if stage == 3 else 1),
+            # Summed in fp32 where they arrive, gradients need not travel wider than backward made them; nor need means
+            # of replicated ones, which are gathered.
+            payload_bytes=sharded(dtype, dtype, gathers=2 if stage == 3 else 1),
             compute=f"compute-zgraph{suffix}",
             shards_optimizer=stage > 0,
             payload_limit=1.03,
@@ -131,6 +141,15 @@ def strategies() -> dict[str, Strategy]:
     ]
     stage_3 = replace(on_our_graph, payload_limit=1.03, equal_loss="zgraph-3")
     ours += [
+        replace(
+            stage_3,
+            name="zgraph-0-reduce-bf16",
+            build=build_zgraph(0, fp32, planned, predicts=True, reduce_dtype=bf16),
+            payload_bytes=replicated(bf16),
+            shards_optimizer=False,
+            peers=("ddp-bf16", "ddp-fp16"),
+            equal_loss=None,
+        ),
         replace(stage_3, name="zgraph-3-rules", build=build_zgraph(3, fp32, by_rules, predicts=True)),
         replace(
             stage_3,
@@ -142,6 +161,7 @@ def strategies() -> dict[str, Strategy]:
         ),
     ]
     coded = replace(stage_3, payload_limit=1.05, equal_loss=None)
+    compressing_peers = ("ddp", "ddp-fp16", "ddp-bf16", *(f"ddp-powersgd-{rank}" for rank in POWERSGD_RANKS))
     ours += [
         replace(
             coded,
@@ -149,7 +169,7 @@ def strategies() -> dict[str, Strategy]:
             build=build_zgraph(0, fp32, compressed, predicts=True),
             payload_bytes=codes(fp32, gathers=1, means_bits=16),
             shards_optimizer=False,
-            peers=("ddp", "ddp-fp16", "ddp-powersgd"),
+            peers=compressing_peers,
         ),
         *(
             replace(
@@ -158,7 +178,7 @@ def strategies() -> dict[str, Strategy]:
                 build=build_zgraph(0, fp32, partial(compressed_with_means, bits), predicts=True),
                 payload_bytes=codes(fp32, gathers=1, means_bits=bits + SCALE_BITS),
                 shards_optimizer=False,
-                peers=("ddp", "ddp-fp16", "ddp-powersgd"),
+                peers=compressing_peers,
             )
             for bits in (8, 4)
         ),
@@ -210,13 +230,13 @@ def codes(dtype: torch.dtype, gathers: int, means_bits: float) -> Callable[[nn.M
     return sent
 
 
-def powersgd(model: nn.Module, ranks: int) -> float:
+def powersgd(rank: int, model: nn.Module, ranks: int) -> float:
     """An all_reduce of both low-rank factors of each matrix that shrinks enough, and of everything else whole."""
     sent = 0
     for parameter in model.parameters():
         rows = parameter.shape[0]
         columns = parameter.numel() // rows
-        factors = (rows + columns) * POWERSGD_RANK
+        factors = (rows + columns) * rank
         compressed = parameter.dim() > 1 and factors * POWERSGD_MIN_COMPRESSION < parameter.numel()
         sent += factors if compressed else parameter.numel()
     return 2 * torch.float32.itemsize * sent * (ranks - 1) / ranks

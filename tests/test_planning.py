@@ -14,6 +14,7 @@ from tests.compiled import with_fx
 from tests.graphs import fake_world
 from tests.ranks import Ranks
 from zgraph import nodes
+from zgraph.cuda_workspace import COMMUNICATOR_BYTES
 from zgraph.passes import BucketCollectives, presets
 from zgraph.planning import Plan
 
@@ -74,6 +75,17 @@ def test_bytes_follow_the_formulas(world: int) -> None:
     assert found.moment_bytes == 2 * found.parameter_bytes
     assert found.peak_bytes == found.parameter_bytes + found.moment_bytes + found.step_bytes
     assert found.curves[0].bytes_after[-1] >= PARAMETER_BYTES // world
+
+
+def test_on_gpus_libraries_hold_memory_too() -> None:
+    """The groups of gathers and of reductions; forward's handle of cuBLAS and backward's."""
+    found, alone = planned(8, "h100"), planned(1, "a100")
+    assert (found.cublas_bytes, found.communicator_bytes) == (2 * 32 * 2**20, 2 * COMMUNICATOR_BYTES)
+    assert (alone.cublas_bytes, alone.communicator_bytes) == (2 * (2 * 4096 + 8 * 16) * 2**10, 0)
+    libraries = found.cublas_bytes + found.communicator_bytes
+    assert found.peak_bytes == found.parameter_bytes + found.moment_bytes + found.step_bytes + libraries
+    assert "cuBLAS workspaces 64.00 MiB, NCCL communicators 0.2" in str(found)
+    assert "cuBLAS" not in str(planned(8, "cpu"))
 
 
 def test_without_another_wish_the_stage_is_3() -> None:

@@ -24,23 +24,29 @@ class Allocator:
         header_bytes: it keeps with each allocation.
         mapped_from_bytes: requests from this size on take whole pages; None: none do.
         page_bytes: of the operating system.
+        slack_bytes: the most that a block of more than so much may be larger than what it is given for.
     """
 
     block_bytes: int = 1
     header_bytes: int = 0
     mapped_from_bytes: int | None = None
     page_bytes: int = 4096
+    slack_bytes: int = 0
 
     def allocated_bytes(self, requested_bytes: int) -> int:
         if requested_bytes == 0:
             return 0
         mapped = self.mapped_from_bytes is not None and requested_bytes >= self.mapped_from_bytes
         block = self.page_bytes if mapped else self.block_bytes
-        return -(-(requested_bytes + self.header_bytes) // block) * block
+        slack = self.slack_bytes if requested_bytes > self.slack_bytes else 0
+        return -(-(requested_bytes + self.header_bytes) // block) * block + slack
 
 
 EXACT = Allocator()
 CUDA = Allocator(block_bytes=512)
+# A cached block of more than 1 MiB is split where more than 1 MiB would be left over (CUDACachingAllocator.cpp:
+# should_split, kSmallSize), so that each may carry so much at worst.
+CUDA_AT_WORST = Allocator(block_bytes=512, slack_bytes=2**20)
 # glibc raises its threshold to the largest mapped block that was freed, up to 32 MiB: after a first step it is there.
 GLIBC = Allocator(block_bytes=16, header_bytes=8, mapped_from_bytes=32 * 2**20)
 
@@ -113,6 +119,7 @@ def memory_curve(
     allocator: Allocator = EXACT,
     threads: int = 1,
     late_peers: bool = False,
+    device_type: str | None = None,
 ) -> MemoryCurve:
     """The curve of one graph, run node by node as `lower_fx` runs it.
 
@@ -125,12 +132,13 @@ def memory_curve(
         threads: of the CPU kernels.
         late_peers: what a backend stages for a collective stays until its wait, as on a slow link; otherwise only the
             start itself sees it.
+        device_type: on which the graph will run, see `workspace_bytes`.
     """
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"), owned)
     found.run(graph.nodes)
     found.keep(nodes.returned_by(graph))
-    beside = _beside(graph, allocator, threads, late_peers)
+    beside = _beside(graph, allocator, threads, late_peers, device_type)
     return _curve(list(graph.nodes), found, allocator, list(beside))
 
 
@@ -172,6 +180,7 @@ def step_curve(
     allocator: Allocator = EXACT,
     threads: int = 1,
     late_peers: bool = False,
+    device_type: str | None = None,
 ) -> MemoryCurve:
     """The curve of a training step: forward, then backward, beside the parameters and the step's inputs.
 
@@ -183,12 +192,14 @@ def step_curve(
     Args:
         forward, backward: of one frame, as AOTAutograd partitions them.
         user_outputs: how many of forward's outputs are the user's; backward takes the others.
-        allocator, threads, late_peers: as in `memory_curve`.
+        allocator, threads, late_peers, device_type: as in `memory_curve`.
     """
     found = _enter_step(forward, backward, user_outputs)
     found.run(backward.nodes)
     found.keep(nodes.returned_by(backward))
-    beside = [*_beside(forward, allocator, threads, late_peers), *_beside(backward, allocator, threads, late_peers)]
+    beside = [
+        taken for graph in (forward, backward) for taken in _beside(graph, allocator, threads, late_peers, device_type)
+    ]
     return _curve([*forward.nodes, *backward.nodes], found, allocator, beside)
 
 
@@ -247,7 +258,9 @@ def _range(storage: Storage, numbers: Mapping[fx.Node, int]) -> LiveRange:
     return LiveRange(storage.first, storage.nbytes, first, last, storage.held)
 
 
-def _beside(graph: fx.Graph, allocator: Allocator, threads: int, late_peers: bool) -> Iterator[int]:
+def _beside(
+    graph: fx.Graph, allocator: Allocator, threads: int, late_peers: bool, device_type: str | None = None
+) -> Iterator[int]:
     """What each node takes beside storages: its workspace, and what is staged for collectives in flight."""
     at_once = AT_ONCE if late_peers else 0
     in_flight: dict[fx.Node, tuple[str, int]] = {}  # by what is waited for: the group, and what it stages
@@ -256,7 +269,7 @@ def _beside(graph: fx.Graph, allocator: Allocator, threads: int, late_peers: boo
         if nodes.is_wait(node):
             in_flight.pop(node.all_input_nodes[0], None)
         elif node.op == "call_function":
-            taken += allocator.allocated_bytes(workspace_bytes(node, threads=threads))
+            taken += allocator.allocated_bytes(workspace_bytes(node, threads=threads, device_type=device_type))
             if nodes.is_start(node):
                 group_name = nodes.group_of(node)
                 works = {

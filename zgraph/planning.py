@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.cost import CostModel
+from zgraph.cuda_workspace import resting_bytes
 from zgraph.errors import ZgraphError
 from zgraph.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.hardware import Hardware
@@ -19,7 +20,7 @@ from zgraph.passes import SetTarget, presets
 from zgraph.pipeline import Pipeline
 from zgraph.sharding import shard
 from zgraph.simulate import Timeline, simulate
-from zgraph.torch_compat import fake_mode, fake_world, is_distributed_ready
+from zgraph.torch_compat import fake_mode, fake_world, groups_of_ranks, is_distributed_ready
 from zgraph.traffic import transfers
 
 GIB = 2**30
@@ -55,6 +56,7 @@ class Plan:
         world_size, hardware: of the cluster.
         parameter_bytes: at rest on the rank that holds most, buffers included.
         moment_bytes: AdamW's two moments beside them.
+        cublas_bytes, communicator_bytes: beside tensors, on GPUs: workspaces in the allocator, buffers of NCCL outside.
         step_bytes: highest beside these during the step: activations, gathered parameters, gradients. Frames that a
             graph break separates are counted one by one.
         graphs: in the order in which they were compiled.
@@ -65,6 +67,8 @@ class Plan:
     hardware: Hardware
     parameter_bytes: int
     moment_bytes: int
+    cublas_bytes: int
+    communicator_bytes: int
     graphs: tuple[PlannedGraph, ...]
     curves: tuple[MemoryCurve, ...]
 
@@ -74,7 +78,9 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        return self.parameter_bytes + self.moment_bytes + self.step_bytes
+        """Of one rank: what is at rest, the step's highest, and what libraries hold; without the driver's context."""
+        libraries = self.cublas_bytes + self.communicator_bytes
+        return self.parameter_bytes + self.moment_bytes + self.step_bytes + libraries
 
     @property
     def sent_bytes(self) -> int:
@@ -92,6 +98,11 @@ class Plan:
             f"zgraph.plan for {self.world_size} ranks of {self.hardware.name}",
             f"memory of a rank: parameters {_gib(self.parameter_bytes)}, AdamW's moments {_gib(self.moment_bytes)}, "
             f"highest beside them {_gib(self.step_bytes)}: {_gib(self.peak_bytes)} of {capacity:.0f} GiB",
+            *(
+                [f"  cuBLAS workspaces {_gib(self.cublas_bytes)}, NCCL communicators {_gib(self.communicator_bytes)}"]
+                if self.cublas_bytes
+                else []
+            ),
             *(f"  {curve.explain(3)}" for curve in self.curves),
             f"step without optimizer: {self.step_us / 1e3:.2f} ms, {_gib(self.sent_bytes)} sent by each rank",
         ]
@@ -141,7 +152,7 @@ def plan(
             "process that was not started by torchrun, or after destroy_process_group()."
         )
     machine = Hardware.preset(hardware) if isinstance(hardware, str) else hardware
-    kept = _Kept(CostModel(machine))
+    kept = _Kept(CostModel(machine), "cuda" if machine.backend == "nccl" else "cpu")
     passes = (pipeline or Pipeline(presets.default())).passes
     target = [_StandFor(machine=machine), SetTarget(hardware=machine)]  # a target of the pipeline's own overrides it
     whole = Pipeline([*target, *passes, _Keep(kept=kept, allocator=allocator)])
@@ -156,6 +167,7 @@ def plan(
             compiled(*inputs)  # forward and backward are planned at once
         finally:
             torch.compiler.reset()  # or the next plans of the same classes would meet the limit of recompiles
+        cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
         resting = [_local(value) for value in (*model.parameters(), *model.buffers())]
         trained = [_local(value) for value in model.parameters() if value.requires_grad]
     if not kept.graphs:
@@ -165,6 +177,8 @@ def plan(
         hardware=machine,
         parameter_bytes=_bytes(resting),
         moment_bytes=ADAM_MOMENTS * _bytes(trained),
+        cublas_bytes=cublas,
+        communicator_bytes=communicators,
         graphs=tuple(kept.graphs),
         curves=tuple(kept.curves),
     )
@@ -175,6 +189,7 @@ class _Kept:
     """What has been compiled so far."""
 
     costs: CostModel
+    device_type: str
     graphs: list[PlannedGraph] = field(default_factory=list[PlannedGraph])
     curves: list[MemoryCurve] = field(default_factory=list[MemoryCurve])
 
@@ -211,11 +226,18 @@ class _Keep(GraphPass):
         sent = sum(transfer.sent_bytes for transfer in transfers(gm.graph))
         self.kept.graphs.append(PlannedGraph(ctx.direction, len(order), sent, timeline))
         if ctx.direction == "inference":
-            self.kept.curves.append(memory_curve(gm.graph, allocator=self.allocator))
+            self.kept.curves.append(memory_curve(gm.graph, allocator=self.allocator, device_type=self.kept.device_type))
         elif ctx.direction == "backward":
             forward, users = ctx.graphs["forward"].graph, ctx.user_outputs
             assert users is not None
-            self.kept.curves.append(step_curve(forward, gm.graph, user_outputs=users, allocator=self.allocator))
+            self.kept.curves.append(
+                step_curve(
+                    *(forward, gm.graph),
+                    user_outputs=users,
+                    allocator=self.allocator,
+                    device_type=self.kept.device_type,
+                )
+            )
         return False
 
 

@@ -92,6 +92,13 @@ def find_group(group_name: str) -> ProcessGroup | None:
     return next((group for group, name in _world.pg_names.items() if name == group_name), None)
 
 
+def groups_of_ranks() -> int:
+    """How many groups of more than one rank this rank is in (`_world.pg_names`, 2.11 - 2.13)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return sum(dist.get_world_size(group) > 1 for group in _world.pg_names)
+
+
 def make_beside(
     group: ProcessGroup, group_name: str, members: Sequence[int] | None = None, *, high_priority: bool = False
 ) -> ProcessGroup:

@@ -1,9 +1,9 @@
 """What an operator allocates beside its results: while it runs, while it is in flight, and for longer.
 
-The figures are those of CPU kernels in torch 2.13, each measured by a test. An operator that is not in the table counts
-as one without workspace. Buffers of a fixed size of some KiB are left out, and so is what oneDNN takes to repack the
-operands of narrow matrix products, which depends on the processor; so does attention in bf16, which repacks keys and
-values on one with AMX.
+The figures are those of CPU kernels in torch 2.13, each measured by a test; CUDA's are in `cuda_workspace.py`. An
+operator that is not in the table counts as one without workspace. Buffers of a fixed size of some KiB are left out, and
+so is what oneDNN takes to repack the operands of narrow matrix products, which depends on the processor; so does
+attention in bf16, which repacks keys and values on one with AMX.
 """
 
 from __future__ import annotations
@@ -16,20 +16,28 @@ import torch
 from torch import Tensor, fx
 
 from zgraph import meta, nodes
+from zgraph.cuda_workspace import workspace_on_cuda
 from zgraph.ops import accumulate_dtype, group_backend
 from zgraph.torch_compat import OpOverload, hint_of, is_binary, written_arguments
 
 aten = torch.ops.aten
 
 
-def workspace_bytes(node: fx.Node, *, threads: int = 1) -> int:
+def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None = None) -> int:
     """What a call allocates and frees again before it returns, at its highest point beside its results.
 
     Args:
         node: with fake values for itself and its arguments.
         threads: of the CPU kernels; some take a buffer for each.
+        device_type: on which it will run, such as "cuda" where tensors of the CPU stand for those of a planned GPU.
+            None: that of its values.
     """
-    if not isinstance(node.target, OpOverload) or _device(node) != "cpu":
+    if not isinstance(node.target, OpOverload):
+        return 0
+    device_type = device_type or _device(node)
+    if device_type == "cuda":
+        return workspace_on_cuda(str(node.target.overloadpacket), node)
+    if device_type != "cpu":
         return 0
     estimate = _TABLE.get(str(node.target.overloadpacket))
     if estimate is not None:

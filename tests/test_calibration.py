@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.graphs import fake_world
 from tests.ranks import Ranks
-from zgraph.calibration import fit_link, in_a_stream
+from zgraph import calibration
+from zgraph.calibration import compute_share, fit_link, in_a_stream
 from zgraph.hardware import Hardware, Link
 
 
@@ -48,6 +49,19 @@ def test_ranks_measure_the_same_once(two_ranks: Ranks, tmp_path: Path) -> None:
     assert first == second != changed
     assert list(tmp_path.iterdir()) == [kept]
     assert kept.read_text() == first
+
+
+def _shares() -> list[float]:
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = calibration._Ranks.of(group)  # pyright: ignore[reportPrivateUsage]
+    return [compute_share(ranks, group, Link(latency_us=us, bytes_per_us=1000.0)) for us in (50.0, 5e5)]
+
+
+def test_what_collectives_take_from_compute_is_a_part_of_it(two_ranks: Ranks) -> None:
+    """Measured on all ranks alike, whatever the link is said to be; on gloo, whose threads share the cores."""
+    first, second = two_ranks.run(_shares)
+    assert first == second and all(0 <= share < 1 for share in first)
 
 
 def test_ranks_that_have_kept_different_figures_measure_again(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -66,6 +66,33 @@ def test_collectives_by_hand(kind: str, sent: int, size: int, stride: int, us: f
     assert NODES.collective_us(kind, sent, size, stride) == pytest.approx(us, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sent", "size", "stride", "us"),
+    [
+        # Eight nodes of two: three rounds of a tree, and a hop inside; a ring would take 8 * 1 + 7 * 5.
+        ("all_gather_into_tensor", 600, 16, 1, 1 + 3 * 5 + 600 / 20),
+        ("all_reduce", 600, 16, 1, 2 * (1 + 3 * 5) + 600 / 20),
+        ("reduce_scatter_tensor", 600, 8, 2, 3 * 5 + 600 / 10),
+        ("all_to_all_single", 600, 8, 2, 7 * 5 + 600 / 10),  # to each of the others
+        ("all_gather_into_tensor", 600, 2, 1, 1 + 6),
+        ("all_gather_into_tensor", 0, 1, 2, 0.0),
+    ],
+)
+def test_nccl_does_not_pass_messages_through_every_node(
+    kind: str, sent: int, size: int, stride: int, us: float
+) -> None:
+    nccl = dataclasses.replace(NODES, backend="nccl")
+    assert nccl.collective_us(kind, sent, size, stride) == pytest.approx(us, rel=1e-12)
+
+
+def test_a_thousand_ranks_do_not_ask_for_buckets_of_gigabytes() -> None:
+    """A fiftieth of the transfer is latency: 0.1 GB over one port of 400 Gbit/s, and not 5."""
+    h100 = Hardware.preset("h100")
+    latency_us = h100.collective_us("all_gather_into_tensor", 0, 1024)
+    rate = 1e9 / (h100.collective_us("all_gather_into_tensor", 10**9, 1024) - latency_us)
+    assert 2e6 < 50 * latency_us * rate < 1e9
+
+
 def test_an_axis_of_its_own_link() -> None:
     known = dataclasses.replace(NODES, links={1: Link(latency_us=9.0, bytes_per_us=60.0)})
     assert known.collective_us("all_to_all_single", 600, 4, 1) == 3 * 9 + 10
@@ -79,11 +106,13 @@ def test_an_axis_of_its_own_link() -> None:
 
 @pytest.mark.parametrize("kind", ["all_gather_into_tensor", "all_reduce", "all_to_all_single"])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_expressions_equal_numbers_for_every_size(kind: str, stride: int) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_expressions_equal_numbers_for_every_size(kind: str, stride: int, backend: str) -> None:
     ranks = sympy.Symbol("N", positive=True, integer=True)
-    expression = NODES.collective_us(kind, 100 * (ranks - 1), ranks, stride)
+    machine = dataclasses.replace(NODES, backend=backend)
+    expression = machine.collective_us(kind, 100 * (ranks - 1), ranks, stride)
     for size in (1, 2, 3, 4, 8, 64):
-        us = NODES.collective_us(kind, 100 * (size - 1), size, stride)
+        us = machine.collective_us(kind, 100 * (size - 1), size, stride)
         assert float(expression.subs(ranks, size)) == pytest.approx(us, rel=1e-12)
 
 

@@ -34,10 +34,11 @@ from zgraph.hardware import Hardware, Link
 from zgraph.ops import MIB
 from zgraph.torch_compat import all_gather, backend_of, wait
 
-_FORMAT = 2  # of what is measured: files of another are not read
+_FORMAT = 3  # of what is measured: files of another are not read
 _POINT_S = 0.2  # of measuring one size of one kind
 _SMALL_BYTES = (256, 4096)  # their time is latency
 _LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
+_LARGE_BYTES_OF_GPUS = (64 * MIB, 128 * MIB, 256 * MIB)  # smaller ones are latency to NVLink
 _MOST_GAIN = 2.0  # of several messages in flight over one; more than that is a disturbed measurement
 _MESSAGE_US = 25_000.0  # of one of several in flight, at the most
 
@@ -133,6 +134,10 @@ class _Ranks:
             found = _gathered(found, group).amax(0)
         return found.tolist()
 
+    @property
+    def large_bytes(self) -> tuple[int, ...]:
+        return _LARGE_BYTES if self.device.type == "cpu" else _LARGE_BYTES_OF_GPUS
+
     def settle(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
@@ -206,11 +211,7 @@ def _median_us(ranks: _Ranks, run: Callable[[], object], calls: int = 1, least: 
     ranks.settle()
     deadline = time.perf_counter() + _POINT_S
     while len(times) < least or time.perf_counter() < deadline:
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        ranks.settle()
-        times.append(1e6 * (time.perf_counter() - started) / calls)
+        times.append(_timed(ranks, lambda: [run() for _ in range(calls)])[0] / calls)
     return statistics.median(times)
 
 
@@ -269,7 +270,7 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
     cpu: list[tuple[float, float]] = []
     starters = [_exchanging, *([] if goes_by_node(group, ranks_per_node) else [_gathering])]
     for make in starters:
-        for sent_bytes in (*_SMALL_BYTES, *_LARGE_BYTES):
+        for sent_bytes in (*_SMALL_BYTES, *ranks.large_bytes):
             numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
             start = make(ranks, group, numel)
 
@@ -277,7 +278,7 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
                 wait(start())
 
             once_us = ranks.slowest([_timed(ranks, run)[0] for _ in range(2)])[1]  # the first connects
-            if sent_bytes > _LARGE_BYTES[0] and once_us > 5e6 * _POINT_S:
+            if sent_bytes > ranks.large_bytes[0] and once_us > 5e6 * _POINT_S:
                 break  # a slow link, of which smaller sizes say enough
             repeats = max(3, min(20, int(1e6 * _POINT_S / once_us)))
             times = [_timed(ranks, run) for _ in range(repeats)]
@@ -292,7 +293,7 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
     burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
     on_one_node = _same_host(ranks, group) == world
     if ranks.device.type != "cpu":
-        return _Axis(link, on_one_node, 0.0, 0.0)
+        return _Axis(link, on_one_node, 0.0, compute_share(ranks, group, link) / link.bytes_per_us)
     return _Axis(link, on_one_node, (world - 1) * burnt.latency_us, 1 / burnt.bytes_per_us)
 
 
@@ -300,7 +301,7 @@ def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link, makes: Sequence[_
     """Of a byte that is sent while others of the group are under way: collectives in turn, three in flight."""
     world = dist.get_world_size(group)
     # Each takes as long as a bucket does, and not for ever on a slow link.
-    sent_bytes = min(_LARGE_BYTES[1] // 2, int(link.bytes_per_us * _MESSAGE_US))
+    sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * _MESSAGE_US))
     numel = sent_bytes // (world - 1) // 4 + 1
     starters = [make(ranks, group, numel) for make in makes]
 
@@ -320,8 +321,48 @@ def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link, makes: Sequence[_
     return max(us, 1.0) / ((many - few) * 4 * numel * (world - 1))
 
 
+def compute_share(ranks: _Ranks, group: ProcessGroup, link: Link) -> float:
+    """The part of compute that collectives under way take: NCCL's kernels occupy multiprocessors, gloo's copies cores.
+
+    Matrix products are timed alone, and while gathers that outlast them are under way; all ranks together.
+    """
+    size, dtype = (256, torch.float32) if ranks.device.type == "cpu" else (4096, torch.bfloat16)
+    a = torch.ones(size, size, device=ranks.device, dtype=dtype)
+    out = torch.empty_like(a)
+
+    def products() -> None:
+        for _ in range(10):
+            torch.mm(a, a, out=out)
+
+    products()
+    (alone_us,) = ranks.slowest([statistics.median(_timed(ranks, products)[0] for _ in range(5))])
+    sent_bytes = min(ranks.large_bytes[0], int(link.bytes_per_us * _MESSAGE_US))
+    world = dist.get_world_size(group)
+    start = _gathering(ranks, group, sent_bytes // (world - 1) // 4 + 1)
+    count = min(64, math.ceil(3 * alone_us / link.us(sent_bytes)) + 1)  # the same on all ranks
+    beside: list[float] = []
+    for _ in range(5):
+        under_way = [start() for _ in range(count)]
+        beside.append(_timed(ranks, products)[0])
+        for started in under_way:
+            wait(started)
+        ranks.settle()
+    (beside_us,) = ranks.slowest([statistics.median(beside)])
+    return max(0.0, 1.0 - alone_us / beside_us)
+
+
 def _timed(ranks: _Ranks, run: Callable[[], object]) -> tuple[float, float]:
-    """Microseconds until the result is there, and of processors meanwhile, all threads of this process together."""
+    """Microseconds until the result is there, and of processors meanwhile, all threads of this process together.
+
+    On a GPU between two events of its stream, which a wait holds up as compute would be; processors do not count there.
+    """
+    if ranks.device.type != "cpu":
+        begin, end = (torch.Event(ranks.device, enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        ranks.settle()
+        return 1e3 * begin.elapsed_time(end), 0.0
     started, busy = time.perf_counter(), time.process_time()
     run()
     ranks.settle()

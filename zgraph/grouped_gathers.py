@@ -1,4 +1,23 @@
-"""Gathers side by side: one start, one wait, and one kernel that casts all members to what travels."""
+"""Gathers side by side: one start, one wait, and one kernel that casts all members to what travels.
+
+On NCCL such a group is one launch, whose kernel occupies multiprocessors for as long as it runs. Why copy engines do
+not carry it instead, by symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (2.28):
+
+- Both need what is sent, and NCCL what is received too, at equal offsets of windows that all ranks have registered
+  together (ncclCommWindowRegister; torch's `rendezvous`). A gathered parameter lies where the caching allocator has
+  room, which differs between ranks that hold different numbers of rows, and registering is a collective: a rank that
+  compiles or grows alone would hang the others, as a lone collective does.
+- `symm_mem._low_contention_all_gather` does without for results. It copies what is sent into a workspace that grows
+  with the largest member, with a rendezvous at each growth, and puts a barrier of all ranks before and after each
+  member; one member at a time, inside one node.
+
+The way that fits here is an arena for each frame: live ranges of gathered parameters, which ranks agree on
+(`storages.agreed_storages`), give offsets that are equal on all of them; the arena is allocated and registered once,
+after the agreement on collectives and before the first call; the start becomes an all_gather of views on a
+communicator whose `cta_policy` is zero, and the wait stays. It has to be shown on GPUs that a window is not written
+while a slower rank still reads what lay there before, and that copy engines beat the kernel for the sizes at hand.
+Without one neither can be, so there is no such mode, and `Hardware` has no field that chooses it.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ class Hardware:
             one another.
         cpu_us_per_collective: time of the compute lane that each collective costs, however small, where the host that
             issues them is the one that computes.
-        cpu_us_per_wire_byte: time of the compute lane that a byte costs where no device of its own moves it.
+        cpu_us_per_wire_byte: time of the compute lane that a byte costs where no device of its own moves it; on GPUs
+            for the multiprocessors that NCCL's kernels occupy meanwhile.
     """
 
     name: str
@@ -120,7 +121,8 @@ class Hardware:
         """Of one collective, from its start to its result.
 
         Rings pass N-1 messages on (an all_reduce twice as many), and a group that spans nodes leaves each of them once;
-        an all_to_all is N-1 exchanges in pairs.
+        an all_to_all is N-1 exchanges in pairs. NCCL takes trees, or PAT, across nodes where a ring would be slower;
+        their messages pass as many nodes as their number has bits.
 
         Args:
             kind: the op's name, such as "all_gather_into_tensor".
@@ -129,7 +131,9 @@ class Hardware:
             stride: distance of neighbours in global ranks.
 
         Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
-        sections 4 and 5; the split into hops inside and between nodes is that of NCCL's tuning.cc.
+        sections 4 and 5; the split into hops inside and between nodes is that of NCCL's tuning.cc. Trees: Sanders,
+        Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (NCCL 2.4). PAT:
+        Jeaugey 2025, arXiv 2506.20252 (NCCL 2.23, with one rank on each node; with more this is what it may become).
         """
         rounds = 2 if kind.startswith("all_reduce") else 1
         inside, outside = self.intra_node, self.inter_node
@@ -143,8 +147,11 @@ class Hardware:
             if by_node and 1 < local < size and size % local == 0:
                 sent_bytes = sent_bytes / local  # crosses to each other node once: zgraph.collectives
             return over(self.links[stride])
+        halves = self.backend == "nccl" and not kind.startswith("all_to_all")
         if local == 1:
-            return over(outside)
+            ring_us = (size - 1) * outside.latency_us
+            latency_us = _least(ring_us, _log2(size) * outside.latency_us) if halves else ring_us
+            return rounds * latency_us + sent_bytes / outside.bytes_per_us
         if kind.startswith("all_to_all"):
             latency_us = (local - 1) * inside.latency_us + (size - local) * outside.latency_us
             to_peer = sent_bytes / _most(size - 1, 1)
@@ -153,7 +160,11 @@ class Hardware:
             )
         else:
             nodes = size / local
-            latency_us = rounds * ((size - nodes) * inside.latency_us + (nodes - 1) * outside.latency_us)
+            latency_us = (size - nodes) * inside.latency_us + (nodes - 1) * outside.latency_us
+            if halves:
+                tree_us = (local - 1) * inside.latency_us + _log2(nodes) * outside.latency_us
+                latency_us = _least(latency_us, tree_us)
+            latency_us = rounds * latency_us
             # The ring leaves a node once, through the links of all its members there.
             transfer_us = sent_bytes / min(inside.bytes_per_us, local * outside.bytes_per_us)
         if isinstance(size, sympy.Expr):
@@ -283,6 +294,17 @@ def _gpu(
 
 def _most(*values: Any) -> Any:
     return sympy.Max(*values) if any(isinstance(value, sympy.Expr) for value in values) else max(values)
+
+
+def _least(*values: Any) -> Any:
+    return sympy.Min(*values) if any(isinstance(value, sympy.Expr) for value in values) else min(values)
+
+
+def _log2(count: Any) -> Any:
+    """Rounds in which so many ranks hear of one; none of a part of a node."""
+    if isinstance(count, sympy.Expr):
+        return sympy.log(sympy.Max(count, 1), 2)
+    return math.log2(max(count, 1))
 
 
 def _check(who: str, name: str, value: object, *, zero_allowed: bool = False) -> None:

@@ -36,7 +36,7 @@ def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
     if device.type != "cuda" or any(backend_of(group, device) != "nccl" for group in groups):
         return None
     preset = preset_of(torch.cuda.get_device_name())
-    known = list(_NAMES).index(preset) if preset in _NAMES else -1
+    known = -1 if preset is None else list(_NAMES).index(preset)
     host = zlib.crc32(platform.node().encode())
     return machine_behind(gathered(torch.tensor([known, host], device=device), groups).tolist())
 

@@ -13,6 +13,7 @@ from zgraph.codegen import cpu_blocks, dequantize_blocks, quantize_blocks
 from zgraph.compressed_ops import layout_of, shard_bytes
 from zgraph.compression import BlockMethod, Draw, from_text
 from zgraph.handle import name_of
+from zgraph.ops import divisor_beside
 from zgraph.runtime.feedback import Feedback
 from zgraph.runtime.window import state_behind
 from zgraph.unit import closes_window
@@ -181,4 +182,4 @@ def _dequantize_sum(
         for stretch in range(layout.stretches):
             sections = [view[:, stretch] for view in views]
             total = layout.method.dequantize_sum(sections, numel, draw)
-            output.view(layout.stretches, numel)[stretch].copy_(total / divisor if divisor > 1 else total)
+            output.view(layout.stretches, numel)[stretch].copy_(total / divisor_beside(total, divisor))

@@ -99,7 +99,8 @@ class BucketCollectives(GraphPass):
         merged = 0
         # Gathers first: what remains of the replicated gradients' means is a gather too, and is bucketed after the
         # exchange that it depends on.
-        for predicate in (nodes.is_all_gather, nodes.is_all_to_all, nodes.is_reduce_scatter, nodes.is_all_gather):
+        exchanges = (nodes.is_all_to_all, nodes.is_reduce_scatter, nodes.is_all_reduce)
+        for predicate in (nodes.is_all_gather, *exchanges, nodes.is_all_gather):
             limits = self._by_link(graph, ctx) if self.bucket_bytes is None else self._by_bytes
             plan = plan_buckets(graph, predicate, limits, one_by_one=self.gathers == "sequential")
             modes = plan_modes(graph, plan, self.gathers, ctx)
@@ -196,7 +197,7 @@ def plan_buckets(
     """
     order = nodes.order_of(graph)
     alike: dict[tuple[object, ...], list[fx.Node]] = {}
-    exchanges = nodes.call_functions(graph, lambda node: nodes.is_all_to_all(node) or nodes.is_reduce_scatter(node))
+    exchanges = nodes.call_functions(graph, nodes.is_reduction)
     # These share a collective with those whose exchanges do, or with none: apart, each would have to be copied out.
     means = [found.gather for start in exchanges if (found := ReplicatedReduction.of(start)) is not None]
     for start in nodes.call_functions(graph, predicate):
@@ -345,7 +346,8 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
             return None
         _, method, _, rank = start.all_input_nodes[0].args
         return (*key, start.args[1:], method, rank)
-    return (*key, start.args[1:])
+    total = wait if nodes.is_gather(start) else result_of(start)
+    return (*key, start.args[1:]) if total is wait or total is None else (*key, start.args[1:], total.args[1:])
 
 
 def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node | None:

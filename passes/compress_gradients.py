@@ -129,7 +129,7 @@ class _CompressedReduction(ReductionBuilder):
         options: CompressGradients,
         previous: fx.Node | None,
     ) -> None:
-        super().__init__(graph, marker, ctx, "all_to_all")
+        super().__init__(graph, marker, ctx)
         self.previous = previous  # the first quantization of the reduction before this one
         self.first: fx.Node | None = None
         self.means = options.means

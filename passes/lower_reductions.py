@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from zgraph import nodes
-from zgraph.build_reduction import Algorithm, ReductionBuilder
+from zgraph.build_reduction import ReductionBuilder, plan_algorithms
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import ReduceArgs
+from zgraph.reduction_algorithms import ALGORITHMS, Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,14 @@ class LowerReductions(GraphPass):
 
     Attributes:
         algorithm: "all_to_all" moves (N-1)/N of the gradient and sums in rank order, bitwise equal to the eager marker;
-            gloo's own reduce_scatter moves twice that. "reduce_scatter" leaves sum and order to the backend: for N > 2
-            equal to rounding only. "auto": "reduce_scatter" on NCCL, "all_to_all" elsewhere.
+            gloo's own reduce_scatter moves twice that.
+            "reduce_scatter" widens what is narrower than fp32 and leaves the order of the sum to the backend: for N > 2
+            equal to rounding only.
+            "narrow_reduce_scatter" does not widen it: half the bytes in bf16, but each addition is rounded to bf16.
+            "all_reduce" is one collective instead of two where each rank needs the whole mean (stage 0, replicas), and
+            a reduce_scatter elsewhere; its means are not rounded to `mean_dtype`.
+            "auto": "all_to_all" on gloo; on NCCL what costs least on the context's hardware, or on the machine at hand,
+            see `zgraph.reduction_algorithms`, never a narrow sum; where neither is known a reduce_scatter.
     """
 
     algorithm: Algorithm = "auto"
@@ -34,20 +42,24 @@ class LowerReductions(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.COLLECTIVES_BUCKETED})
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ("auto", "all_to_all", "reduce_scatter"):
+        if self.algorithm not in ALGORITHMS:
+            known = ", ".join(f'"{name}"' for name in ALGORITHMS[:-1])
             raise ValueError(
-                f'lower_reductions: algorithm={self.algorithm!r} is unknown; write "auto", "all_to_all" or '
-                '"reduce_scatter".'
+                f'lower_reductions: algorithm={self.algorithm!r} is unknown; write {known} or "{ALGORITHMS[-1]}".'
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))
+        algorithms = plan_algorithms(markers, ctx, self.algorithm)
         for marker in markers:
             nodes.drop_unchanging_views(marker)
             with gm.graph.inserting_before(marker):
-                reduced = ReductionBuilder(gm.graph, marker, ctx, self.algorithm).build()
+                reduced = ReductionBuilder(gm.graph, marker, ctx, algorithms[marker]).build()
             marker.replace_all_uses_with(reduced)
             nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
         if not markers:
             ctx.note(self, "nothing is reduced here")
+        elif self.algorithm == "auto" and (ctx.hardware or ctx.machine) is not None:
+            counts = Counter(name for chosen in algorithms.values() for name in chosen.values())
+            ctx.note(self, "reductions: " + ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())))
         return bool(markers)

@@ -107,7 +107,7 @@ def carries_mean(node: fx.Node) -> bool:
 
 def is_exchange(node: fx.Node) -> bool:
     """Whether the node starts the reduction of a gradient; collectives of the model's own are none of our business."""
-    return (nodes.is_all_to_all(node) or nodes.is_reduce_scatter(node)) and bool(meta.parameters(node))
+    return nodes.is_reduction(node) and bool(meta.parameters(node))
 
 
 def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node) -> None:

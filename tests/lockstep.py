@@ -69,6 +69,8 @@ def _exchange(node: fx.Node, args: list[list[Any]]) -> list[Any]:
         return [torch.cat([tensor.chunk(world)[rank] for tensor in sent]) for rank in range(world)]
     if nodes.is_reduce_scatter(node):
         return list(_sum(sent).chunk(world))
+    if nodes.is_all_reduce(node):
+        return [_sum(sent).clone() for _ in range(world)]
     _, _, *policy = args[0]
     if nodes.is_unshard(node):
         _, dtype, _, _, stage, *_ = policy

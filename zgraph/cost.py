@@ -265,8 +265,11 @@ class CostModel:
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
         """Its kernel adds one rank's piece after the other to a sum, which is read and written each time.
 
-        The sum starts as a wide copy of the first piece, or where that is as wide as the sum of the first two.
+        The sum starts as a wide copy of the first piece, or where that is as wide as the sum of the first two. On CUDA
+        it is one kernel, which reads every piece and writes the result once.
         """
+        if self.hardware.backend == "nccl":
+            return self._kernel(node)
         received, result = node.all_input_nodes[0], meta.tensor_value(node)
         world: Any = cast(int, node.args[1]) if self.symbols is None else self.symbols.world_of.get(node, node.args[1])
         wire = meta.tensor_value(received)

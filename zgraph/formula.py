@@ -145,7 +145,9 @@ class Symbols:
     def add_start(self, start: fx.Node) -> None:
         """Follow what a collective carries into the copies before and behind it."""
         symbol = self.groups.get(nodes.group_of(start))
-        if symbol is None or not meta.parameters(start):
+        if (
+            symbol is None or not meta.parameters(start) or nodes.is_all_reduce(start)
+        ):  # all of it on any number of ranks
             return
         now = next(transfers_of(start)).payload_bytes
         whole = shard = next(transfers_of(start, self.size_of)).payload_bytes / sympy.Integer(now)

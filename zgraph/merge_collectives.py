@@ -47,6 +47,8 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "coalesced") -> None:
             old = _merge_compressed(graph, bucket.starts)
         elif nodes.is_quantized_gather(bucket.starts[0]) and mode == "coalesced":
             old = _merge_quantized_gathers(graph, bucket.starts)
+        elif nodes.is_all_reduce(bucket.starts[0]):
+            old = _merge_all_reduces(graph, bucket.starts)
         elif not nodes.is_all_gather(bucket.starts[0]):
             found = [one for start in bucket.starts if (one := ReplicatedReduction.of(start)) is not None]
             alike = len(found) == len(bucket.starts) and all(one.policy == found[0].policy for one in found)
@@ -72,13 +74,13 @@ def put_at_use(start: fx.Node) -> None:
 
 
 def result_of(start: fx.Node) -> fx.Node | None:
-    """What a member yields: its wait, or the sum of what an exchange brings; None where others read that."""
+    """What a member yields: its wait, or what sums or divides it; None where others read what an exchange brings."""
     wait = nodes.wait_of(start)
-    if wait is None or not nodes.is_all_to_all(start):
+    if wait is None or not nodes.is_reduction(start):
         return wait
     users = list(wait.users)
     sums = len(users) == 1 and (nodes.is_sum_ranks(users[0]) or nodes.is_dequantize_sum(users[0]))
-    return users[0] if sums else None
+    return users[0] if sums else None if nodes.is_all_to_all(start) else wait
 
 
 def is_compressed(start: fx.Node) -> bool:
@@ -247,9 +249,7 @@ def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
     kind = "all_to_all_bucket" if exchange else "reduce_scatter_bucket"
     start = meta.create(graph, starts[0].target, (flat, *args), name=_name(kind, starts))
     wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
-    total = wait
-    if exchange:
-        total = meta.create(graph, sums[0].target, (wait, *sums[0].args[1:]))
+    total = wait if sums[0] is waits[0] else meta.create(graph, sums[0].target, (wait, *sums[0].args[1:]))
     _work_for(starts, packed, flat, start, wait, total)
     meta.set_chunks(start, [chunk for member in starts for chunk in meta.chunks(member)])
     offset = 0
@@ -258,7 +258,26 @@ def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
         shaped = meta.create(graph, aten.view.default, (part, list(meta.tensor_value(old).shape)), like=old)
         old.replace_all_uses_with(shaped)
         offset += size
-    return [*starts, *waits, *sums] if exchange else [*starts, *waits]
+    return list(dict.fromkeys([*starts, *waits, *sums]))
+
+
+def _merge_all_reduces(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """cat of the flat gradients, one all_reduce and one division; each member's mean is a view of the result."""
+    waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
+    sums = [cast(fx.Node, result_of(start)) for start in starts]
+    sizes = [meta.tensor_value(start).shape[0] for start in starts]
+    packed = meta.create(graph, aten.cat.default, ([start.all_input_nodes[0] for start in starts],))
+    name = _name("all_reduce_bucket", starts)
+    start = meta.create(graph, starts[0].target, (packed, *starts[0].args[1:]), name=name)
+    wait = meta.create(graph, wait_op(), (start,), name=_name("wait_bucket", starts))
+    total = wait if sums[0] is waits[0] else meta.create(graph, sums[0].target, (wait, *sums[0].args[1:]))
+    _work_for(starts, packed, start, wait, total)
+    offset = 0
+    for old, size in zip(sums, sizes, strict=True):
+        part = meta.create(graph, aten.slice.Tensor, (total, 0, offset, offset + size), like=old)
+        old.replace_all_uses_with(part)
+        offset += size
+    return list(dict.fromkeys([*starts, *waits, *sums]))
 
 
 def _zeros(graph: fx.Graph, count: int, like: Tensor) -> fx.Node:

@@ -15,6 +15,7 @@ from zgraph import meta
 from zgraph.ops import payload_bytes
 from zgraph.torch_compat import (
     all_gather_op,
+    all_reduce_op,
     all_to_all_op,
     grouped_gather_op,
     is_functional_collective,
@@ -237,6 +238,15 @@ def is_all_to_all(node: fx.Node) -> bool:
 
 def is_reduce_scatter(node: fx.Node) -> bool:
     return node.target is reduce_scatter_op()
+
+
+def is_all_reduce(node: fx.Node) -> bool:
+    return node.target is all_reduce_op()
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether the node starts a collective whose result is a sum over ranks, or is summed on arrival."""
+    return is_all_to_all(node) or is_reduce_scatter(node) or is_all_reduce(node)
 
 
 def is_communication(node: fx.Node) -> bool:

@@ -83,7 +83,9 @@ def _steps_from(start: fx.Node) -> list[fx.Node]:
         (step,) = steps[-1].users
         arrived = nodes.is_wait(steps[-1]) and _gather_of(steps) is not None
         if not (
-            nodes.is_cast(step) if arrived else _makes_mean(step) or nodes.is_wait(step) or _is_gather(step, steps)
+            nodes.is_cast(step)
+            if arrived
+            else nodes.is_sum_ranks(step) or nodes.is_wait(step) or _is_gather(step, steps)
         ):
             break
         steps.append(step)
@@ -98,7 +100,3 @@ def _gather_of(steps: Sequence[fx.Node]) -> fx.Node | None:
 
 def _is_gather(step: fx.Node, steps: Sequence[fx.Node]) -> bool:
     return nodes.is_all_gather(step) and _gather_of(steps) is None
-
-
-def _makes_mean(node: fx.Node) -> bool:
-    return nodes.is_sum_ranks(node) or node.target is aten.div.Tensor or nodes.is_cast(node) is not None

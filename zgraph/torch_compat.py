@@ -277,6 +277,11 @@ def reduce_scatter_op() -> Any:
     return torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
+def all_reduce_op() -> Any:
+    """all_reduce(input, reduce_op, group_name)"""
+    return torch.ops._c10d_functional.all_reduce.default
+
+
 def wait_op() -> Any:
     """wait_tensor(input): the same tensor, usable"""
     return torch.ops._c10d_functional.wait_tensor.default

@@ -1,0 +1,48 @@
+"""The CUDA kernel of sum_ranks: bit for bit what torch's operators compute, in one pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.codegen.kernels import BF16, F16, F32, POINTERS, needs_triton, same_bits, within
+from zgraph import ops
+from zgraph.codegen import sum_blocks, triton_source
+
+pytestmark = needs_triton
+
+
+def compare(ranks: int, numel: int, wire: torch.dtype, dtype: torch.dtype, divisor: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    received = within((torch.randn(ranks * numel, generator=generator) * 3).to(wire))
+    received[0], received[-1], received[numel // 2] = torch.inf, -0.0, torch.nan
+    found = sum_blocks.sum_pieces(received, ranks, divisor, dtype)
+    expected = ops.sum_pieces(received, ranks, divisor, dtype)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert same_bits(found.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize(("ranks", "divisor"), [(1, 3), (2, 2), (3, 3), (3, 1), (7, 14)])
+@pytest.mark.parametrize(("wire", "dtype"), [(BF16, F32), (F32, F32), (BF16, BF16), (F16, F16)], ids=str)
+def test_kernel_equals_the_operator(ranks: int, divisor: int, wire: Any, dtype: Any, interpreted: Callable[..., Any]):
+    for numel in (1, 63, 1000, 4101):
+        interpreted(compare, ranks, numel, wire, dtype, divisor)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_it_divides_as_ieee_says_and_reads_each_piece_once(capability: int):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = triton_source.load(sum_blocks.emit_sum(BF16, F32, divides=True))["sum_pieces"]
+    types = {"output": POINTERS[F32], "received": "*i16", "numel": "i64", "ranks": "i32", "divisor": "fp64"}
+    source = ASTSource(fn=kernel, signature=types | {"BLOCK": "constexpr"}, constexprs={(5,): 1024})
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    ptx = made.asm["ptx"]
+    assert "div.rn.f32" in ptx and "add.rn.f32" in ptx
+    assert re.findall(r"\bfma\.\S+|\bdiv\.full\S*|\bdiv\.approx\S*|\brcp\.\S+", ptx) == []

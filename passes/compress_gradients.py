@@ -14,12 +14,13 @@ from torch import fx
 
 from zgraph import meta, nodes
 from zgraph.build_reduction import ReductionBuilder
+from zgraph.collectives import nodes_of
 from zgraph.compression import BlockMethod, CompressionMethod, LoCo, TwoHop, from_text, to_text
 from zgraph.graph_pass import Fact, GraphPass, PassContext
 from zgraph.nodes import ReduceArgs
 from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait
 from zgraph.runtime.window import OPEN
-from zgraph.torch_compat import all_gather_op, all_to_all_op, wait_op
+from zgraph.torch_compat import all_gather_op, all_to_all_op, resolve_group, wait_op
 from zgraph.wire_format import chunk_unit
 
 aten = torch.ops.aten
@@ -141,9 +142,20 @@ class _CompressedReduction(ReductionBuilder):
 
     def _hops_of(self, method: LoCo) -> CompressionMethod | TwoHop:
         one_hop = replace(method, hops=1)
-        if method.hops == 1 or (method.hops == "auto" and self.copies == 1):
+        if method.hops == 1 or (method.hops == "auto" and self.copies == 1 and self._known_ranks_per_node() is None):
             return one_hop
         return TwoHop(across=one_hop)
+
+    def _known_ranks_per_node(self) -> int | None:
+        """How many neighbouring ranks of the group share a node of the context's hardware; None where it has one each,
+        lies on one node, or has nodes with unequal numbers of ranks."""
+        machine = self.ctx.hardware or self.ctx.machine
+        if machine is None or self.world == 1:
+            return None
+        on_nodes = nodes_of(resolve_group(self.args.group_name), machine.ranks_per_node)
+        found = len(on_nodes[0])
+        neighbours = [list(range(first, first + found)) for first in range(0, self.world, found)]
+        return found if 1 < found < self.world and on_nodes == neighbours else None
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
         source = grad.all_input_nodes[0] if nodes.is_cast(grad) == torch.float32 else grad
@@ -200,7 +212,7 @@ class _CompressedReduction(ReductionBuilder):
         return self._exchange(partial, method.across, "across", hops, across, numel, salt, divisor, dtype)
 
     def _ranks_per_node(self, method: TwoHop) -> int:
-        found = method.ranks_per_node
+        found = method.ranks_per_node or self._known_ranks_per_node()
         if found is None:
             raise ValueError(
                 "compress_gradients: two hops need to know which ranks share a node, and the mesh has one axis; write "

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.graphs import Traced, apply, by_rank, copy_of, fake_world, inputs_for, mlp, tensors_in, traced
 from tests.lockstep import assert_same_results, run_together
 from zgraph import Hardware, meta, nodes, ops
-from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
+from zgraph.passes import BucketCollectives, CompressGradients, LoCo, LowerGathers, LowerReductions, TwoHop
 from zgraph.reduction_algorithms import Reduction, choose_algorithm
 from zgraph.traffic import transfers
 
@@ -164,3 +164,43 @@ def test_three_ranks_divide_as_ieee_says() -> None:
     found = torch.ops.zgraph.sum_ranks(received.flatten(), 3, 3, F32)
     assert torch.equal(found, torch.from_numpy(expected))
     assert not np.array_equal(expected, ((a + b) + c) * (np.float32(1) / np.float32(3))), "the two ways differ"
+
+
+# --- compressed gradients -------------------------------------------------------------------------------------------
+
+
+def groups_of(world: int, hardware: Hardware | None, method: LoCo | TwoHop) -> list[tuple[str, int]]:
+    with fake_world(world):
+        found = on_nccl(world, hardware)
+        apply(CompressGradients(method=method, min_numel=30, min_dims=2), found, "backward")
+        sent = [
+            one for one in transfers(found.graphs["backward"].graph) if one.methods and one.parameters == ("0.weight",)
+        ]
+        return [(json_name(one.methods), one.group_size) for one in sent]
+
+
+def json_name(methods: tuple[str, ...]) -> str:
+    (text,) = methods
+    return "LoCo" if "LoCo" in text else "NoFeedback"
+
+
+def test_codes_cross_to_another_node_once() -> None:
+    """Four ranks on two nodes: 8 bits inside, and only the sums of a node cross, in 4 bits."""
+    machine = replace(H100, ranks_per_node=2)
+    assert groups_of(4, machine, LoCo()) == [("NoFeedback", 2), ("LoCo", 2)]
+    assert groups_of(4, machine, LoCo(hops=2)) == [("NoFeedback", 2), ("LoCo", 2)]
+    assert groups_of(4, machine, LoCo()) == groups_of(4, None, TwoHop(ranks_per_node=2))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "method"),
+    [
+        (replace(H100, ranks_per_node=2), LoCo(hops=1)),  # asked for
+        (None, LoCo()),  # unknown
+        (H100, LoCo()),  # all on one node
+        (replace(H100, ranks_per_node=1), LoCo()),
+        (replace(H100, ranks_per_node=3), LoCo()),  # nodes of 3 and 1
+    ],
+)
+def test_one_hop_where_none_would_be_saved(hardware: Hardware | None, method: LoCo) -> None:
+    assert groups_of(4, hardware, method) == [("LoCo", 4)]

@@ -174,8 +174,10 @@ class LoCo(BlockMethod):
     Attributes:
         beta: share of the old error in the new one.
         reset_every: optimizer steps after which the error starts at zero again; 0: never.
-        hops: 1 sends straight to where the sum is kept; 2 sums inside each node first, see `TwoHop`; "auto": 2 where
-            the mesh replicates shards across nodes (hybrid sharding).
+        hops: 1 sends straight to where the sum is kept: of each node as many ranks as it has send all their codes to
+            other nodes; 2 sums inside each node first, see `TwoHop`, and crosses with 1/P of that. "auto": 2 where the
+            mesh replicates shards across nodes (hybrid sharding), and where the pipeline's hardware says that several
+            ranks of the group share a node and others do not.
 
     Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in what a group is rotated by, how
     it is clipped, and in scaling codes so that they are unbiased along the gradient; see `zgraph.codegen.reference`.
@@ -237,7 +239,7 @@ class TwoHop:
     Attributes:
         inside, across: the method of each hop.
         ranks_per_node: how many neighbouring ranks share a node. None: those that share the shards of hybrid sharding,
-            whose replicas are the nodes; it must be given where there are none.
+            whose replicas are the nodes, else what the pipeline's hardware says; it must be given where there is none.
 
     Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.2, which keeps no error.
     """

@@ -92,10 +92,7 @@ def dequantize_each(
 ) -> list[Tensor]:
     layout = layout_of(method, tuple(numels), 1, 1)
     outputs = [received.new_empty((world, numel), dtype=dtype) for numel in numels]
-    rows = received.view(world, -1)
-    for rank in range(world):
-        parts = [output[rank] for output in outputs]
-        _dequantize_sum(rows[rank : rank + 1], layout, Draw(int(draw.item()), salt), rank, 1, parts)
+    _dequantize_each(received.view(world, -1), layout, Draw(int(draw.item()), salt), outputs)
     return [output.view(-1) for output in outputs]
 
 
@@ -114,8 +111,7 @@ def dequantize_shards(received: Tensor, method: str, numel: int, offset: int, wo
     layout = layout_of(method, (numel,), 1, 1)
     rows = received.view(world, -1)[:, offset : offset + layout.payload_bytes]
     whole = received.new_empty((world, numel), dtype=dtype)
-    for rank in range(world):
-        _dequantize_sum(rows[rank : rank + 1], layout, _ALWAYS, rank, 1, [whole[rank]])
+    _dequantize_each(rows, layout, _ALWAYS, [whole])
     return whole.view(-1)
 
 
@@ -183,3 +179,13 @@ def _dequantize_sum(
             sections = [view[:, stretch] for view in views]
             total = layout.method.dequantize_sum(sections, numel, draw)
             output.view(layout.stretches, numel)[stretch].copy_(total / divisor_beside(total, divisor))
+
+
+def _dequantize_each(received: Tensor, layout: BucketLayout, draw: Draw, outputs: Sequence[Tensor]) -> None:
+    """Rows of `received`, one for each rank, become rows of the outputs: on a GPU all in one launch."""
+    if isinstance(layout.method, BlockMethod):
+        _kernels(received.device).dequantize.dequantize_each_bucket(received, layout, draw, outputs)
+        return
+    for rank in range(received.shape[0]):
+        parts = [output[rank] for output in outputs]
+        _dequantize_sum(received[rank : rank + 1], layout, draw, rank, 1, parts)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from zgraph.codegen import triton_source as pieces
-from zgraph.codegen.launch_options import LaunchOptions, fastest, is_compiled
+from zgraph.codegen.launch_options import LaunchOptions, fastest, is_compiled, on_device
 from zgraph.codegen.reference import CodeBook
 from zgraph.codegen.triton_source import Member
 from zgraph.compression import BlockMethod, Draw
-from zgraph.wire_format import BucketLayout
+from zgraph.wire_format import ALIGNMENT, BucketLayout
 
 
 def dequantize_sum_bucket(
@@ -31,7 +31,7 @@ def dequantize_sum_bucket(
     outputs: Sequence[Tensor],
     *,
     accumulate: bool = False,
-    dynamic: bool = False,
+    dynamic: bool = True,
     options: LaunchOptions | None = None,
 ) -> None:
     """Sum what the ranks have sent, as `zgraph.codegen.reference.dequantize_sum_bucket` does.
@@ -43,30 +43,72 @@ def dequantize_sum_bucket(
         divisor: of the sum.
         outputs: [stretches * numel], contiguous, in any floating-point dtype for each gradient.
         accumulate: add to the outputs instead of overwriting them.
-        dynamic: sizes are arguments of the kernel, so that buckets of as many gradients share one.
+        dynamic: sizes are arguments of the kernel, so that buckets of as many gradients share one; otherwise constants.
         options: how to launch. None: the fastest of a few, found once for each method, dtype, ranks and device.
 
     Raises:
         ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled.
     """
-    method = pieces.block_method(layout)
     pieces.require_contiguous("dequantize_blocks", [received, *outputs])
-    dtypes, ranks = tuple(output.dtype for output in outputs), received.shape[0]
-    source = emit_dequantize(layout, dtypes, ranks, accumulate=accumulate, dynamic=dynamic)
-    names = pieces.load(source)
+    source = emit_dequantize(
+        layout, tuple(output.dtype for output in outputs), received.shape[0], accumulate=accumulate, dynamic=dynamic
+    )
+    numbers = pieces.sizes(_members(layout), layout.payload_bytes) if dynamic else []
+    _launch(source, received, outputs, layout, received.shape[0], [*numbers, pieces.sign_base(draw), first_rank],
+            float(divisor), options)  # fmt: skip
+
+
+def dequantize_each_bucket(
+    received: Tensor,
+    layout: BucketLayout,
+    draw: Draw,
+    outputs: Sequence[Tensor],
+    *,
+    options: LaunchOptions | None = None,
+) -> None:
+    """Store what each rank has sent, as `zgraph.codegen.reference.dequantize_each_bucket` does, in one launch.
+
+    Args:
+        received: [ranks, payload_bytes] uint8; rows may lie apart, by a multiple of 16 bytes.
+        layout, draw: those of the senders; the layout is that of a world of one, with one stretch.
+        outputs: [ranks, numel], contiguous, in any floating-point dtype for each tensor.
+        options: how to launch. None: the fastest of a few, found once for each method, dtype and device.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled.
+    """
+    pieces.require_contiguous("dequantize_blocks", outputs)
+    ranks, row_bytes = received.shape[0], received.stride(0) if received.shape[0] > 1 else layout.payload_bytes
+    assert layout.stretches == 1 and received.stride(1) == 1 and row_bytes % ALIGNMENT == 0, (layout, received.stride())
+    source = emit_dequantize(layout, tuple(output.dtype for output in outputs), ranks, dynamic=True, each=True)
+    numbers = [*pieces.sizes(_members(layout), row_bytes), pieces.sign_base(draw), 0]
+    _launch(source, received, outputs, layout, 1, numbers, 1.0, options)
+
+
+def _launch(
+    source: str,
+    received: Tensor,
+    outputs: Sequence[Tensor],
+    layout: BucketLayout,
+    summed: int,
+    numbers: Sequence[int],
+    divisor: float,
+    options: LaunchOptions | None,
+) -> None:
+    """Start a kernel whose programs each sum the payloads of `summed` ranks."""
+    method, names = pieces.block_method(layout), pieces.load(source)
     if is_compiled(names["dequantize"]):
         pieces.require_device("dequantize_blocks", "payload", received)
-        options = options or _fastest(method, dtypes[0], ranks, received.device)
-    names["launch"](
-        *outputs,
-        received,
-        received.view(torch.int16),
-        *(pieces.sizes(_members(layout), layout) if dynamic else ()),
-        pieces.sign_base(draw),
-        first_rank,
-        float(divisor),
-        **(options or LaunchOptions()).arguments(method),
-    )
+        options = options or _fastest(method, outputs[0].dtype, summed, received.device)
+    with on_device(received.device):
+        names["launch"](
+            *outputs,
+            received,
+            received.view(torch.int16),
+            *numbers,
+            divisor,
+            **(options or LaunchOptions()).arguments(method),
+        )
 
 
 @functools.cache
@@ -89,6 +131,7 @@ def emit_dequantize(
     *,
     accumulate: bool = False,
     dynamic: bool = False,
+    each: bool = False,
 ) -> str:
     """The source of a kernel `dequantize`, and of a function `launch` that starts it.
 
@@ -99,19 +142,21 @@ def emit_dequantize(
         accumulate: add to the outputs.
         dynamic: write no sizes into the source, but take them as arguments. Of the sizes it then only says whether all
             are multiples of 16, so that 16 bytes can be written at once.
+        each: sum nothing, but write the values of every rank to a row of the outputs.
     """
     method = pieces.block_method(layout)
+    assert dynamic or not each, "rows may lie apart, by an argument"
     members = _members(layout)
     written = [member.named(place) for place, member in enumerate(members)] if dynamic else members
     sizes = {"CODE_BYTES": method.group * method.bits // 8}
     return pieces.joined(
-        _header(layout, dtypes, ranks, accumulate, dynamic),
+        _header(layout, dtypes, ranks, accumulate, dynamic, each),
         pieces.IMPORTS,
         pieces.constants(method, sizes if dynamic else sizes | {"PAYLOAD_BYTES": layout.payload_bytes}),
         pieces.BF16,
         pieces.HALVES,
         *([pieces.SIGNS] if method.rotate else []),
-        _kernel(layout, dtypes, written, ranks, accumulate, all(length % 16 == 0 for length in layout.numels)),
+        _kernel(layout, dtypes, written, ranks, accumulate, all(length % 16 == 0 for length in layout.numels), each),
     )
 
 
@@ -120,18 +165,21 @@ def _members(layout: BucketLayout) -> list[Member]:
     return pieces.members_of(layout, [layout.stretches * length for length in layout.numels], layout.stretches)
 
 
-def _header(layout: BucketLayout, dtypes: Sequence[torch.dtype], ranks: int, accumulate: bool, dynamic: bool) -> str:
+def _header(
+    layout: BucketLayout, dtypes: Sequence[torch.dtype], ranks: int, accumulate: bool, dynamic: bool, each: bool
+) -> str:
     """What the kernel works on, and the bytes it moves."""
     method = pieces.block_method(layout)
     verb = "Add" if accumulate else "Write"
-    lines = [f"{verb} the sums of {len(dtypes)} gradients from the payloads of {ranks} ranks.", "", f"{method}"]
+    what = f"{len(dtypes)} tensors of each of" if each else f"the sums of {len(dtypes)} gradients from the payloads of"
+    lines = [f"{verb} {what} {ranks} ranks.", "", f"{method}"]
     if dynamic:
         lines += [
-            f"output_{place}: {pieces.dtype_name(dtype)} [{layout.stretches}, length_{place}]"
+            f"output_{place}: {pieces.dtype_name(dtype)} [{ranks if each else layout.stretches}, length_{place}]"
             for place, dtype in enumerate(dtypes)
         ]
         sent = sum(method.sections(method.group))
-        lines.append(f"bytes of a group of {method.group}: {ranks * sent} read, its output written")
+        lines.append(f"bytes of a group of {method.group}: {sent if each else ranks * sent} read, its output written")
         return pieces.comment(lines)
     lines += [
         f"output_{place}: {pieces.dtype_name(dtype)} [{layout.stretches}, {length}], "
@@ -184,6 +232,7 @@ def _kernel(
     ranks: int,
     accumulate: bool,
     aligned: bool,
+    each: bool,
 ) -> str:
     method = pieces.block_method(layout)
     kinds = list(dict.fromkeys(dtypes))
@@ -198,6 +247,8 @@ def _kernel(
     payload_bytes = "payload_bytes" if dynamic else "PAYLOAD_BYTES"
 
     body = ["program = tl.program_id(0)"]
+    if dynamic:
+        body.append(f"payload_bytes = tl.multiple_of(payload_bytes, {ALIGNMENT})")
     if len(kinds) > 1:
         body += [f"output_{pieces.dtype_name(dtype)} = output_{dtypes.index(dtype)}" for dtype in kinds]
     body += pieces.choose_member(members, method.group, own)
@@ -217,7 +268,8 @@ def _kernel(
         "",
         "# -0.0, which leaves any x in -0.0 + x as it is; tl.full would make 0.0 of it.",
         "total = tl.full([STRIPES * GROUPS * PLACES], -0x80000000, tl.int32).to(tl.float32, bitcast=True)",
-        f"for sender in range({ranks}):",
+        *(["own = tl.program_id(1)"] if each else []),
+        "for sender in range(own, own + 1):" if each else f"for sender in range({ranks}):",
         f"    from_row = tl.cast(sender, tl.int64) * {payload_bytes}",
         "    packed = tl.load(received + from_row + code_at, mask=real_codes, other=0)",
         "    scale = tl.load(scales + (from_row + scales_at) // 2 + row, mask=real, other=0)",
@@ -239,6 +291,7 @@ def _kernel(
         *(["left = tl.multiple_of(left, 16)"] if aligned else []),
         "inside = tl.arange(0, GROUP)[None, :] < left[:, None]",
         "start = stretch.to(tl.int64) * length + group * GROUP",
+        *(["start += own.to(tl.int64) * length  # a row for each rank"] if each else []),
         *(["start = tl.multiple_of(start, 16)"] if aligned else []),
         "at = start[:, None] + tl.arange(0, GROUP)[None, :]",
     ]
@@ -256,5 +309,8 @@ def _kernel(
     scalars = ["base", "first_rank", "divisor"]
     typed = [*arguments, *(f"{number}: tl.int64" for number in numbers), *scalars, "GROUPS: tl.constexpr"]
     return pieces.kernel("dequantize", typed, [*numbers, *scalars], pieces.indented(body)) + pieces.launcher(
-        "dequantize", [*arguments, *numbers, *scalars], [member.rows(method.group) for member in members]
+        "dequantize",
+        [*arguments, *numbers, *scalars],
+        [member.rows(method.group) for member in members],
+        ranks if each else None,
     )

@@ -47,17 +47,18 @@ class Quantize:
 
     def triton(self) -> str:
         dtypes, numels = tuple(one.dtype for one in self.read), tuple(one.numel() for one in self.read)
-        return quantize_blocks.emit_quantize(self.layout, dtypes, numels)
+        return quantize_blocks.emit_quantize(self.layout, dtypes, numels, dynamic=True)
 
 
 @dataclass(frozen=True)
 class Dequantize:
-    """One launch: the payloads of some ranks become sums, or what one rank has sent its values."""
+    """One launch: the payloads of some ranks become sums, or each rank's its values."""
 
     layout: BucketLayout
     dtype: torch.dtype
     ranks: int
     device: torch.device
+    each: bool = False
 
     def cpp(self, name: str) -> str:
         method = cast(BlockMethod, self.layout.method)
@@ -65,7 +66,7 @@ class Dequantize:
 
     def triton(self) -> str:
         dtypes = (self.dtype,) * len(self.layout.numels)
-        return dequantize_blocks.emit_dequantize(self.layout, dtypes, self.ranks)
+        return dequantize_blocks.emit_dequantize(self.layout, dtypes, self.ranks, dynamic=True, each=self.each)
 
 
 def _has_kernel(node: fx.Node) -> bool:
@@ -88,11 +89,11 @@ def _launches(node: fx.Node) -> list[Quantize] | list[Dequantize]:
         layout = layout_of(method, tuple(named["numels"]), world, named["stretches"])
         return [Quantize(layout, tuple(map(meta.tensor_value, named["grads"])))]
     if nodes.is_dequantize_sum(node):
-        layout, ranks = layout_of(method, tuple(named["numels"]), world, named["stretches"]), world
-    else:  # a launch for each rank
+        layout, each = layout_of(method, tuple(named["numels"]), world, named["stretches"]), False
+    else:
         numels = named["numels"] if "numels" in named else [named["numel"]]
-        layout, ranks = layout_of(method, tuple(numels), 1, 1), 1
-    return [Dequantize(layout, named["dtype"], ranks, meta.tensor_value(named["received"]).device)]
+        layout, each = layout_of(method, tuple(numels), 1, 1), True
+    return [Dequantize(layout, named["dtype"], world, meta.tensor_value(named["received"]).device, each)]
 
 
 def _described(name: str, layout: BucketLayout) -> str:

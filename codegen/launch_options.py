@@ -6,10 +6,12 @@ import importlib
 import math
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zgraph.codegen.triton_source import stripes_of
 from zgraph.compression import BlockMethod
@@ -45,10 +47,21 @@ def is_compiled(kernel: Any) -> bool:
     return isinstance(kernel, importlib.import_module("triton").JITFunction)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one: Triton launches there, whichever holds the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def drawn(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[numel] normal numbers to try a kernel on, from a generator of their own: the user's would go on elsewhere."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(numel, device=device, generator=generator).to(dtype)
+
+
 def fastest(run: Callable[[LaunchOptions], None], device: torch.device) -> LaunchOptions:
     """The options with which a kernel runs fastest, by the median of a few rounds."""
     times: dict[LaunchOptions, list[float]] = {options: [] for options in OPTIONS}
-    with torch.cuda.device(device):
+    with on_device(device):
         for options in OPTIONS:
             run(options)  # compiles
         for _ in range(ROUNDS):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zgraph.codegen import triton_source as pieces
-from zgraph.codegen.launch_options import LaunchOptions, fastest, is_compiled
+from zgraph.codegen.launch_options import LaunchOptions, drawn, fastest, is_compiled, on_device
 from zgraph.codegen.reference import HUGE_BITS, NO_NUMBER, TINY, CodeBook, is_unbiased
 from zgraph.codegen.triton_source import Member
 from zgraph.compression import HADAMARD, BlockMethod, Draw
@@ -32,7 +32,7 @@ def quantize_bucket(
     rank: int,
     payload: Tensor,
     *,
-    dynamic: bool = False,
+    dynamic: bool = True,
     options: LaunchOptions | None = None,
 ) -> None:
     """Fill the payload of a bucket, as `zgraph.codegen.reference.quantize_bucket` does.
@@ -43,7 +43,7 @@ def quantize_bucket(
         layout: of the bucket; its method is a BlockMethod.
         draw, rank: which signs. New ones compile nothing.
         payload: [world, payload_bytes] uint8, contiguous; bytes behind the last section are left alone.
-        dynamic: sizes are arguments of the kernel, so that buckets of as many gradients share one.
+        dynamic: sizes are arguments of the kernel, so that buckets of as many gradients share one; otherwise constants.
         options: how to launch. None: the fastest of a few, found once for each method, dtype and device.
 
     Raises:
@@ -56,17 +56,18 @@ def quantize_bucket(
     if is_compiled(names["quantize"]):
         pieces.require_device("quantize_blocks", "payload", payload)
         options = options or _fastest(pieces.block_method(layout), dtypes[0], payload.device)
-    sizes = pieces.sizes(_members(layout, numels), layout) if dynamic else ()
-    names["launch"](
-        *grads,
-        *kept,
-        payload,
-        payload.view(torch.int16),
-        *sizes,
-        pieces.sign_base(draw),
-        rank,
-        **(options or LaunchOptions()).arguments(pieces.block_method(layout)),
-    )
+    sizes = pieces.sizes(_members(layout, numels), layout.payload_bytes) if dynamic else ()
+    with on_device(payload.device):
+        names["launch"](
+            *grads,
+            *kept,
+            payload,
+            payload.view(torch.int16),
+            *sizes,
+            pieces.sign_base(draw),
+            rank,
+            **(options or LaunchOptions()).arguments(pieces.block_method(layout)),
+        )
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def _fastest(method: BlockMethod, dtype: torch.dtype, device: torch.device) -> L
     state = {
         name: torch.zeros(shape, dtype=kept, device=device) for name, (shape, kept) in method.state(numel, 1).items()
     }
-    grad = torch.randn(numel, device=device).to(dtype)
+    grad = drawn(numel, dtype, device)
     payload = torch.zeros(1, layout.payload_bytes, dtype=torch.uint8, device=device)
     return fastest(
         lambda options: quantize_bucket([grad], [state], layout, Draw(0), 0, payload, options=options), device

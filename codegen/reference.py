@@ -97,7 +97,7 @@ def quantize(
     old = read_error(state)
     whole = given if old is None else given + old
     book = CodeBook.of(method)
-    signs = draw_signs(groups, group, draw, rank) if method.rotate else None
+    signs = draw_signs(groups, group, draw, rank, grad.device) if method.rotate else None
     rotated = whole if signs is None else hadamard(whole * signs)
 
     largest_bits = (rotated.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
@@ -181,7 +181,7 @@ def dequantize_sum(
     book = CodeBook.of(method)
     total = torch.zeros(groups, group, device=codes.device)
     for rank, (packed, scale) in enumerate(zip(codes, scales, strict=True), first_rank):
-        signs = draw_signs(groups, group, draw, rank) if method.rotate else None
+        signs = draw_signs(groups, group, draw, rank, codes.device) if method.rotate else None
         sent = decode(unpack(packed.view(groups, -1), method).to(torch.float32), scale, book, signs)
         total = sent if rank == first_rank else total + sent
     return total.view(-1)[:numel]
@@ -220,14 +220,14 @@ def fold(values: Tensor) -> Tensor:
     return values
 
 
-def draw_signs(groups: int, group: int, draw: Draw, rank: int) -> Tensor:
-    """[groups, group] of 1 and -1, by step, rank and place in the chunk.
+def draw_signs(groups: int, group: int, draw: Draw, rank: int, device: torch.device | None = None) -> Tensor:
+    """[groups, group] of 1 and -1 on a device, by default the CPU, by step, rank and place in the chunk.
 
     Bit i // 32 of a hash of (32 g + i % 32) is the sign of element i of group g.
     """
     key = sign_key(draw, rank)
-    words = hash_32(torch.arange(groups * HADAMARD, dtype=torch.int64).bitwise_xor(key))
-    bits = words.view(groups, 1, HADAMARD) >> torch.arange(group // HADAMARD).view(1, -1, 1)
+    words = hash_32(torch.arange(groups * HADAMARD, dtype=torch.int64, device=device).bitwise_xor(key))
+    bits = words.view(groups, 1, HADAMARD) >> torch.arange(group // HADAMARD, device=device).view(1, -1, 1)
     return (1.0 - 2.0 * (bits & 1)).to(torch.float32).view(groups, group)
 
 
@@ -330,6 +330,19 @@ def dequantize_sum_bucket(
             result = total / divisor if divisor > 1 else total
             place = output.view(layout.stretches, numel)[stretch]
             place.copy_(place + result if accumulate else result)
+
+
+def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: Draw, outputs: Sequence[Tensor]) -> None:
+    """Store what each rank has sent, rank after rank: the other end of a gather.
+
+    Args:
+        received: [ranks, payload_bytes] uint8, from ranks 0, 1, ... of the group; rows may lie apart.
+        layout, draw: those of the senders; the layout is that of a world of one, with one stretch.
+        outputs: [ranks, numel] in any floating-point dtype for each tensor; overwritten.
+    """
+    for rank in range(received.shape[0]):
+        parts = [output[rank] for output in outputs]
+        dequantize_sum_bucket(received[rank : rank + 1], layout, draw, rank, 1, parts)
 
 
 def _block_method(layout: BucketLayout) -> BlockMethod:

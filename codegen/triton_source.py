@@ -253,9 +253,9 @@ def choose_member(members: Sequence[Member], group: int, own: Sequence[Sequence[
     return lines
 
 
-def sizes(members: Sequence[Member], layout: BucketLayout) -> list[int]:
+def sizes(members: Sequence[Member], payload_bytes: int) -> list[int]:
     """What a kernel without sizes in its source takes as arguments."""
-    return [*(int(number) for member in members for number in member.numbers), layout.payload_bytes]
+    return [*(int(number) for member in members for number in member.numbers), payload_bytes]
 
 
 def comment(lines: Iterable[str]) -> str:
@@ -268,8 +268,9 @@ def kernel(name: str, arguments: Sequence[str], unspecialized: Sequence[str], bo
     return f"@triton.jit(do_not_specialize=[{listed}])\ndef {name}({', '.join(arguments)}):\n{body}"
 
 
-def launcher(name: str, arguments: Sequence[str], rows: Sequence[int | str]) -> str:
-    """A function that starts a kernel with a program for every GROUPS groups of each gradient."""
+def launcher(name: str, arguments: Sequence[str], rows: Sequence[int | str], ranks: int | None = None) -> str:
+    """A function that starts a kernel with a program for every GROUPS groups of each gradient, and of each rank."""
+    grid = "(programs,)" if ranks is None else f"(programs, {ranks})"
     programs = " + ".join(f"triton.cdiv({str(count).replace('tl.', 'triton.')}, GROUPS)" for count in rows)
     return f"""
 
@@ -277,7 +278,7 @@ def launch({", ".join(arguments)}, GROUPS, **options):
     programs = {programs}
     if programs:
         # Contracting a multiplication with an addition would change bits.
-        {name}[(programs,)]({", ".join(arguments)}, GROUPS=GROUPS, enable_fp_fusion=False, **options)
+        {name}[{grid}]({", ".join(arguments)}, GROUPS=GROUPS, enable_fp_fusion=False, **options)
 """
 
 

@@ -91,6 +91,42 @@ def test_groups_that_are_not_finite_become_nan(name: str, interpreted: Callable[
     interpreted(compare, BUCKETS[name], True, False, True, 3, 0)
 
 
+def compare_each(bucket: Bucket, apart: int) -> None:
+    """All ranks' values beside the reference; rows lie within longer ones, as parameters of one gather do."""
+    layout, draw, ranks = bucket.layout, Draw(step=3, salt=9), 3
+    rows = [bucket.payload() for _ in range(ranks)]
+    for rank, row in enumerate(rows):
+        reference.quantize_bucket(bucket.grads(rank), bucket.states(), layout, draw, rank, row)
+    received = torch.full((ranks, layout.payload_bytes + apart), 0x5A, dtype=torch.uint8)
+    received[:, apart : apart + layout.payload_bytes] = torch.cat(rows)
+    shapes = [(ranks, numel) for numel in layout.numels]
+    expected, outputs = (
+        [
+            within(torch.full(shape, float("nan"), dtype=dtype))
+            for shape, dtype in zip(shapes, bucket.dtypes, strict=True)
+        ]
+        for _ in range(2)
+    )
+    for run, into in (
+        (reference.dequantize_each_bucket, expected),
+        (dequantize_blocks.dequantize_each_bucket, outputs),
+    ):
+        run(
+            received[:, apart : apart + layout.payload_bytes], layout, draw,
+            [output.view(shape) for output, shape in zip(into, shapes, strict=True)],
+        )  # fmt: skip
+    for output, its in zip(outputs, expected, strict=True):
+        assert same_bits(output, its) and not output.isnan().any()
+        around = torch.empty(0, dtype=output.dtype).set_(output.untyped_storage())
+        assert int(around.isnan().sum()) == 80, "written beyond its ends"
+
+
+@pytest.mark.parametrize("apart", [0, 48])
+@pytest.mark.parametrize("method", [LoCo(), NoFeedback(bits=8, group=512)])
+def test_values_of_every_rank_in_one_launch(method: LoCo | NoFeedback, apart: int, interpreted: Callable[..., Any]):
+    interpreted(compare_each, Bucket(method=method, world=1), apart)
+
+
 def test_strided_outputs_are_refused():
     bucket = Bucket(numels=(16,), dtypes=(F32,))
     with pytest.raises(ValueError, match=r"dequantize_blocks: tensor 1 of shape \(8,\) has strides \(2,\)"):

@@ -1,0 +1,125 @@
+"""How Triton kernels are launched: on the device of their tensors, once for all ranks, and tried on their own numbers.
+
+No kernel runs: a recorder stands in for the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zgraph.codegen import compressed_kernels, dequantize_blocks, quantize_blocks, reference, triton_source
+from zgraph.codegen.compressed_kernels import Kernels
+from zgraph.codegen.launch_options import LaunchOptions, drawn
+from zgraph.compressed_ops import shard_bytes
+from zgraph.compression import Draw, LoCo, NoFeedback, to_text
+from zgraph.wire_format import BucketLayout
+
+SECOND_GPU = torch.device("cuda", 1)
+
+
+class Recorder:
+    """Notes the current device of each launch, and how many programs it had along the ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[tuple[torch.device | None, str]] = []
+        self.current: torch.device | None = None
+        recorder = self
+
+        class Device:
+            def __init__(self, device: torch.device) -> None:
+                self.device, self.before = device, recorder.current
+
+            def __enter__(self) -> None:
+                recorder.current = self.device
+
+            def __exit__(self, *_: object) -> None:
+                recorder.current = self.before
+
+        def load(source: str) -> dict[str, Any]:
+            def launch(*args: Any, **options: Any) -> None:
+                self.launches.append((self.current, source))
+
+            return {"quantize": None, "dequantize": None, "launch": launch}
+
+        monkeypatch.setattr(torch.cuda, "device", Device)
+        monkeypatch.setattr(triton_source, "load", load)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def quantize(device: torch.device) -> None:
+    layout = BucketLayout(LoCo(), (1000,), world=2)
+    state = {
+        name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in LoCo().state(1000, 2).items()
+    }
+    payload = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
+    grads = [torch.ones(2000, device=device)]
+    quantize_blocks.quantize_bucket(grads, [state], layout, Draw(0), 0, payload, options=LaunchOptions())
+
+
+def dequantize(device: torch.device) -> None:
+    layout = BucketLayout(LoCo(), (1000,), world=2)
+    received = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
+    outputs = [torch.zeros(1000, device=device)]
+    dequantize_blocks.dequantize_sum_bucket(received, layout, Draw(0), 0, 2, outputs, options=LaunchOptions())
+
+
+def dequantize_each(device: torch.device) -> None:
+    layout = BucketLayout(LoCo(), (1000,), world=1)
+    received = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
+    outputs = [torch.zeros(2, 1000, device=device)]
+    dequantize_blocks.dequantize_each_bucket(received, layout, Draw(0), outputs, options=LaunchOptions())
+
+
+@pytest.mark.parametrize("run", [quantize, dequantize, dequantize_each])
+def test_kernels_are_launched_on_the_device_of_their_tensors(
+    run: Callable[[torch.device], None], recorder: Recorder
+) -> None:
+    """Whichever device is current: Triton launches on that one."""
+    with FakeTensorMode():
+        run(SECOND_GPU)
+    assert [device for device, _ in recorder.launches] == [SECOND_GPU]
+    assert recorder.current is None, "the user's device is the current one again"
+
+
+@pytest.fixture
+def as_on_a_gpu(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    kernels = Kernels(quantize_blocks, dequantize_blocks)
+    monkeypatch.setattr(compressed_kernels, "_kernels", lambda device: kernels)  # pyright: ignore[reportUnknownLambdaType]
+    return recorder
+
+
+@pytest.mark.parametrize("world", [1, 5])
+def test_a_gather_is_decoded_in_one_launch(world: int, as_on_a_gpu: Recorder) -> None:
+    """Whatever the number of ranks, and wherever in their payloads the parameter lies."""
+    method = to_text(NoFeedback())
+    sizes = [shard_bytes(method, numel) for numel in (100, 300)]
+    received = torch.zeros(world * sum(sizes), dtype=torch.uint8)
+    compressed_kernels.dequantize_shards(received, method, 300, sizes[0], world, torch.float32)
+    assert len(as_on_a_gpu.launches) == 1
+    layout = BucketLayout(NoFeedback(), (100, 300), world=1)
+    received = torch.zeros(world * layout.payload_bytes, dtype=torch.uint8)
+    compressed_kernels.dequantize_each(received, torch.tensor([0]), method, (100, 300), world, 0, torch.float32)
+    assert len(as_on_a_gpu.launches) == 2
+    assert all(f"[(programs, {world})]" in source for _, source in as_on_a_gpu.launches)
+
+
+def test_numbers_to_try_kernels_on_leave_the_generator_of_the_user_alone() -> None:
+    """A step with dropout, resumed in a process that has yet to try its kernels, would else draw other numbers."""
+    before = torch.get_rng_state()
+    first, second = (drawn(1000, torch.bfloat16, torch.device("cpu")) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, second) and first.dtype == torch.bfloat16 and first.float().std() > 0.9
+
+
+def test_signs_are_made_where_they_are_needed() -> None:
+    assert reference.draw_signs(3, 128, Draw(0), 0, torch.device("meta")).device.type == "meta"
+    assert reference.draw_signs(3, 128, Draw(0), 0).device.type == "cpu"

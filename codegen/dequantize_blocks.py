@@ -247,8 +247,6 @@ def _kernel(
     payload_bytes = "payload_bytes" if dynamic else "PAYLOAD_BYTES"
 
     body = ["program = tl.program_id(0)"]
-    if dynamic:
-        body.append(f"payload_bytes = tl.multiple_of(payload_bytes, {ALIGNMENT})")
     if len(kinds) > 1:
         body += [f"output_{pieces.dtype_name(dtype)} = output_{dtypes.index(dtype)}" for dtype in kinds]
     body += pieces.choose_member(members, method.group, own)
@@ -271,6 +269,7 @@ def _kernel(
         *(["own = tl.program_id(1)"] if each else []),
         "for sender in range(own, own + 1):" if each else f"for sender in range({ranks}):",
         f"    from_row = tl.cast(sender, tl.int64) * {payload_bytes}",
+        f"    from_row = tl.multiple_of(from_row, {ALIGNMENT})",
         "    packed = tl.load(received + from_row + code_at, mask=real_codes, other=0)",
         "    scale = tl.load(scales + (from_row + scales_at) // 2 + row, mask=real, other=0)",
         f"    packed = in_stripes(packed, STRIPES * {method.bits} // 8).to(tl.int32)",

@@ -196,7 +196,7 @@ CASES = {
     ),
     "dequantize": Case(kind="dequantize", dtypes=(F32,), instructions=158, registers=96, narrow_bytes=0.5, shared=1.0),
     "dequantize, sizes as arguments": Case(
-        kind="dequantize", dtypes=(F32,), dynamic=True, instructions=181, registers=128, narrow_bytes=4.5, shared=4.5
+        kind="dequantize", dtypes=(F32,), dynamic=True, instructions=167, registers=96, narrow_bytes=0.5, shared=1.0
     ),
     "dequantize 8 bits of one rank": Case(
         kind="dequantize", method=_EIGHT_BITS, world=1, instructions=29, registers=63, narrow_bytes=0.25, shared=0.25

@@ -103,11 +103,11 @@ def test_a_gather_is_decoded_in_one_launch(world: int, as_on_a_gpu: Recorder) ->
     method = to_text(NoFeedback())
     sizes = [shard_bytes(method, numel) for numel in (100, 300)]
     received = torch.zeros(world * sum(sizes), dtype=torch.uint8)
-    compressed_kernels.dequantize_shards(received, method, 300, sizes[0], world, torch.float32)
+    torch.ops.zgraph.dequantize_shards.default(received, method, 300, sizes[0], world, torch.float32)
     assert len(as_on_a_gpu.launches) == 1
     layout = BucketLayout(NoFeedback(), (100, 300), world=1)
     received = torch.zeros(world * layout.payload_bytes, dtype=torch.uint8)
-    compressed_kernels.dequantize_each(received, torch.tensor([0]), method, (100, 300), world, 0, torch.float32)
+    torch.ops.zgraph.dequantize_each.default(received, torch.tensor([0]), method, (100, 300), world, 0, torch.float32)
     assert len(as_on_a_gpu.launches) == 2
     assert all(f"[(programs, {world})]" in source for _, source in as_on_a_gpu.launches)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -762,11 +763,20 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
     if context is not None:
         context.output_strides = None  # AOTAutograd would take the island's for those of its own graph
     try:
-        with V.set_fake_mode(fake_mode_of(inputs)), config.patch(fallback_random=True):
+        with V.set_fake_mode(fake_mode_of(inputs)), config.patch(dict(_ISLAND_OPTIONS)):
             return cast("Callable[[list[Any]], Any]", compile_fx_inner(gm, list(inputs)))
     finally:
         if context is not None:
             context.output_strides = strides
+
+
+# What may be set for whole programs, and is wrong or useless for an island of one:
+# - random operators as eager torch draws them;
+# - a CUDA graph for each island would copy its inputs, keep its outputs in a pool of its own, and be captured again for
+#   each set of addresses: what collectives write lies elsewhere in each step;
+# - what lies outside was traced with the strides that outputs have.
+# max_autotune and its like may stay: they choose kernels, by measurements on this rank, and change no order.
+_ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs": False, "keep_output_stride": True})
 
 
 def load_cpp(source: str) -> ctypes.CDLL:

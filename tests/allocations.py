@@ -1,4 +1,7 @@
-"""An exact count of the bytes that tensors take: nothing is sampled, and no thread goes unseen."""
+"""An exact count of the bytes that tensors take, and poison in those that they no longer take.
+
+Nothing is sampled, and no thread or library goes unseen.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def _library() -> Any:
         )
         unfinished.rename(built)  # another process may be building it too
     library = ctypes.CDLL(str(built))
-    library.live_bytes.restype = library.take_peak_bytes.restype = ctypes.c_longlong
+    for name in ("live_bytes", "take_peak_bytes", "stop_poisoning"):
+        getattr(library, name).restype = ctypes.c_longlong
     return library
 
 
@@ -71,3 +75,21 @@ def counted() -> Generator[Count]:
         count.end_bytes = library.live_bytes() - start
     finally:
         library.uninstall()
+
+
+@contextmanager
+def poisoned() -> Generator[None]:
+    """New memory holds NaNs; so does what is freed, and nobody gets it again inside. Not inside `counted`.
+
+    Raises:
+        AssertionError: freed memory was written.
+    """
+    library = _library()
+    library.install()
+    library.poison()
+    try:
+        yield
+    finally:
+        written = library.stop_poisoning()
+        library.uninstall()
+    assert not written, f"{written} bytes were written after they had been freed"

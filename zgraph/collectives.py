@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from zgraph.torch_compat import (
     all_gather_into,
+    all_gather_op,
     all_to_all_op,
     backend_of,
     gather_group,
@@ -40,6 +41,8 @@ _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 def start_all_gather(shard: Tensor, world: int, group_name: str, number: int = 0) -> Tensor:
     """[n, ...] of every rank -> [world * n, ...], usable after a wait; `number` as in `_start`."""
     group = resolve_group(group_name)
+    if backend_of(group, shard.device) != "gloo":
+        return all_gather_op()(shard.contiguous(), world, group_name)
     whole = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
     if not uses_messages(group, shard.device):
         return all_gather_into(whole, shard, group_name)
@@ -116,6 +119,8 @@ def start_grouped_gather(shards: Sequence[Tensor], world: int, group_name: str, 
         world, group_name, number: as in `start_all_gather`.
     """
     group = resolve_group(group_name)
+    if backend_of(group, shards[0].device) not in ("gloo", "nccl"):
+        return [start_all_gather(shard, world, group_name) for shard in shards]
     every = [shard.new_empty((world * shard.shape[0], *shard.shape[1:])) for shard in shards]
     if backend_of(group, shards[0].device) == "nccl":
         register_work(every[0], gather_group(every, shards, group))

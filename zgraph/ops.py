@@ -96,7 +96,8 @@ def separate_reductions(group: ProcessGroup, device: torch.device | None = None)
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Let a group's ranks find one another now: a sum of one number, to whose end each rank waits."""
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-    torch.accelerator.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def make_node_groups(group_name: str, ranks_per_node: int) -> tuple[str, str]:

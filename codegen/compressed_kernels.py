@@ -15,6 +15,7 @@ from zgraph.compression import BlockMethod, Draw, from_text
 from zgraph.handle import name_of
 from zgraph.ops import divisor_beside
 from zgraph.runtime.feedback import Feedback
+from zgraph.runtime.host_copies import copies_of
 from zgraph.runtime.window import state_behind
 from zgraph.unit import closes_window
 from zgraph.wire_format import BucketLayout
@@ -41,14 +42,17 @@ def quantize_grads(
     kept = _feedbacks(handles, slot, method, numels, stretches * world, grads[0].device)
     if not errors:
         _begin(handles, kept)
+    copies = copies_of(grads[0].device)
     loaded = iter(errors)
-    states = [{name: next(loaded) for name in one.tensors} if errors else one.tensors for one in kept]
+    states = [{name: next(loaded) for name in one.kept} if errors else one.kept for one in kept]
+    for feedback in kept if errors else ():
+        copies.wait(feedback.fetched)
     step = kept[0].reductions
     payload = grads[0].new_zeros((world, layout.payload_bytes), dtype=torch.uint8)
     _quantize(grads, states, layout, Draw(step, salt), rank, payload)
     for handle, feedback, state in zip(handles, kept, states, strict=True):
-        for name in feedback.tensors if errors else ():
-            feedback.tensors[name].copy_(state[name])
+        if errors:
+            feedback.store(copies, state)
         feedback.end(closing=closes_window(handle, window))
     return payload.view(-1), torch.tensor([step])
 
@@ -59,7 +63,7 @@ def load_errors(
 ) -> list[Tensor]:
     kept = _feedbacks(handles, slot, method, numels, chunks, device)
     _begin(handles, kept)
-    return [held.to(device, copy=True) for feedback in kept for held in feedback.tensors.values()]
+    return [fetched for feedback in kept for fetched in feedback.fetch(copies_of(device))]
 
 
 @torch.library.impl("zgraph::dequantize_sum", _DEVICES)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zgraph.errors import ZgraphError
+from zgraph.runtime.host_copies import Arrival, HostCopies
 
 
 @dataclass(eq=False)
@@ -18,22 +19,34 @@ class Feedback:
     Attributes:
         method: as text; what another method has kept is of no use.
         numel, chunks: elements of a chunk, and chunks of the gradient: how the error is cut.
-        tensors: what the method keeps, by name.
+        kept: what the method keeps, by name; of what is kept on the host, copies may still be on their way there.
         reductions: compressed so far; draws random numbers.
         steps: closing backwards so far, which are optimizer steps.
         open: the last reduction was followed by others of its window.
         before: the tensors as they were before the step at hand; None unless losses are scaled, and once the step is
             known to count.
+        fetched: when what the next reduction needs will be on its device.
+        stored: when what the last one has left will be on the host.
     """
 
     method: str
     numel: int
     chunks: int
-    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     reductions: int = 0
     steps: int = 0
     open: bool = False
     before: dict[str, Tensor] | None = None
+    fetched: Arrival | None = None
+    stored: Arrival | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is kept, for whoever looks at it from the host."""
+        if self.stored is not None:
+            self.stored.synchronize()
+            self.stored = None
+        return self.kept
 
     def begin(self, *, forgets_every: int, keep_before: bool) -> None:
         """A reduction is about to read the error: forget it where its time is up, and keep a copy if one is wanted."""
@@ -60,15 +73,26 @@ class Feedback:
 
     def fits(self, spec: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
         """Whether the tensors are what a method asks for."""
-        return spec.keys() == self.tensors.keys() and all(
-            (tuple(self.tensors[name].shape), self.tensors[name].dtype) == wanted for name, wanted in spec.items()
+        return spec.keys() == self.kept.keys() and all(
+            (tuple(self.kept[name].shape), self.kept[name].dtype) == wanted for name, wanted in spec.items()
         )
 
     def move_to(self, device: torch.device) -> None:
         """Checkpoints are read on the host."""
-        for name, tensor in self.tensors.items():
+        for name, tensor in self.kept.items():
             if tensor.device != device:
-                self.tensors[name] = tensor.to(device)
+                self.kept[name] = tensor.to(device)
+
+    def fetch(self, copies: HostCopies) -> list[Tensor]:
+        """Start to bring to a device what is kept on the host."""
+        for name, tensor in self.kept.items():
+            self.kept[name] = copies.kept(tensor)
+        fetched, self.fetched = copies.fetch([*self.kept.values()], self.stored)
+        return fetched
+
+    def store(self, copies: HostCopies, computed: Mapping[str, Tensor]) -> None:
+        """Start to bring back what a reduction has left of it."""
+        self.stored = copies.store([computed[name] for name in self.kept], [*self.kept.values()])
 
     def take_back(self) -> None:
         """The step at hand is not taken: what it did to the error did not happen."""
@@ -80,7 +104,7 @@ class Feedback:
 
     @property
     def kept_bytes(self) -> int:
-        held = [*self.tensors.values(), *(self.before or {}).values()]
+        held = [*self.kept.values(), *(self.before or {}).values()]
         return sum(tensor.nbytes for tensor in held)
 
 

@@ -1,0 +1,101 @@
+"""Copies between a device and the errors that are kept on the host, beside what the device computes.
+
+    load_errors       fetch: pinned memory -> device, on a stream of its own                 [==fetch==]
+    quantize_grads    wait, the kernels, and store: back, on another one           compute ..............[quantize]....
+                                                                                                                [=store=]
+
+Whoever looks at a kept tensor on the host waits until it has arrived there: `Feedback.tensors`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Arrival(Protocol):
+    """The end of a copy, as `torch.cuda.Event` has it."""
+
+    def synchronize(self) -> object:
+        """Let the host wait for it."""
+        ...
+
+
+class HostCopies(Protocol):
+    """Of one device. Nothing but `Arrival.synchronize` blocks the host."""
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host as it is best kept, the same one where it is that already."""
+        ...
+
+    def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
+        """Start copies to the device, of what an earlier store will have brought; and their end."""
+        ...
+
+    def wait(self, fetched: Arrival | None) -> None:
+        """Let what is computed from now on come after a fetch."""
+        ...
+
+    def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival | None:
+        """Start copies back, of what has been computed up to now; and their end."""
+        ...
+
+
+class OnTheHost:
+    """For the CPU, where a copy is complete when it returns."""
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], None]:
+        return [tensor.clone() for tensor in kept], None
+
+    def wait(self, fetched: Arrival | None) -> None: ...
+
+    def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        for source, target in zip(computed, kept, strict=True):
+            target.copy_(source)
+
+
+class OnStreams:
+    """For CUDA: pinned memory, and a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.to_device, self.to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def fetch(self, kept: Sequence[Tensor], stored: Any) -> tuple[list[Tensor], Arrival]:
+        # From the compute stream, as what reads them there lets them go there; it may still use their memory otherwise.
+        fetched = [torch.empty_like(tensor, device=self.device) for tensor in kept]
+        self.to_device.wait_stream(torch.cuda.current_stream(self.device))
+        if stored is not None:
+            self.to_device.wait_event(stored)
+        with torch.cuda.stream(self.to_device):
+            for source, target in zip(kept, fetched, strict=True):
+                target.copy_(source, non_blocking=True)
+            return fetched, self.to_device.record_event()
+
+    def wait(self, fetched: Any) -> None:
+        if fetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(fetched)
+
+    def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival:
+        self.to_host.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.to_host):
+            for source, target in zip(computed, kept, strict=True):
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self.to_host)  # it is let go before it has been read
+            return self.to_host.record_event()
+
+
+@functools.cache
+def copies_of(device: torch.device) -> HostCopies:
+    """The streams of a device, made at their first use."""
+    return OnTheHost() if device.type == "cpu" else OnStreams(device)

@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy of predicting tokens[:, 1:] from what stands before; tokens is [batch, sequence + 1]."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        hidden = self.token(inputs) + self.position(torch.arange(inputs.shape[1]))
+        hidden = self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=tokens.device))
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden)).float()

@@ -35,6 +35,7 @@ from zgraph.errors import (  # noqa: E402
 from zgraph.gradients import GradScaler, clip_grad_norm_  # noqa: E402
 from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
 from zgraph.hardware import Hardware  # noqa: E402
+from zgraph.local_step import step_on_shards  # noqa: E402
 from zgraph.loss_scale import forget_errors, set_loss_scale  # noqa: E402
 from zgraph.materialization import materialize  # noqa: E402
 from zgraph.pipeline import Pipeline  # noqa: E402
@@ -82,5 +83,6 @@ __all__ = [
     "save_checkpoint",
     "set_loss_scale",
     "shard",
+    "step_on_shards",
     "summary",
 ]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from zgraph.local_norm import scale_to_norm, total_norm
 from zgraph.ops import collective_error
 from zgraph.torch_compat import AgreeingGradScaler, all_gather
 from zgraph.unit import sharded_parameters
@@ -105,9 +106,16 @@ def clip_grad_norm_(
         CollectiveError: the exchange failed.
     """
     everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    found = [parameter.grad for parameter in everything if parameter.grad is not None]
     if float(norm_type) != math.inf or not everything:
-        return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type, error_if_nonfinite, foreach)
-    grads = [_local(parameter.grad) for parameter in everything if parameter.grad is not None]
+        norm = total_norm(found, float(norm_type), foreach)
+        if norm is None:
+            return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type, error_if_nonfinite, foreach)
+        if error_if_nonfinite:
+            _refuse_nonfinite(norm.to_local(), norm_type)
+        scale_to_norm(found, max_norm, norm.to_local(), foreach)
+        return norm
+    grads = [_local(grad) for grad in found]
     first = everything[0]
     dtype = first.dtype  # of the result: one that every rank knows, with or without rows
     for parameter in everything[1:]:
@@ -122,16 +130,21 @@ def clip_grad_norm_(
         except RuntimeError as error:
             raise collective_error("all_gather", ["the gradients' norm"], group.group_name, error) from error
         total = norms.amax()
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"zgraph.clip_grad_norm_: the norm of order {norm_type} is {total.item()} on every rank, so nothing can be "
-            "clipped; skip the step, or pass error_if_nonfinite=False to scale by it all the same."
-        )
+    if error_if_nonfinite:
+        _refuse_nonfinite(total, norm_type)
     if isinstance(first, DTensor):
         mesh = first.device_mesh
         total = DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
     torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total, foreach)
     return total
+
+
+def _refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
+    if not norm.isfinite():
+        raise RuntimeError(
+            f"zgraph.clip_grad_norm_: the norm of order {norm_type} is {norm.item()} on every rank, so nothing can be "
+            "clipped; skip the step, or pass error_if_nonfinite=False to scale by it all the same."
+        )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,328 @@
+"""Steps and clipping on local shards: the same bits as on DTensors, the same state, and DTensor is left out."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import zgraph
+from tests import models
+from tests.ranks import Ranks
+from tests.replicated import whole
+from zgraph.torch_compat import DispatchMode
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+MAX_NORM = 0.5
+CLIPS: tuple[Callable[..., Tensor], ...] = (zgraph.clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
+STEPS = 3
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda given: torch.optim.SGD(given, lr=0.1),
+    "sgd_momentum": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd_nesterov_foreach": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "adam": lambda given: torch.optim.Adam(given, lr=0.1, amsgrad=True),
+    "adam_maximize_foreach": lambda given: torch.optim.Adam(given, lr=0.1, maximize=True, foreach=True),
+    "adam_fused": lambda given: torch.optim.Adam(given, lr=0.1, fused=True),
+    "adamw": lambda given: torch.optim.AdamW(given, lr=0.1),
+    "adamw_foreach": lambda given: torch.optim.AdamW(given, lr=0.1, foreach=True),
+    "adamw_fused": lambda given: torch.optim.AdamW(given, lr=torch.tensor(0.1), fused=True),
+    "rmsprop": lambda given: torch.optim.RMSprop(given, lr=0.1, momentum=0.9, centered=True),
+    "adagrad": lambda given: torch.optim.Adagrad(given, lr=0.1),
+    "adamax": lambda given: torch.optim.Adamax(given, lr=0.1),
+    "nadam": lambda given: torch.optim.NAdam(given, lr=0.1),
+    "radam": lambda given: torch.optim.RAdam(given, lr=0.1),
+    "adadelta": lambda given: torch.optim.Adadelta(given, lr=0.1),
+    "asgd": lambda given: torch.optim.ASGD(given, lr=0.1),
+}
+
+
+def sharded(stages: str) -> nn.Module:
+    """models.Uneven: 13, 5, 2 and 1 rows and a scalar, so that some ranks have no rows."""
+    torch.manual_seed(5)
+    model = models.Uneven()
+    if stages == "mixed":
+        zgraph.shard(model.layers[0], zero_stage=0)
+        zgraph.shard(model.layers[2], zero_stage=1)
+        zgraph.shard(model.layers[4], zero_stage=2)
+    return zgraph.shard(model, zero_stage=0 if stages == "replicated" else 3)
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """Two groups, one with options of its own; the scalar has no gradient in every other step (`backward`)."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    return [{"params": matrices}, {"params": others, "lr": 0.05}]
+
+
+def backward(model: nn.Module, step: int, scale: float | Tensor = 1.0) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank() + 10 * step)
+    (model(torch.randn(8, 6, generator=generator)).square().sum() * 10 * scale).backward()
+    if step % 2 == 0:
+        dict(model.named_parameters())["shift"].grad = None
+
+
+def assert_same(found: Any, expected: Any, where: str) -> None:
+    """Equal bit for bit, and of the same types, layouts and keys."""
+    if isinstance(expected, Tensor):
+        assert type(found) is type(expected), f"{where}: {type(found)}, not {type(expected)}"
+        if isinstance(expected, DTensor):
+            assert isinstance(found, DTensor)
+            assert found.placements == expected.placements and found.shape == expected.shape, where
+            assert found.stride() == expected.stride(), where
+        assert found.dtype == expected.dtype and found.requires_grad == expected.requires_grad, where
+        assert torch.equal(whole(found), whole(expected)), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), f"{where}: {list(found)}, not {list(expected)}"
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for number, pair in enumerate(zip(found, expected, strict=True)):
+            assert_same(*pair, f"{where}.{number}")
+    else:
+        assert found == expected, f"{where}: {found}, not {expected}"
+
+
+def assert_same_runs(
+    ours: tuple[nn.Module, torch.optim.Optimizer], theirs: tuple[nn.Module, torch.optim.Optimizer]
+) -> None:
+    assert_same(dict(ours[0].named_parameters()), dict(theirs[0].named_parameters()), "parameters")
+    assert_same(ours[1].state_dict(), theirs[1].state_dict(), "state_dict")
+    assert all(isinstance(parameter, DTensor) for group in ours[1].param_groups for parameter in group["params"])
+    assert {id(parameter) for parameter in ours[1].state} <= {id(parameter) for parameter in ours[0].parameters()}
+
+
+def train_both(optimizer: str, stages: str) -> None:
+    runs: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+    schedules: list[Any] = []
+    for _ in range(2):
+        model = sharded(stages)
+        made = OPTIMIZERS[optimizer](groups_of(model))
+        runs.append((model, made))
+        schedules.append(torch.optim.lr_scheduler.ExponentialLR(made, 0.9))
+    zgraph.step_on_shards(runs[0][1])
+    for step in range(STEPS):
+        for (model, made), clip, schedule in zip(runs, CLIPS, schedules, strict=True):
+            backward(model, step)
+            clip(model.parameters(), MAX_NORM)
+            made.step()
+            made.zero_grad()
+            schedule.step()
+        assert_same_runs(*runs)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_on_shards_is_a_step_on_dtensors(ranks: Ranks, optimizer: str) -> None:
+    for stages in ("sharded", "mixed"):
+        ranks.run(train_both, optimizer, stages)
+
+
+def test_a_step_on_replicas_is_a_step_on_dtensors(two_ranks: Ranks) -> None:
+    two_ranks.run(train_both, "adamw_fused", "replicated")
+
+
+def clip_both(stages: str) -> None:
+    for norm_type in (1.0, 2.0, 3.5):
+        for foreach in (None, True, False):
+            found: list[tuple[Tensor, list[Tensor | None]]] = []
+            for clip in CLIPS:
+                model = sharded(stages)
+                backward(model, 1)
+                norm = clip(model.parameters(), MAX_NORM, norm_type, foreach=foreach)
+                found.append((norm, [parameter.grad for parameter in model.parameters()]))
+            assert_same(found[0], found[1], f"{norm_type}, foreach={foreach}")
+
+
+@pytest.mark.parametrize("stages", ["sharded", "mixed", "replicated"])
+def test_clipping_on_shards_is_clipping_on_dtensors(ranks: Ranks, stages: str) -> None:
+    ranks.run(clip_both, stages)
+
+
+def clip_on_a_hybrid_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    found: list[Any] = []
+    for clip in CLIPS:
+        torch.manual_seed(5)
+        model = models.Uneven()
+        zgraph.shard(model.layers[2], mesh, zero_stage=0)
+        zgraph.shard(model, mesh)
+        backward(model, 1)
+        found.append((clip(model.parameters(), MAX_NORM), [parameter.grad for parameter in model.parameters()]))
+    assert_same(found[0], found[1], "hybrid")
+
+
+@pytest.mark.slow  # four ranks
+def test_clipping_on_a_hybrid_mesh(ranks: Ranks) -> None:
+    if ranks.world != 4:
+        pytest.skip("two nodes of two ranks")
+    ranks.run(clip_on_a_hybrid_mesh)
+
+
+class DTensorCalls(DispatchMode):
+    """Counts the operators that are called with a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_a_step() -> tuple[list[str], list[str], list[str]]:
+    model = sharded("mixed")
+    optimizer = zgraph.step_on_shards(OPTIMIZERS["adamw"](groups_of(model)))
+    backward(model, 1)
+    with DTensorCalls() as first:
+        optimizer.step()
+    with DTensorCalls() as second:
+        optimizer.step()
+    with DTensorCalls() as clipping:
+        zgraph.clip_grad_norm_(model.parameters(), MAX_NORM)
+    return first.seen, second.seen, clipping.seen
+
+
+def test_dtensor_sees_no_step_and_one_norm(two_ranks: Ranks) -> None:
+    assert two_ranks.run(calls_of_a_step) == [([], [], ["aten.linalg_vector_norm.default"])] * 2
+
+
+def scaled_steps(optimizer: str) -> list[float]:
+    """One rank overflows in the second step, which none of them may take."""
+    runs: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+    scales: list[float] = []
+    for ours in (True, False):
+        model = sharded("mixed")
+        made = OPTIMIZERS[optimizer](groups_of(model))
+        if ours:
+            zgraph.step_on_shards(made)
+        scaler = zgraph.GradScaler("cpu", init_scale=1024.0)
+        for step in range(STEPS):
+            overflow = math.inf if step == 1 and dist.get_rank() == 0 else 1.0
+            backward(model, step, scaler.scale(torch.tensor(overflow)))
+            if step == 2:
+                scaler.unscale_(made)
+            scaler.step(made)
+            scaler.update()
+            made.zero_grad()
+        scales.append(float(scaler.get_scale()))
+        runs.append((model, made))
+    assert_same_runs(*runs)
+    return scales
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "sgd_momentum"])
+def test_a_scaler_scales_and_skips_as_before(two_ranks: Ranks, optimizer: str) -> None:
+    assert two_ranks.run(scaled_steps, optimizer) == [[512.0, 512.0]] * 2
+
+
+def resume(directory: str, saved_on_shards: bool) -> None:
+    """Three steps in one go, and with a checkpoint behind the second, each half on another road."""
+    model = sharded("mixed")
+    expected = (model, OPTIMIZERS["adamw_fused"](groups_of(model)))
+    for step in range(3):
+        backward(model, step)
+        expected[1].step()
+        expected[1].zero_grad()
+    model = sharded("mixed")
+    optimizer = OPTIMIZERS["adamw_fused"](groups_of(model))
+    if saved_on_shards:
+        zgraph.step_on_shards(optimizer)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    zgraph.save_checkpoint(directory, model, optimizer, step=2)
+    in_memory = copy.deepcopy(optimizer.state_dict())
+    at_two = [parameter.detach().clone() for parameter in model.parameters()]
+    for from_disk in (True, False):
+        model = sharded("mixed")
+        optimizer = OPTIMIZERS["adamw_fused"](groups_of(model))
+        if not saved_on_shards:
+            zgraph.step_on_shards(optimizer)
+        if from_disk:
+            latest = zgraph.latest_checkpoint(directory)
+            assert latest is not None
+            assert zgraph.load_checkpoint(latest, model, optimizer).step == 2
+        else:
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), at_two, strict=True):
+                    parameter.copy_(value)
+            optimizer.load_state_dict(in_memory)
+        backward(model, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same_runs((model, optimizer), expected)
+
+
+@pytest.mark.parametrize("saved_on_shards", [True, False])
+def test_checkpoints_do_not_tell_the_roads_apart(ranks: Ranks, tmp_path: Path, saved_on_shards: bool) -> None:
+    ranks.run(resume, str(tmp_path), saved_on_shards)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def failing_step() -> None:
+    model = sharded("sharded")
+    optimizer = zgraph.step_on_shards(OPTIMIZERS["sgd_momentum"](groups_of(model)))
+    backward(model, 1)
+    optimizer.step()
+    before = optimizer.state_dict()
+
+    def refuse(*_: object) -> None:
+        raise Broken
+
+    hook = optimizer.register_step_pre_hook(refuse)
+    with pytest.raises(Broken):
+        optimizer.step()
+    hook.remove()
+    assert_same(optimizer.state_dict(), before, "after a step that raised")
+    # A closure computes gradients within the step: only the ordinary road can see them.
+    with DTensorCalls() as calls:
+        loss = optimizer.step(lambda: 3.0)
+    assert loss == 3.0
+    assert calls.seen
+
+
+def test_a_step_that_raises_leaves_all_as_it_was(two_ranks: Ranks) -> None:
+    two_ranks.run(failing_step)
+
+
+def test_twice_is_once_and_plain_tensors_go_along() -> None:
+    def stepped(times: int) -> list[Tensor]:
+        torch.manual_seed(5)
+        model = models.Uneven()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(times):
+            zgraph.step_on_shards(optimizer)
+        for _ in range(2):
+            model(torch.ones(4, 6)).square().sum().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    assert_same(stepped(1), stepped(0), "once")
+    assert_same(stepped(2), stepped(0), "twice")
+
+
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    weight = nn.Parameter(torch.ones(2, 2))
+    for optimizer in (torch.optim.LBFGS([weight]), torch.optim.Muon([weight]), Mine([weight], lr=0.1)):
+        with pytest.raises(ValueError, match=f"{type(optimizer).__name__} is not known to update each element"):
+            zgraph.step_on_shards(optimizer)

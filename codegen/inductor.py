@@ -8,7 +8,7 @@ communication, so Inductor's cache keeps it for other processes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, fx
@@ -26,11 +26,13 @@ class InductorLowering:
     """Lowers the graphs of one frame; islands that compute the same are compiled once.
 
     Attributes:
+        rank, ranks: this process among those that compile the same.
         islands: how many were found.
         compiled: the distinct ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank, self.ranks = rank, ranks
         self.islands = 0
         self.compiled: dict[object, Compiled] = {}
 
@@ -39,20 +41,37 @@ class InductorLowering:
     ) -> Compiled:
         """As `lower_fx`, with a call of a compiled function in the place of each island."""
         gm = fx.GraphModule(gm, gm.graph)
-        self.islands += place_islands(gm, self._compile)
+        self._compile(map(cut_out, find_islands(gm.graph)))
+        self.islands += place_islands(gm, lambda island: self.compiled[_key(island)])
         return lower_fx(gm, meter_of, ranks_per_node)
 
-    def _compile(self, island: Island) -> Compiled:
-        key = (island.gm.code, tuple(_layout(node) for node in island.inputs))
-        if key not in self.compiled:
+    def _compile(self, islands: Iterable[Island]) -> None:
+        """Compile those that are new.
+
+        Ranks begin at different ones. Those of a host share Inductor's cache, so each finds there, when it comes to
+        them, what others have compiled meanwhile.
+        """
+        new = {key: island for island in islands if (key := _key(island)) not in self.compiled}
+        names = {key: f"island_{len(self.compiled) + number}" for number, key in enumerate(new)}
+        keys = list(new)
+        first = len(keys) * self.rank // self.ranks
+        for key in [*keys[first:], *keys[:first]]:
+            island = new[key]
             compiled = compile_with_inductor(island.gm, [meta.value(node) for node in island.inputs])
+            self.compiled[key] = _named(names[key], compiled)
 
-            def run(args: list[Any]) -> Any:
-                return compiled(args)
 
-            run.__name__ = f"island_{len(self.compiled)}"  # what the generated program calls it
-            self.compiled[key] = run
-        return self.compiled[key]
+def _key(island: Island) -> object:
+    """Equal for islands that compute the same."""
+    return island.gm.code, tuple(_layout(node) for node in island.inputs)
+
+
+def _named(name: str, compiled: Compiled) -> Compiled:
+    def run(args: list[Any]) -> Any:
+        return compiled(args)
+
+    run.__name__ = name  # what the generated program calls it
+    return run
 
 
 def _layout(node: fx.Node) -> object:

@@ -59,7 +59,9 @@ def is_compute(node: fx.Node) -> bool:
     """Whether a compiler may take the node, and move it among its neighbours.
 
     It may not take communication and other ops of zgraph, ops that write to their inputs, and random ones: they draw in
-    the order in which they run.
+    the order in which they run. On CPU it may not take the copies in and out of collectives' buffers either: they are
+    as fast without it, and their strides, which are those of the bucket, would make every kernel around them another
+    one, at two seconds of C++ compiler each.
     """
     if nodes.is_getitem(node):
         source = node.args[0]
@@ -67,11 +69,18 @@ def is_compute(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and isinstance(node.target, OpOverload)
+        and not (nodes.is_communication(node) and _is_on_cpu(node))
         and node.target.namespace in ("aten", "prims")
         and torch.Tag.nondeterministic_seeded not in node.target.tags
         and not written_arguments(node)
         and _yields_tensors(node)
     )
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return isinstance(first, Tensor) and first.device.type == "cpu"
 
 
 def _yields_tensors(node: fx.Node) -> bool:

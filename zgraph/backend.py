@@ -72,11 +72,11 @@ class FrameCompiler:
         self.ctx = PassContext(machine=_machine_of(gm))
         self.names = _handle_names(gm)
         self.report = _report_of(gm, options.report)
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if torch_compat.is_distributed_ready() else (0, 1)
         self.dumper: Dumper | None = None
         if options.dump is not None:
-            rank = dist.get_rank() if torch_compat.is_distributed_ready() else 0
             self.dumper = Dumper(directory=options.dump, rank=rank, frame=self.frame)
-        self.inductor = InductorLowering() if options.lowering == "inductor" else None
+        self.inductor = InductorLowering(rank, ranks) if options.lowering == "inductor" else None
         self.warmup_steps = max((entry.counts_after for entry in self.pipeline.passes), default=0)
         self.warm_backward: fx.GraphModule | None = None  # for these steps
         if self.frame.endswith("/0"):  # not again for every recompile

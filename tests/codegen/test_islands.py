@@ -84,6 +84,20 @@ def test_equal_blocks_have_equal_islands() -> None:
     assert len(codes) > len(set(codes))
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_copies_of_buckets_stay_outside_on_cpu(direction: Direction) -> None:
+    """Their strides are those of the bucket: one bucket of another size would change every kernel they are part of."""
+    with fake_world(2):
+        gm = traced(Blocks, GRAPH_PASSES).graphs[direction]
+        copies = [
+            node
+            for node in nodes.call_functions(gm.graph, nodes.is_communication)
+            if node.target in (aten.clone.default, aten.cat.default)
+        ]
+        assert copies
+        assert not any(nodes.is_communication(node) for members in find_islands(gm.graph) for node in members)
+
+
 def test_random_and_mutating_operators_stay_outside() -> None:
     drawing = Drawing()
     x = drawing.input("x", 4)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from zgraph import nodes
-from zgraph.nodes import QuantizeArgs
+from zgraph.nodes import LowRankArgs, QuantizeArgs
 from zgraph.runtime.window import state_behind
 from zgraph.torch_compat import boxed
 from zgraph.unit import closes_window
@@ -25,12 +26,14 @@ def switch_after(
         gm: the graph of `main`, whose compressed reductions say which parameters count.
     """
     quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))
-    if not quantized:
+    rebuilt = [node for node in gm.graph.nodes if node.target is torch.ops.zgraph.low_rank_means.default]
+    if not quantized and not rebuilt:
         return main
     handles = [handle for node in quantized for handle in QuantizeArgs.of(node).handles]
+    handles += [handle for node in rebuilt for handle in LowRankArgs.of(node).handles]
     placeholders = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     places = [placeholders[handle] for handle in dict.fromkeys(handles)]
-    window = QuantizeArgs.of(quantized[0]).window
+    window = QuantizeArgs.of(quantized[0]).window if quantized else str(rebuilt[0].args[-1])
 
     def run(args: list[Any]) -> Any:
         counted = [state_behind(args[place]) for place in places]

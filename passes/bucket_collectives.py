@@ -224,6 +224,7 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
             bool(together)
             and size <= filling.limit_bytes
             and _anchor(together, order) is not None
+            and (meta.is_tagged_awaited(start) or not meta.is_tagged_awaited(together[-2]))
             and (filling.queue is None or filling.queue.should_join())
         )
         if joins:
@@ -332,7 +333,8 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
         return None
     from_inputs = nodes.copy_in(start) is not None
     saved = meta.is_tagged_saved(start)
-    key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs, saved)
+    addends = nodes.gathers_addends(start)
+    key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs, saved, addends)
     if nodes.is_all_to_all(start):
         total = result_of(start)
         if total is None:

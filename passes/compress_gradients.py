@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import operator
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -13,12 +14,14 @@ import torch
 from torch import fx
 
 from zgraph import meta, nodes
+from zgraph.build_low_rank import build_low_rank
 from zgraph.build_reduction import ReductionBuilder
 from zgraph.collectives import nodes_of
 from zgraph.compression import BlockMethod, CompressionMethod, LoCo, TwoHop, from_text, to_text
 from zgraph.graph_pass import Fact, GraphPass, PassContext
+from zgraph.low_rank import LowRank
 from zgraph.nodes import ReduceArgs
-from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait
+from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait, wire_dtype_of
 from zgraph.runtime.window import OPEN
 from zgraph.torch_compat import all_gather_op, all_to_all_op, resolve_group, wait_op
 from zgraph.wire_format import chunk_unit
@@ -31,6 +34,8 @@ MEANS = (torch.bfloat16, torch.float16, torch.float32)
 class CompressGradients(GraphPass):
     """Reduce large gradients as codes of a few bits, which one all_to_all per bucket exchanges; the mean stays fp32.
 
+    Or, by `LowRank`, as two thin factors, each reduced like a replicated gradient, one reduction of each per bucket.
+
     Lossy: the mean differs from the exact one by what `zgraph.passes.LoCo` and the other methods say, and each
     parameter keeps an error on each rank, see `zgraph.runtime_state`. Whatever dtype a gradient has or would travel in,
     its codes are made from it as it is.
@@ -39,7 +44,7 @@ class CompressGradients(GraphPass):
     compressed once, at its end.
 
     Attributes:
-        method: LoCo, ErrorFeedback, NoFeedback, TwoHop, or one of your own: a subclass of
+        method: LoCo, ErrorFeedback, NoFeedback, TwoHop, LowRank, or one of your own: a subclass of
             `zgraph.compression.CompressionMethod`.
         min_numel, min_dims: of a parameter whose gradient is compressed.
         skip: names of parameters that are not, as shell patterns ("*.embed*"). Blocks that share one compiled graph are
@@ -47,10 +52,10 @@ class CompressGradients(GraphPass):
         warmup_steps: optimizer steps in which gradients travel as they are, before the first is compressed.
         means: of a replicated parameter each rank keeps a part of the mean, and gathers it from the others in this
             dtype, or compressed by a BlockMethod with an error of its own. `mean_dtype` of `zgraph.shard` is for what
-            travels as it is.
+            travels as it is. Of no use to LowRank, whose means each rank rebuilds by itself.
     """
 
-    method: CompressionMethod | TwoHop = field(default_factory=LoCo)
+    method: CompressionMethod | TwoHop | LowRank = field(default_factory=LoCo)
     min_numel: int = 2**14
     min_dims: int = 2
     skip: tuple[str, ...] = ()
@@ -63,7 +68,7 @@ class CompressGradients(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.REDUCTIONS_LOWERED, Fact.COLLECTIVES_BUCKETED})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, CompressionMethod | TwoHop):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(self.method, CompressionMethod | TwoHop | LowRank):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"compress_gradients: method={self.method!r} is no compression method; write zgraph.passes.LoCo(), say."
             )
@@ -79,6 +84,11 @@ class CompressGradients(GraphPass):
                 f"compress_gradients: means={self.means}; write torch.bfloat16, torch.float16, torch.float32, or a "
                 "method of zgraph's own, such as zgraph.passes.LoCo(bits=8)."
             )
+        if isinstance(self.method, LowRank) and self.means != torch.bfloat16:
+            raise ValueError(
+                f"compress_gradients: means={self.means} with LowRank, by which each rank rebuilds means from factors; "
+                "nothing is gathered, leave means out."
+            )
         if isinstance(self.method, CompressionMethod):
             to_text(self.method)  # refused here rather than in the middle of a compile
 
@@ -88,17 +98,23 @@ class CompressGradients(GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))
-        covered = [marker for marker in markers if self._covers(marker, ctx)]
+        reductions = Counter(ReduceArgs.of(marker).handle for marker in markers)
+        covered = [marker for marker in markers if self._covers(marker, ctx, reductions)]
         if markers:
             numels = {marker: meta.tensor_value(ReduceArgs.of(marker).grad).numel() for marker in markers}
             share = sum(numels[marker] for marker in covered) / sum(numels.values())
             ctx.note(self, f"{len(covered)} of {len(markers)} gradients are compressed, {share:.1%} of their elements")
         else:
             ctx.note(self, "nothing is reduced here")
+        if isinstance(self.method, LowRank):
+            for marker in covered:
+                nodes.drop_unchanging_views(marker)
+            build_low_rank(gm.graph, covered, ctx, self.method)
+            return bool(covered)
         previous: fx.Node | None = None
         for marker in covered:
             nodes.drop_unchanging_views(marker)
-            reduction = _CompressedReduction(gm.graph, marker, ctx, self, previous)
+            reduction = _CompressedReduction(gm.graph, marker, ctx, self.method, self.means, previous)
             with gm.graph.inserting_before(marker):
                 reduced = reduction.build()
             previous = reduction.first
@@ -106,7 +122,7 @@ class CompressGradients(GraphPass):
             nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
         return bool(covered)
 
-    def _covers(self, marker: fx.Node, ctx: PassContext) -> bool:
+    def _covers(self, marker: fx.Node, ctx: PassContext, reductions: Counter[fx.Node]) -> bool:
         args = ReduceArgs.of(marker)
         if ctx.group_size(args.group_name) * ctx.group_size(args.replicas) == 1:
             return False
@@ -115,8 +131,19 @@ class CompressGradients(GraphPass):
         grad = meta.tensor_value(args.grad)
         if grad.dtype not in MEANS or grad.dim() < self.min_dims or grad.numel() < self.min_numel:
             return False
+        # With two low-rank reductions of one parameter in a graph, the second would begin before the first has ended.
+        if isinstance(self.method, LowRank) and (
+            reductions[args.handle] > 1 or not self.method.pays(grad.shape, _sent_bytes(args, grad))
+        ):
+            return False
         names = meta.parameters(marker)
         return not any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.skip)
+
+
+def _sent_bytes(args: ReduceArgs, grad: torch.Tensor) -> int:
+    """Of a gradient that travels as it is, counted over the ranks: each element to where it is summed, and back."""
+    wire = wire_dtype_of(grad.dtype, args.wire_dtype)
+    return grad.numel() * (wire.itemsize if args.zero_stage > 0 else 2 * wire.itemsize)
 
 
 class _CompressedReduction(ReductionBuilder):
@@ -127,14 +154,14 @@ class _CompressedReduction(ReductionBuilder):
         graph: fx.Graph,
         marker: fx.Node,
         ctx: PassContext,
-        options: CompressGradients,
+        method: CompressionMethod | TwoHop,
+        means: torch.dtype | BlockMethod,
         previous: fx.Node | None,
     ) -> None:
         super().__init__(graph, marker, ctx)
         self.previous = previous  # the first quantization of the reduction before this one
         self.first: fx.Node | None = None
-        self.means = options.means
-        method = options.method
+        self.means = means
         if isinstance(method, LoCo):
             method = self._hops_of(method)
         self.method = method

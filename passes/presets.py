@@ -5,6 +5,7 @@ from __future__ import annotations
 from zgraph.compression import BlockMethod, CompressionMethod, TwoHop
 from zgraph.graph_pass import GraphPass
 from zgraph.hardware import Hardware
+from zgraph.low_rank import LowRank
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
 from zgraph.passes.compress_gradients import CompressGradients
@@ -24,7 +25,7 @@ def default(
     hardware: Hardware | None = None,
     budget_bytes: int | None = None,
     time_kernels: bool = False,
-    compression: CompressionMethod | TwoHop | None = None,
+    compression: CompressionMethod | TwoHop | LowRank | None = None,
     gather_compression: BlockMethod | WeightDifferences | None = None,
 ) -> list[GraphPass]:
     """Gathers and reductions, bucketed and overlapped; the ZeRO stage comes from each parameter.
@@ -41,8 +42,8 @@ def default(
             says what would do.
         time_kernels: run each kernel once while compiling, which takes seconds, instead of estimating what it takes;
             needs the `hardware` of this machine.
-        compression: such as `zgraph.passes.LoCo()`: gradients travel as codes of a few bits, see `CompressGradients`.
-            Lossy. None: as they are.
+        compression: such as `zgraph.passes.LoCo()`: gradients travel as codes of a few bits, or `LowRank()`: as thin
+            factors; see `CompressGradients`. Lossy. None: as they are.
         gather_compression: such as `zgraph.passes.NoFeedback(bits=8)`: parameters travel as codes, and forwards read
             what these stand for, see `QuantizeGathers`. Lossy. None: as they are.
 

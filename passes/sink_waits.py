@@ -94,6 +94,8 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int) -> N
     # The means of the last ones set out together, before any of them is waited for.
     means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
     order = nodes.order_of(graph)
+    if under_way:  # what is waited for before these have started is none of them
+        means = [start for start in means if order[cast(fx.Node, nodes.wait_of(start))] > order[under_way[-1]]]
     first_wait = min((cast(fx.Node, nodes.wait_of(start)) for start in means), key=order.__getitem__, default=None)
     for start in under_way:
         if first_wait is not None and order[start] < order[first_wait]:
@@ -102,12 +104,15 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int) -> N
 
 def carries_mean(node: fx.Node) -> bool:
     """Whether the node starts the gather of a replicated gradient's mean: the second half of its reduction."""
-    return nodes.is_all_gather(node) and bool(meta.parameters(node)) and nodes.copy_in(node) is None
+    if not nodes.is_all_gather(node) or nodes.gathers_addends(node):
+        return False
+    return bool(meta.parameters(node)) and nodes.copy_in(node) is None
 
 
 def is_exchange(node: fx.Node) -> bool:
     """Whether the node starts the reduction of a gradient; collectives of the model's own are none of our business."""
-    return nodes.is_reduction(node) and bool(meta.parameters(node))
+    exchanges = nodes.is_reduction(node) or nodes.gathers_addends(node)
+    return exchanges and bool(meta.parameters(node))
 
 
 def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node) -> None:

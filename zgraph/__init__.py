@@ -8,6 +8,7 @@ require_supported_torch(torch.__version__)
 
 from zgraph import compressed_ops as compressed_ops  # noqa: E402  (registers the dialect)
 from zgraph import grouped_gathers as grouped_gathers  # noqa: E402  (and here)
+from zgraph import low_rank_ops as low_rank_ops  # noqa: E402  (here as well)
 from zgraph import ops  # noqa: E402
 from zgraph import passes as passes  # noqa: E402
 from zgraph import weight_differences as weight_differences  # noqa: E402  (here as well)
@@ -23,6 +24,7 @@ from zgraph.checkpoint import (  # noqa: E402
 )
 from zgraph.codegen import compressed_kernels as compressed_kernels  # noqa: E402  (registers them)
 from zgraph.codegen import sum_blocks as sum_blocks  # noqa: E402  (registers it)
+from zgraph.codegen import low_rank_kernels as low_rank_kernels  # noqa: E402  (these too)
 from zgraph.errors import (  # noqa: E402
     AgreementError,
     CheckpointError,

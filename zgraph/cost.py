@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from zgraph import meta, nodes
 from zgraph.compression import from_text
 from zgraph.hardware import Hardware
+from zgraph.low_rank import FACTOR_DTYPE
 from zgraph.ops import accumulate_dtype, group_size, payload_bytes
 from zgraph.torch_compat import (
     flop_formula,
@@ -259,6 +260,11 @@ class CostModel:
         if nodes.is_quantize(node):
             moved += 2 * _error_bytes(node)  # which is read and written
         flops = self._flops(node)
+        if nodes.is_low_rank(node):
+            passes, products = _LOW_RANK_WORK[nodes.is_low_rank_left(node), nodes.is_low_rank_right(node)]
+            args = nodes.LowRankArgs.of(node)
+            moved += passes * FACTOR_DTYPE.itemsize * args.numel
+            flops = products * 2 * args.rank * args.numel
         dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
         return NodeCost(COMPUTE, self.hardware.compute_us(flops, moved, dtype), flops, moved)
 
@@ -323,6 +329,11 @@ class CostModel:
     def _number(self, size: Any) -> Any:
         """A size as what this estimator counts with."""
         return size_hint(size) if self.symbols is None else size_expression(size)
+
+
+# How often a low-rank operator passes over its matrices beside reading its inputs and writing its results, and products
+# of matrices and factors in it: the first reads errors, and what it has written; the second subtracts in place.
+_LOW_RANK_WORK = {(True, False): (2, 1), (False, True): (2, 2), (False, False): (0, 1)}
 
 
 def _error_bytes(quantize: fx.Node) -> int:

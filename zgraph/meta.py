@@ -28,6 +28,7 @@ _PLANNED = "zgraph_planned"
 _CHUNKS = "zgraph_chunks"
 _LANE = "zgraph_lane"
 _AT_USE = "zgraph_at_use"
+_AWAITED = "zgraph_awaited"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
 # between two of them (it saves what lies on such a border).
 _GATHER_REGION = 1 << 30
@@ -140,6 +141,15 @@ def is_tagged_at_use(node: fx.Node) -> bool:
     return _AT_USE in node.meta
 
 
+def tag_awaited(node: fx.Node) -> None:
+    """Say that compute of this graph waits for the reduction: no later one is to join it and make it late."""
+    node.meta[_AWAITED] = True
+
+
+def is_tagged_awaited(node: fx.Node) -> bool:
+    return _AWAITED in node.meta
+
+
 def evaluate(node: fx.Node) -> object:
     """What the node yields on fake values, from its arguments' fake values.
 
@@ -174,7 +184,7 @@ def create(
     """A call_function node at the graph's insertion point, with its value, and the parameters of `like`."""
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
     if like is not None:
-        for key in (_PARAMETERS, _HANDLES, _SAVED, "nn_module_stack", "stack_trace"):
+        for key in (_PARAMETERS, _HANDLES, _SAVED, _AWAITED, "nn_module_stack", "stack_trace"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     set_value(node, evaluate(node))

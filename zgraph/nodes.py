@@ -116,6 +116,27 @@ class DequantizeArgs:
         return cls(received, draw, method, list(numels), *rest)
 
 
+@dataclass(frozen=True)
+class LowRankArgs:
+    """What the three operators of a low-rank reduction have in common, by name."""
+
+    handles: list[fx.Node]
+    rows: list[int]
+    columns: list[int]
+    rank: int
+
+    @classmethod
+    def of(cls, node: fx.Node) -> LowRankArgs:
+        first = 1 if is_low_rank_left(node) else 2
+        handles, rows, columns, rank = cast("tuple[Any, ...]", node.args[first : first + 4])
+        return cls(list(handles), list(rows), list(columns), rank)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all matrices together."""
+        return sum(rows * columns for rows, columns in zip(self.rows, self.columns, strict=True))
+
+
 def is_unshard(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.unshard.default
 
@@ -138,6 +159,19 @@ def is_quantize(node: fx.Node) -> bool:
 
 def is_dequantize_sum(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.dequantize_sum.default
+
+
+def is_low_rank_left(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.low_rank_left.default
+
+
+def is_low_rank_right(node: fx.Node) -> bool:
+    return node.target is torch.ops.zgraph.low_rank_right.default
+
+
+def is_low_rank(node: fx.Node) -> bool:
+    """Whether the node computes with the factors of low-rank reductions."""
+    return is_low_rank_left(node) or is_low_rank_right(node) or node.target is torch.ops.zgraph.low_rank_means.default
 
 
 def is_quantize_shards(node: fx.Node) -> bool:
@@ -183,6 +217,11 @@ def is_grouped_gather(node: fx.Node) -> bool:
 
 def is_gather(node: fx.Node) -> bool:
     return is_all_gather(node) or is_kept_gather(node) or is_grouped_gather(node)
+
+
+def gathers_addends(node: fx.Node) -> bool:
+    """Whether each rank sends the whole of something, of which all ranks make the sum."""
+    return is_all_gather(node) and any(chunk.group_names == ("",) for chunk in meta.chunks(node))
 
 
 def is_quantized_gather(node: fx.Node) -> bool:

@@ -89,7 +89,7 @@ def _gathers_parameters(node: fx.Node) -> bool:
 
 def _feeds_parameter(placeholder: fx.Node) -> bool:
     """Whether the input is a parameter's shard or handle, which the model holds."""
-    return any(nodes.is_communication(user) for user in placeholder.users)
+    return any(nodes.is_communication(user) or nodes.is_low_rank(user) for user in placeholder.users)
 
 
 def _in_flight(started: fx.Node) -> list[fx.Node]:

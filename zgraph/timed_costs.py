@@ -65,6 +65,8 @@ class TimedCosts(CostModel):
 
 def _can_run(node: fx.Node) -> bool:
     is_ours = nodes.is_sum_ranks(node) or nodes.is_quantize(node) or nodes.is_dequantize_sum(node)
+    # The means of a low-rank reduction are estimated: ranks rebuild different rows.
+    is_ours = is_ours or nodes.is_low_rank_left(node) or nodes.is_low_rank_right(node)
     return is_ours or getattr(node.target, "namespace", "") in _HARMLESS
 
 
@@ -89,6 +91,9 @@ def _call(node: fx.Node) -> Callable[[], object]:
     made: dict[fx.Node, Any] = {}
     if nodes.is_quantize(node):
         made |= {handle: _new_handle() for handle in nodes.QuantizeArgs.of(node).handles}
+
+    if nodes.is_low_rank(node):
+        made |= {handle: _new_handle() for handle in nodes.LowRankArgs.of(node).handles}
 
     def real(source: fx.Node) -> Any:
         if source not in made:

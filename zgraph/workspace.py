@@ -138,6 +138,12 @@ def _sum_ranks(node: fx.Node, threads: int) -> int:
     return max(total + piece, total + (own if result.dtype != wide else 0)) - own
 
 
+def _low_rank_left(node: fx.Node, threads: int) -> int:
+    """A narrow gradient is converted before its error is added to it, one matrix at a time."""
+    grads = [meta.tensor_value(grad) for grad in cast("list[fx.Node]", node.args[0])]
+    return max((_bytes(grad, torch.float32) for grad in grads if grad.dtype != torch.float32), default=0)
+
+
 def _promotion(node: fx.Node) -> int:
     """Operands of two types are converted to a common one, and so is a result that is written in place."""
     operands = [meta.value(given) for given in node.args[:2] if isinstance(given, fx.Node)]
@@ -164,6 +170,7 @@ _TABLE: Mapping[str, Callable[[fx.Node, int], int]] = MappingProxyType(
         "aten.mean": _reduction,
         "aten.sum": _reduction,
         "aten.linalg_vector_norm": _reduction,
+        "zgraph.low_rank_left": _low_rank_left,
         "zgraph.sum_ranks": _sum_ranks,
     }
 )

@@ -11,7 +11,8 @@ seed, and differ in nothing but the mean gradient.
 
 Noise of any kind leads to another loss, at times to a better one, by some tenths of a percent. So what counts is the
 mean over seeds of the difference to none, and its 95 % interval; a tenth of a percent takes more seeds than methods
-that differ by much: `--methods none "LoCo()" --seeds 16`. "bf16" rounds gradients to bfloat16 and compresses nothing.
+that differ by much: `--methods none "LoCo()" --seeds 16`. "bf16" rounds gradients to bfloat16 and compresses nothing;
+"PowerSGD hook" is PyTorch's, which differs from LowRank by where it keeps the ranks' differences.
 
 Gates: LoCo() at most 0.1 % above none; and, as theory says, LoCo() at most as high as plain codes, as classic error
 feedback, and as without a rotation. One holds or fails if the whole interval says so, and is undecided otherwise. Exits
@@ -35,11 +36,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from simulated_factors import HookMean, LowRankMean
 from simulated_ranks import CompressedMean
 from torch import Tensor
 
 from zgraph.codegen import reference
 from zgraph.compression import CompressionMethod, ErrorFeedback, LoCo, NoFeedback, TwoHop
+from zgraph.low_rank import LowRank
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_sources
@@ -52,7 +55,14 @@ MOST_WORSE = 1e-3  # of LoCo() over none: the gate
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 
-def methods(ranks_per_node: int) -> dict[str, CompressionMethod | TwoHop | None]:
+@dataclass(frozen=True)
+class PowerSGDHook:
+    """PyTorch's hook of DDP, with these factors."""
+
+    rank: int
+
+
+def methods(ranks_per_node: int) -> dict[str, CompressionMethod | TwoHop | LowRank | PowerSGDHook | None]:
     """By name; None sends what it has."""
     return {
         "none": None,
@@ -63,6 +73,8 @@ def methods(ranks_per_node: int) -> dict[str, CompressionMethod | TwoHop | None]
         "LoCo()": LoCo(),
         "TwoHop()": TwoHop(ranks_per_node=ranks_per_node),
         "LoCo(bits=2)": LoCo(bits=2),
+        **{f"LowRank(rank={rank})": LowRank(rank=rank) for rank in (1, 2, 4)},
+        **{f"PowerSGD hook, {rank}": PowerSGDHook(rank) for rank in (1, 4)},
     }
 
 
@@ -126,8 +138,12 @@ def train(name: str, seed: int, sizes: Sizes) -> Run:
     parameters = list(model.parameters())
     compressed = [place for place, one in enumerate(parameters) if one.ndim >= 2 and one.numel() >= SMALLEST]
     method = methods(sizes.ranks_per_node)[name]
-    mean_of: CompressedMean | None = None
-    if method is not None:
+    mean_of: CompressedMean | LowRankMean | HookMean | None = None
+    if isinstance(method, LowRank):
+        mean_of = LowRankMean(method, sizes.ranks)
+    elif isinstance(method, PowerSGDHook):
+        mean_of = HookMean(method.rank, sizes.ranks)
+    elif method is not None:
         numels = [parameters[place].numel() for place in compressed]
         mean_of = CompressedMean(method, numels, sizes.ranks, load_kernels())
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.compression import SCALE_DTYPE, CompressionMethod
 from zgraph.error_codes import decode_error, encode_error
 from zgraph.errors import CheckpointError, ZgraphWarning
+from zgraph.low_rank import PREFIX, matrix_shape
 from zgraph.ops import chunk_rows, collective_error, group_size, local_rows
 from zgraph.runtime.feedback import Feedback
 from zgraph.torch_compat import sharded_rows
@@ -121,23 +122,35 @@ class Part:
         return Feedback(fact["method"], self.numel, self.chunks, kept, fact["reductions"], fact["steps"], fact["open"])
 
     def _cut_anew(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if _is_low_rank(self.fact):
+            # The factor is the same on all ranks; as a mean it may be rounded, and only its direction counts.
+            sums = {key: self._summed(rows.sum(0)) for key, rows in local.items()}
+            return {key: total / (self.ranks if key == "right" else self._divisor) for key, total in sums.items()}
         numel = math.prod(self.read.spec.shape)
         whole = torch.zeros(numel)
         for row in range(local["error"].shape[0]):
             whole += flat_error({key: rows[row] for key, rows in local.items()}, self.fact["numel"], numel)
         if self.way == "mean":
-            mesh = self.read.resting.device_mesh
-            whole = whole.to(mesh.device_type)
-            for group in mesh.get_all_groups():
-                try:
-                    dist.all_reduce(whole, group=group)
-                except RuntimeError as error:
-                    about = [f"the errors of {self.name}"]
-                    raise collective_error("all_reduce", about, group.group_name, error) from error
-            # What the ranks together have not sent stays the same: a part of a mean, or of a sum.
-            whole /= self.ranks if self.read.spec.reduction == "mean" else mesh.size()
+            whole = self._summed(whole) / self._divisor
         group = self.sizes["error"][0][-1]
         return cut_error(whole, self.numel, self.chunks, group, quantized="error_scale" in local)
+
+    @property
+    def _divisor(self) -> int:
+        """What the ranks together have not sent stays the same: a part of a mean, or of a sum."""
+        return self.ranks if self.read.spec.reduction == "mean" else self.read.resting.device_mesh.size()
+
+    def _summed(self, whole: Tensor) -> Tensor:
+        """The sum over the ranks of the mesh."""
+        mesh = self.read.resting.device_mesh
+        whole = whole.to(mesh.device_type)
+        for group in mesh.get_all_groups():
+            try:
+                dist.all_reduce(whole, group=group)
+            except RuntimeError as error:
+                about = [f"the errors of {self.name}"]
+                raise collective_error("all_reduce", about, group.group_name, error) from error
+        return whole
 
 
 def empty_rows(read: Read, size: torch.Size, dtype: torch.dtype) -> DTensor:
@@ -208,7 +221,12 @@ def _part(
     here = _division(read)
     numel, chunks = fact["numel"], fact["chunks"]
     way: Literal["own", "cut", "mean"] = "own"
-    if division != here:
+    if division != here and _is_low_rank(fact):
+        if here["ranks"] == 1:
+            return None  # nothing is sent
+        _check_factors(name, fact, sizes, read.spec.shape)
+        way = "own" if division["ranks"] == here["ranks"] else "mean"  # of the whole gradient, however it is split
+    elif division != here:
         if slot != WHOLE or here["group"] == 1:
             return None  # it belongs to a part of the gradient that no rank has alone now, or nothing is sent
         numel, chunks = _cut_here(read.spec)
@@ -270,6 +288,24 @@ def _check_error(
         raise CheckpointError(
             f"zgraph: the checkpoint keeps {shown} of {name} in {fact['chunks']} chunks of {fact['numel']} elements, "
             "which is no error of a gradient of its shape; it is damaged, resume from another one."
+        )
+
+
+def _is_low_rank(fact: Mapping[str, Any]) -> bool:
+    return str(fact["method"]).startswith(PREFIX)
+
+
+def _check_factors(
+    name: str, fact: Mapping[str, Any], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], shape: Sequence[int]
+) -> None:
+    """The tensors of a low-rank reduction, for they are about to be summed."""
+    found = {key: (list(size), dtype) for key, (size, dtype) in sizes.items()}
+    error, right = (found.get(key, ([], torch.float32)) for key in ("error", "right"))
+    fits = error[0][1:] == list(matrix_shape(shape)) and right[0][2:] == error[0][2:]
+    if not fits or {error[1], right[1]} != {torch.float32} or found.keys() != {"error", "right"}:
+        raise CheckpointError(
+            f"zgraph: the checkpoint keeps {found} of {name} for {fact['method']}, which are not the error and the "
+            f"factor of a gradient of shape {list(shape)}; it is damaged, resume from another one."
         )
 
 

@@ -1,0 +1,151 @@
+"""The kernels of `zgraph::low_rank_left` and its counterparts: products that a library computes, batch by batch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zgraph.codegen.orthonormal import orthonormalize
+from zgraph.handle import name_of
+from zgraph.low_rank import FactorLayout, LowRank, state_of_matrix
+from zgraph.low_rank_ops import layout_of
+from zgraph.runtime.feedback import Feedback
+from zgraph.runtime.window import state_behind
+from zgraph.unit import closes_window
+
+_DEVICES = ("cpu", "cuda")
+SLOT = "inside"  # under which a parameter keeps the error of its whole gradient, as for codes
+
+
+@torch.library.impl("zgraph::low_rank_left", _DEVICES)
+def low_rank_left(
+    grads: Sequence[Tensor], handles: Sequence[Tensor], rows: Sequence[int], columns: Sequence[int], rank: int
+) -> list[Tensor]:
+    layout = layout_of(rows, columns, rank)
+    kept = _feedbacks(handles, layout, grads[0].device)
+    for handle, feedback in zip(handles, kept, strict=True):
+        if not feedback.reductions:
+            feedback.tensors["right"].copy_(first_right(name_of(handle), feedback.tensors["right"]))
+        scaled = state_behind(handle).feedbacks.loss_scale is not None
+        feedback.begin(forgets_every=0, keep_before=scaled)
+    left = grads[0].new_empty(layout.left_numel, dtype=torch.float32)
+    deltas: list[Tensor] = []
+    for batch, out in zip(layout.batches(), layout.left(left), strict=True):
+        delta = left.new_empty((len(batch.members), batch.rows, batch.columns))
+        for place, member in enumerate(batch.members):
+            grad = grads[member].reshape(batch.rows, batch.columns)
+            torch.add(kept[member].tensors["error"], grad, out=delta[place])
+        right = torch.stack([kept[member].tensors["right"] for member in batch.members])
+        _multiply(right, delta.transpose(1, 2), out)
+        deltas.append(delta)
+    return [left, *deltas]
+
+
+@torch.library.impl("zgraph::low_rank_right", _DEVICES)
+def low_rank_right(
+    left: Tensor,
+    deltas: Sequence[Tensor],
+    handles: Sequence[Tensor],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    rank: int,
+) -> list[Tensor]:
+    layout = layout_of(rows, columns, rank)
+    kept = _feedbacks(handles, layout, left.device)
+    basis = left.clone()
+    right = left.new_empty(layout.right_numel)
+    parts = zip(layout.batches(), deltas, layout.left(basis), layout.right(right), strict=True)
+    for batch, delta, directions, out in parts:
+        orthonormalize(directions)
+        _multiply(directions, delta, out)
+        _subtract_product(delta, directions.transpose(1, 2), out)
+        # NaN where any rank's gradient was not finite: the error stays as it was, on all ranks.
+        finite = out.isfinite().all(2).all(1)
+        for place, member in enumerate(batch.members):
+            tensors = kept[member].tensors
+            if left.device.type == "cpu":
+                if finite[place]:
+                    tensors["error"] = delta[place]
+            else:  # without looking, which would wait for the device
+                tensors["error"] = torch.where(finite[place], delta[place], tensors["error"])
+    return [basis, right]
+
+
+@torch.library.impl("zgraph::low_rank_means", _DEVICES)
+def low_rank_means(
+    basis: Tensor,
+    right: Tensor,
+    handles: Sequence[Tensor],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    rank: int,
+    first_rows: Sequence[int],
+    kept_rows: Sequence[int],
+    dtype: torch.dtype,
+    window: str,
+) -> list[Tensor]:
+    layout = layout_of(rows, columns, rank)
+    kept = _feedbacks(handles, layout, basis.device)
+    means: list[Tensor] = [basis] * len(handles)
+    for batch, directions, factor in zip(layout.batches(), layout.left(basis), layout.right(right), strict=True):
+        for place, member in enumerate(batch.members):
+            mean = basis.new_empty((kept_rows[member], batch.columns))
+            own = directions[place, :, first_rows[member] : first_rows[member] + kept_rows[member]]
+            torch.mm(own.t(), factor[place], out=mean[: own.shape[1]])
+            mean[own.shape[1] :] = 0.0
+            means[member] = mean.to(dtype)
+        before = torch.stack([kept[member].tensors["right"] for member in batch.members])
+        for member, found in zip(batch.members, next_right(factor, before).unbind(), strict=True):
+            kept[member].tensors["right"] = found
+    for handle, feedback in zip(handles, kept, strict=True):
+        feedback.end(closing=closes_window(handle, window))
+    return means
+
+
+def first_right(name: str, like: Tensor) -> Tensor:
+    """The first right factor of a parameter, [rank, columns], the same on all ranks."""
+    seed = zlib.crc32(f"{name} {list(like.shape)}".encode())
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
+
+
+def next_right(right: Tensor, before: Tensor) -> Tensor:
+    """What the next step begins with: directions count, so each row's largest magnitude becomes 1.
+
+    A row that is zero would stay so for ever, and one that is not finite too: they are replaced by the one before.
+
+    Args:
+        right, before: [..., rank, columns].
+    """
+    largest = right.abs().amax(-1, keepdim=True)
+    usable = largest.isfinite() & (largest > 0)
+    return torch.where(usable, right / largest, before)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Batched products; on a CPU one by one, so that no bit depends on who shares the batch."""
+    if out.device.type == "cpu":
+        for one, other, product in zip(left, right, out, strict=True):
+            torch.mm(one, other, out=product)
+    else:
+        torch.bmm(left, right, out=out)
+
+
+def _subtract_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.device.type == "cpu":
+        for one, other, each in zip(left, right, total, strict=True):
+            each.addmm_(one, other, alpha=-1)
+    else:
+        total.baddbmm_(left, right, alpha=-1)
+
+
+def _feedbacks(handles: Sequence[Tensor], layout: FactorLayout, device: torch.device) -> list[Feedback]:
+    method = LowRank(rank=layout.rank).kept_as
+    return [
+        state_behind(handle).feedbacks.of(
+            *(SLOT, method, rows * columns, 1, state_of_matrix(rows, columns, layout.rank), device, name_of(handle))
+        )
+        for handle, rows, columns in zip(handles, layout.rows, layout.columns, strict=True)
+    ]

@@ -251,6 +251,13 @@ def compressed(hardware: Hardware) -> list[GraphPass]:
     return presets.default(hardware=hardware, time_kernels=True, compression=LoCo())
 
 
+def low_rank(rank: int, hardware: Hardware) -> list[GraphPass]:
+    """Planned, and gradients travel as factors."""
+    from zgraph.passes import LowRank, presets
+
+    return presets.default(hardware=hardware, time_kernels=True, compression=LowRank(rank=rank))
+
+
 def compressed_with_means(bits: int, hardware: Hardware) -> list[GraphPass]:
     """The same, and the means of replicated parameters come back in so many bits, with errors of their own."""
     from zgraph.passes import CompressGradients, LoCo

@@ -28,6 +28,7 @@ from builders import (
     hook_bf16,
     hook_fp16,
     hook_powersgd,
+    low_rank,
     planned,
     simple_fsdp,
     simple_fsdp_with_overlap,
@@ -182,6 +183,17 @@ def strategies() -> dict[str, Strategy]:
             )
             for bits in (8, 4)
         ),
+        *(
+            replace(
+                coded,
+                name=f"zgraph-0-lowrank{rank}",
+                build=build_zgraph(0, fp32, partial(low_rank, rank), predicts=True),
+                payload_bytes=partial(factors, rank),
+                shards_optimizer=False,
+                peers=("ddp", "ddp-bf16", f"ddp-powersgd-{rank}"),
+            )
+            for rank in POWERSGD_RANKS
+        ),
         replace(
             coded,
             name="zgraph-3-bf16-loco",
@@ -240,6 +252,17 @@ def powersgd(rank: int, model: nn.Module, ranks: int) -> float:
         compressed = parameter.dim() > 1 and factors * POWERSGD_MIN_COMPRESSION < parameter.numel()
         sent += factors if compressed else parameter.numel()
     return 2 * torch.float32.itemsize * sent * (ranks - 1) / ranks
+
+
+def factors(rank: int, model: nn.Module, ranks: int) -> float:
+    """Both factors of each large matrix to each other rank, and an all_reduce of everything else."""
+    sent = 0.0
+    for parameter in model.parameters():
+        rows = parameter.shape[0]
+        thin = (rows + parameter.numel() // rows) * rank
+        covered = parameter.dim() > 1 and parameter.numel() >= 2**14 and 2 * thin <= parameter.numel()
+        sent += thin * ranks if covered else 2 * parameter.numel()
+    return torch.float32.itemsize * sent * (ranks - 1) / ranks
 
 
 def _numel(model: nn.Module) -> int:

@@ -49,7 +49,8 @@ strategies, in the order in which a repetition runs them:
                     gathers bf16, sends bf16 gradients and sums them in fp32; -reduce-bf16 computes in fp32 and sends
                     gradients and their means in bf16; -rules is scheduled without costs; -eager
                     is not compiled: the reference, not a way to train; -loco sends gradients as codes of 4 bits, and
-                    means of replicated parameters in bf16, or with -means8 and -means4 in 8 and 4 bits
+                    means of replicated parameters in bf16, or with -means8 and -means4 in 8 and 4 bits; -lowrank1 and
+                    -lowrank4 send factors of that rank
 a strategy brings the compute-* row of its floor along.
 
 columns:

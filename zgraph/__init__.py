@@ -23,8 +23,8 @@ from zgraph.checkpoint import (  # noqa: E402
     save_checkpoint,
 )
 from zgraph.codegen import compressed_kernels as compressed_kernels  # noqa: E402  (registers them)
-from zgraph.codegen import sum_blocks as sum_blocks  # noqa: E402  (registers it)
 from zgraph.codegen import low_rank_kernels as low_rank_kernels  # noqa: E402  (these too)
+from zgraph.codegen import sum_blocks as sum_blocks  # noqa: E402  (registers it)
 from zgraph.errors import (  # noqa: E402
     AgreementError,
     CheckpointError,

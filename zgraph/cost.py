@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -333,7 +334,7 @@ class CostModel:
 
 # How often a low-rank operator passes over its matrices beside reading its inputs and writing its results, and products
 # of matrices and factors in it: the first reads errors, and what it has written; the second subtracts in place.
-_LOW_RANK_WORK = {(True, False): (2, 1), (False, True): (2, 2), (False, False): (0, 1)}
+_LOW_RANK_WORK = MappingProxyType({(True, False): (2, 1), (False, True): (2, 2), (False, False): (0, 1)})
 
 
 def _error_bytes(quantize: fx.Node) -> int:

@@ -41,9 +41,13 @@ class InductorLowering:
     ) -> Compiled:
         """As `lower_fx`, with a call of a compiled function in the place of each island."""
         gm = fx.GraphModule(gm, gm.graph)
-        self._compile(map(cut_out, find_islands(gm.graph)))
-        self.islands += place_islands(gm, lambda island: self.compiled[_key(island)])
+        self.islands += self.place(gm)
         return lower_fx(gm, meter_of, ranks_per_node)
+
+    def place(self, gm: fx.GraphModule) -> int:
+        """Put calls of compiled functions in the places of islands; returns how many there were."""
+        self._compile(map(cut_out, find_islands(gm.graph)))
+        return place_islands(gm, lambda island: self.compiled[_key(island)])
 
     def _compile(self, islands: Iterable[Island]) -> None:
         """Compile those that are new.

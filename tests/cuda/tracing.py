@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from tests.cuda import triton_driver
 from tests.cuda.llama import Llama, Shape
 from zgraph import meta, nodes, torch_compat
 from zgraph.backend import FrameCompiler
-from zgraph.codegen.inductor import InductorLowering, place_islands
+from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.islands import Island
 from zgraph.config import CompileOptions
 from zgraph.graph_pass import Direction, GraphPass
@@ -91,15 +91,16 @@ class CountingLowering(InductorLowering):
         super().__init__()
         self.code_of: dict[Any, str] = {}
 
-    def _compile(self, island: Island) -> Any:
+    def _compile(self, islands: Iterable[Island]) -> None:
         from torch._inductor.graph import GraphLowering
 
-        written: list[str] = []
-        with mock.patch.object(GraphLowering, "save_output_code", written.append):
-            run = super()._compile(island)
-        if run not in self.code_of:
-            (self.code_of[run],) = written
-        return run
+        for island in islands:
+            written: list[str] = []
+            with mock.patch.object(GraphLowering, "save_output_code", written.append):
+                super()._compile([island])
+            for run in self.compiled.values():
+                if run not in self.code_of:
+                    (self.code_of[run],) = written
 
 
 LAUNCH = re.compile(r"^\s+(triton_\w+)\.run\(", re.MULTILINE)
@@ -137,7 +138,7 @@ class CountingCompiler(FrameCompiler):
         islands = distinct = triton = 0
         if isinstance(self.inductor, CountingLowering):
             before = len(self.inductor.compiled)
-            islands = place_islands(lowered, self.inductor._compile)
+            islands = self.inductor.place(lowered)
             distinct = len(self.inductor.compiled) - before
             code_of = self.inductor.code_of
         library: Counter[str] = Counter()

@@ -58,7 +58,10 @@ def sink(graph: fx.Graph) -> None:
     sinkable = {
         node
         for node in graph.nodes
-        if nodes.is_communication(node) and (not _is_started(node) or carries_mean(node)) and node.users
+        if nodes.is_communication(node)
+        and (not _is_started(node) or carries_mean(node))
+        and node.users
+        and meta.lane(node) is None  # a copy from the host, which was put early to be hidden
     }
     placed: dict[fx.Node, None] = {}
     for node in list(graph.nodes):

@@ -118,6 +118,12 @@ def test_everybody_waits_for_what_he_reads_and_the_host_for_nothing_in_a_step(mo
     for number in range(3):  # of each parameter, in every step
         own = [call.removesuffix(f" {number}") for call in late.calls if call.endswith(f" {number}")]
         assert own == [*STEPS * ["fetch", "wait", "store"], "host waits for"]
+    for number in range(2):  # and the next one is on its way before this one is waited for
+        waits, fetches = (
+            [place for place, call in enumerate(late.calls) if call == name]
+            for name in (f"wait {number}", f"fetch {number + 1}")
+        )
+        assert all(fetch < wait for fetch, wait in zip(fetches, waits, strict=True))
 
 
 def test_whoever_looks_from_the_host_waits_once() -> None:

@@ -22,7 +22,7 @@ from zgraph.torch_compat import all_gather_op, wait_op
 
 aten = torch.ops.aten
 # What a gather runs as where no messages can be sent.
-FILL = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+FILL = all_gather_op()
 
 
 @pytest.fixture(autouse=True)

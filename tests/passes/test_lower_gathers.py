@@ -96,7 +96,7 @@ def test_a_cast_is_one_before_and_after_decompositions(target: Any) -> None:
     """autocast writes aten._to_copy; Inductor's decompositions turn it into a prim. Both bring bf16 onto the wire."""
     drawing = Drawing()
     shard, handle = drawing.input("shard", 4, 8), drawing.input("handle", 96, dtype=torch.uint8)
-    policy = ([8, 8], torch.float32, None, 3, "mean", "alone", "", "0")
+    policy = ([8, 8], torch.float32, None, None, 3, "mean", "alone", "", "0")
     whole = drawing.call(torch.ops.zgraph.unshard.default, shard, handle, *policy, works_for="w")
     narrow = (
         drawing.call(target, whole, dtype=torch.bfloat16)

@@ -70,6 +70,19 @@ def test_the_kernels_of_compression_are_timed_on_errors_of_their_own() -> None:
         assert timed.cost(node).moved_bytes == estimated.cost(node).moved_bytes
 
 
+def test_ranks_share_the_time_of_a_quantizer_though_each_draws_signs_of_its_own() -> None:
+    """Else each would plan by its own time, and another order of collectives than its peers."""
+    method, store = to_text(LoCo()), HashStore()
+    found: list[float] = []
+    for rank in (0, 1):
+        drawing = Drawing()
+        grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
+        args = ([grad], [handle], [], method, "inside", [50], 2, 1, rank, 4 + rank, "")
+        found.append(TimedCosts(CPU, store).cost(drawing.call(torch.ops.zgraph.quantize_grads.default, *args)).us)
+    assert found[0] == found[1]
+    assert store.num_keys() == 1
+
+
 def test_nothing_is_left_behind() -> None:
     """Neither in the random stream, nor in the graph's fake values."""
     found = drawn()

@@ -20,7 +20,14 @@ from zgraph.cost import COMPUTE, CostModel, NodeCost
 from zgraph.handle import make_handle
 from zgraph.hardware import Hardware
 from zgraph.runtime.window import attach_state
-from zgraph.torch_compat import default_store, hint_of, is_distributed_ready, is_fake_world, without_fake_mode
+from zgraph.torch_compat import (
+    arguments_by_name,
+    default_store,
+    hint_of,
+    is_distributed_ready,
+    is_fake_world,
+    without_fake_mode,
+)
 
 _ENOUGH_US = 2_000.0  # of running one kernel again and again
 _MOST_CALLS = 50
@@ -56,11 +63,18 @@ class TimedCosts(CostModel):
     def _agreed_us(self, node: fx.Node, estimate_us: float) -> float:
         if self.store is None:
             return _timed_us(node, estimate_us)
-        described = (str(node.target), map_arg((node.args, node.kwargs), lambda source: _shape(meta.value(source))))
-        key = hashlib.sha256(repr(described).encode()).hexdigest()
+        key = hashlib.sha256(repr(_described(node)).encode()).hexdigest()
         if not self.store.check([key]):
             self.store.compare_set(key, "", repr(_timed_us(node, estimate_us)))  # or a faster rank's stays
         return float(self.store.get(key))
+
+
+def _described(node: fx.Node) -> tuple[str, Any]:
+    """What the time of a call depends on, the same on all ranks: not whose signs a quantizer draws."""
+    named = arguments_by_name(node)
+    if nodes.is_quantize(node) or nodes.is_dequantize_sum(node):
+        named = {name: value for name, value in named.items() if name not in ("rank", "salt")}
+    return str(node.target), map_arg(named, lambda source: _shape(meta.value(source)))
 
 
 def _can_run(node: fx.Node) -> bool:

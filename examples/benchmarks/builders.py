@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # the other strategies run where zgraph is not installed
 
 POWERSGD_RANKS = (1, 4)
 POWERSGD_MIN_COMPRESSION = 2
+# All gradients in one bucket: with several in flight torch's hook fails on gloo ("Received data size doesn't match"),
+# for it starts its second exchange when the first has come, which is at other times on other ranks.
+POWERSGD_BUCKET_MIB = 4096
 Lowering = Literal["fx", "inductor"]
 # Error feedback and warm start need two plain steps first; the benchmark's own warm-up is longer.
 POWERSGD_START_STEP = 2
@@ -111,10 +114,17 @@ def build_alone_with_compiled_blocks(setting: Setting) -> Trainer:
     return Trainer(model, _adamw(model))
 
 
-def build_ddp(register_hook: Callable[[DistributedDataParallel], None] | None) -> Callable[[Setting], Trainer]:
+def build_ddp(
+    register_hook: Callable[[DistributedDataParallel], None] | None, *, bucket_mib: float | None = None
+) -> Callable[[Setting], Trainer]:
+    """DDP, with a communication hook where one is named; `bucket_mib=None`: buckets of DDP's own size."""
+
     def build(setting: Setting) -> Trainer:
         model = DistributedDataParallel(
-            setting.new_model(), process_group=setting.mesh.get_group(), gradient_as_bucket_view=True
+            setting.new_model(),
+            process_group=setting.mesh.get_group(),
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_mib,
         )
         if register_hook is not None:
             register_hook(model)

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from builders import (
+    POWERSGD_BUCKET_MIB,
     POWERSGD_MIN_COMPRESSION,
     POWERSGD_RANKS,
     Setting,
@@ -92,7 +93,7 @@ def strategies() -> dict[str, Strategy]:
             replace(
                 ddp,
                 name=f"ddp-powersgd-{rank}",
-                build=build_ddp(partial(hook_powersgd, rank)),
+                build=build_ddp(partial(hook_powersgd, rank), bucket_mib=POWERSGD_BUCKET_MIB),
                 payload_bytes=partial(powersgd, rank),
             )
             for rank in POWERSGD_RANKS

@@ -141,7 +141,7 @@ class CompressGradients(GraphPass):
 
 
 def _sent_bytes(args: ReduceArgs, grad: torch.Tensor) -> int:
-    """Of a gradient that travels as it is, counted over the ranks: each element to where it is summed, and back."""
+    """Bytes of a gradient that travels as it is, over all ranks: each element to where it is summed, and back."""
     wire = wire_dtype_of(grad.dtype, args.wire_dtype)
     return grad.numel() * (wire.itemsize if args.zero_stage > 0 else 2 * wire.itemsize)
 

@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def on_cuda(target: Any, *shapes: Any, dtype: torch.dtype = BF16) -> int:
-    """Of a call whose first arguments have these shapes; their values are CPU ones that stand for a GPU's."""
+    """Workspace of a call whose first arguments have these shapes; their values are CPU ones that stand for a GPU's."""
     drawing = Drawing()
     node = drawing.graph.create_node(
         "call_function", target, tuple(drawing.input(f"x{place}", *shape) for place, shape in enumerate(shapes))

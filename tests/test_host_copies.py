@@ -56,7 +56,7 @@ class Late:
     numbers: dict[int, int] = field(default_factory=dict[int, int])
 
     def number(self, kept: Sequence[Tensor]) -> int:
-        """Of a parameter, by its memory."""
+        """Number of a parameter, by its memory."""
         return self.numbers.setdefault(kept[0].data_ptr(), len(self.numbers))
 
     def kept(self, tensor: Tensor) -> Tensor:

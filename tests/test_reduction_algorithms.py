@@ -107,7 +107,7 @@ def test_all_gradients_of_a_kind_take_one_way() -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": BF16}, {"reduction": "sum"}], ids=str)
 def test_an_all_reduce_yields_the_same_means(world: int, bucket_bytes: int, options: Any) -> None:
-    """Of whole numbers, whose sums have no order; what travels narrow is wide in an all_reduce."""
+    """Whole numbers, whose sums have no order; what travels narrow is wide in an all_reduce."""
     ranks = by_rank(mlp, [LowerGathers()], world=world, zero_stage=0, mean_dtype=F32, **options)
     before = [copy_of(found.graphs["backward"]) for found in ranks]
     for rank, found in enumerate(ranks):

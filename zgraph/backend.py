@@ -271,7 +271,7 @@ class FrameCompiler:
 
 
 def _scopes_of(gm: fx.GraphModule) -> list[Scope]:
-    """Of the models whose parameters the frame reads."""
+    """Scopes of the models whose parameters the frame reads."""
     handles = [torch_compat.dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
     return [scope for scope in map(scope_behind, handles) if scope is not None]
 

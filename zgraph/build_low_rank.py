@@ -151,7 +151,7 @@ class _Bucket:
         return self._communicate(torch.ops.zgraph.reduce_grad.default, factor, args.handle, *policy)
 
     def _summed_by_all(self, factor: fx.Node, group_name: str, world: int) -> fx.Node:
-        """Of what all ranks have sent to all: with two ranks as many bytes, and else more, but in one exchange."""
+        """Sum what all ranks have sent to all: with two ranks as many bytes, and else more, but in one exchange."""
         numel = meta.tensor_value(factor).shape[0]
         start = self._communicate(all_gather_op(), factor, world, group_name, name=f"all_gather_factor_{self.label}")
         meta.set_chunks(start, [Chunk(numel, 1, ("",))])

@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of one rank: what is at rest, the step's highest, and what libraries hold; without the driver's context."""
+        """Bytes of one rank: at rest, the step's peak, and what libraries hold; without the driver's context."""
         libraries = self.cublas_bytes + self.communicator_bytes
         return self.parameter_bytes + self.moment_bytes + self.step_bytes + libraries
 

@@ -116,7 +116,7 @@ def _kernel_spans(taken: Any) -> list[tuple[float, float]]:
 
 
 def gaps_of(spans: list[tuple[float, float]]) -> Mapping[str, float]:
-    """Of [(begin, end)] in microseconds, sorted: how many, how long anything runs, and how long nothing does."""
+    """From sorted [(begin, end)] in microseconds: how many, how long anything runs, and how long nothing does."""
     busy = gaps = 0.0
     wide = 0
     end = -math.inf

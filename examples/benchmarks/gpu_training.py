@@ -58,7 +58,7 @@ def run_train(setting: Setting) -> Iterator[Row]:
 def _losses(
     setting: Setting, config: ModelConfig, precision: Precision, lowering: str | None
 ) -> tuple[list[float], Row]:
-    """Of some steps, by zgraph, or for None by plain PyTorch; and of zgraph's the peak of one step beside its own."""
+    """Some steps by zgraph, or for None by plain PyTorch; with zgraph, the measured peak beside the predicted one."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model: nn.Module = LanguageModel(config).to(setting.device)

@@ -275,7 +275,7 @@ class LoopbackGroup(dist.ProcessGroup):
         return self._start("broadcast", tensors, tensors, None, sent_bytes=_bytes(tensors))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object = None) -> dist.Work:
-        """Of the rank that has something to scatter; another one is left with what it has."""
+        """Scatter from the rank that has something to scatter; another one is left with what it has."""
         mine = [pieces[self._place] for pieces in inputs]
 
         def copy(sent: Sequence[Tensor]) -> None:
@@ -415,7 +415,7 @@ class _Streams:
 
 
 def _cycles_per_us() -> float:
-    """Of the clock by which `torch.cuda._sleep` (2.11 - 2.13) counts."""
+    """Rate of the clock by which `torch.cuda._sleep` (2.11 - 2.13) counts."""
     cycles = 20_000_000
     for _ in range(2):  # the first wakes the device up
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -35,7 +35,7 @@ _TARGET = re.compile(r"`\((\.L\w+)\)")
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one program of a kernel; "an element" is one of those that it works on.
+    """Costs of one program of a kernel; "an element" is one of those that it works on.
 
     Attributes:
         instructions: issued by all its threads, for each element. Of a branch both sides count, except the corrections

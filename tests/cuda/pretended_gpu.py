@@ -68,7 +68,7 @@ def pretended_gpu(folder: Path) -> Iterator[Callable[..., Any]]:
 
 
 def _header_folders() -> list[Path]:
-    """Of the CUDA runtime. Triton's come last: they are of another version, and complete."""
+    """Folders of the CUDA runtime. Triton's come last: they are of another version, and complete."""
     found = sorted(SITE_PACKAGES.glob("nvidia/*/include/cuda_runtime_api.h"))
     more = SITE_PACKAGES / "triton/backends/nvidia/include"
     return [header.parent for header in found] + ([more] if found and more.exists() else [])

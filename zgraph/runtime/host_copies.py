@@ -26,7 +26,7 @@ class Arrival(Protocol):
 
 
 class HostCopies(Protocol):
-    """Of one device. Nothing but `Arrival.synchronize` blocks the host."""
+    """Copies of one device. Nothing but `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A tensor of the host as it is best kept, the same one where it is that already."""

@@ -806,7 +806,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
 #   each set of addresses: what collectives write lies elsewhere in each step;
 # - what lies outside was traced with the strides that outputs have.
 # max_autotune and its like may stay: they choose kernels, by measurements on this rank, and change no order.
-_ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs": False, "keep_output_stride": True})
+_ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs": False, "pad_outputs": False})
 
 
 def load_cpp(source: str) -> ctypes.CDLL:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests import models
+from tests.compressing import feedback_of
+from tests.low_rank import Paper
 from tests.ranks import fresh_ranks
 from tests.replicated import Case, Replicated, assert_equal, batches, hybrid_mesh, loss_of, whole
 
@@ -31,6 +34,19 @@ BUDGET_BYTES = 2**20
 BUCKET_BYTES = 8 * 1024
 # A node of two ranks that compute and talk at the pace of a laptop; what matters is that every plan is made by costs.
 HARDWARE = replace(zgraph.Hardware.preset("cpu"), name="two cores")
+
+# By default what is so small travels as it is.
+MIN_NUMEL = 64
+# Factors pay for the matrices of the block in every precision, and elsewhere for those of wide gradients alone.
+LOW_RANK = P.LowRank(rank=2, least_saving=1.0)
+COMPRESSIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "loco": {"compression": P.LoCo()},
+    "loco_on_host": {"compression": P.LoCo(error_device="cpu")},
+    "low_rank": {"compression": LOW_RANK},
+    "gathers8": {"gather_compression": P.NoFeedback(bits=8)},
+}
+LOCO = ("loco", "loco_on_host")
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -55,6 +71,8 @@ class Combination:
     mode: str
     model: str
     ranks: int
+    resumed: str
+    stepped: str
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in vars(self).values())
@@ -69,13 +87,15 @@ LEVELS: dict[str, list[Any]] = {
     "lowering": ["inductor", "fx"],  # what stands first is met most often
     "zero_stage": [0, 1, 2, 3],
     "precision": list(PRECISIONS),
-    "compression": ["none", "loco", "gathers8"],
+    "compression": list(COMPRESSIONS),
     "plan": ["rules", "planned", "budget"],
     "accumulation": [1, 3],
     "shape": ["tied", "frozen", "hybrid", "units", "checkpointing"],
     "mode": ["train", "eval", "no_grad"],
     "model": ["transformer", "convnet"],
     "ranks": [2, 3],
+    "resumed": ["never", "midway"],
+    "stepped": ["on_tensors", "on_shards"],
 }
 assert list(LEVELS) == [field.name for field in fields(Combination)]
 
@@ -169,13 +189,8 @@ def pipeline_of(one: Combination) -> zgraph.Pipeline:
     given: dict[str, Any] = {} if one.plan == "rules" else {"hardware": HARDWARE}
     if one.plan == "budget":
         given |= {"budget_bytes": BUDGET_BYTES, "bucket_bytes": BUCKET_BYTES}
-    passes = P.presets.default(
-        compression=P.LoCo() if one.compression == "loco" else None,
-        gather_compression=P.NoFeedback(bits=8) if one.compression == "gathers8" else None,
-        **given,
-    )
-    # By default what is so small travels as it is.
-    passes = [replace(entry, min_numel=64) if hasattr(entry, "min_numel") else entry for entry in passes]
+    passes = P.presets.default(**COMPRESSIONS[one.compression], **given)
+    passes = [replace(entry, min_numel=MIN_NUMEL) if hasattr(entry, "min_numel") else entry for entry in passes]
     return zgraph.Pipeline(passes)
 
 
@@ -188,10 +203,10 @@ class Bound:
 
 
 def bound_of(one: Combination) -> Bound | None:
-    if one.lowering == "fx" and one.compression == "none":
+    if one.lowering == "fx" and one.compression in ("none", "low_rank"):
         return None
     rounding = {"fp32": 1e-5, "fp16_scaled": 5e-3}.get(one.precision, 3e-2)
-    if one.compression == "loco" and one.mode != "no_grad":
+    if one.compression in LOCO and one.mode != "no_grad":
         # Codes of 4 bits with error feedback: an NMSE of at most 10.5e-3 * 2 / 1.8 per rank.
         return Bound(rounding, 0.2)
     if one.compression == "gathers8" and one.zero_stage > 0:
@@ -207,10 +222,16 @@ def off(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 class Reference(Replicated):
     """The judge, which computes nothing again in backward, and remembers how large the ranks' own gradients were."""
 
-    def __init__(self, case: Case, model: Any, zero_stage: int) -> None:
-        super().__init__(case, model, zero_stage)
+    def __init__(self, case: Case, model: Any, one: Combination) -> None:
+        super().__init__(case, model, one.zero_stage)
         model.checkpointed = False  # what it computed again would be computed with other parameters, those at rest
         self.own_norms: dict[str, float] = {}
+        self.paper: Paper | None = None
+        if one.compression == "low_rank":
+            itemsize = 4 if one.precision in ("fp32", "autocast") else 2
+            self.paper = Paper(LOW_RANK, one.ranks, one.zero_stage, itemsize, MIN_NUMEL)
+        # What torch runs uncompiled reduces by the markers' own kernels.
+        self.uncompiled = ("block.",) if one.shape == "checkpointing" else ()
 
     def step(self, step: int) -> tuple[list[Tensor], dict[str, Tensor | None]]:
         self.own_norms = {}
@@ -223,9 +244,93 @@ class Reference(Replicated):
             self.own_norms[name] = self.own_norms.get(name, 0.0) + norms.square().mean().sqrt().item()
         return output, found
 
+    def reduce(self, name: str, grads: list[Tensor | None]) -> Tensor | None:
+        given = [grad for grad in grads if grad is not None]
+        if self.paper is None or name.startswith(self.uncompiled) or not self.paper.covers(given[0].shape):
+            return super().reduce(name, grads)
+        return self.paper.mean(name, given)
+
+
+class Run:
+    """A sharded model, compiled, with its optimizer and scaler."""
+
+    def __init__(self, one: Combination, case: Case, model: nn.Module) -> None:
+        self.one, self.case = one, case
+        self.model: Any = zgraph.shard(model, hybrid_mesh(case.replicas), zero_stage=one.zero_stage, **case.options)
+        self.report = zgraph.Report()
+        options = {"lowering": one.lowering, "pipeline": pipeline_of(one), "report": self.report}
+        self.called: Any = torch.compile(self.model, backend="zgraph", options=options)
+        if one.mode != "train":
+            self.model.eval()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, foreach=False)
+        if one.stepped == "on_shards":
+            zgraph.step_on_shards(self.optimizer)
+        self.scaler = zgraph.GradScaler("cpu", init_scale=SCALE, enabled=one.precision == "fp16_scaled")
+        if self.scaler.is_enabled():
+            zgraph.set_loss_scale(self.model, self.scaler)
+            self.scaler.scale(torch.zeros(()))  # the losses here are scaled already; this makes it ready
+
+    def forwards_and_backwards(self, step: int) -> Iterator[Tensor]:
+        """The output of each micro-batch; afterwards the gradients are there, without the loss's scale."""
+        for micro in range(self.case.micro_batches):
+            index = step * self.case.micro_batches + micro
+            inputs, target = batches(self.case, index)[dist.get_rank()]
+            torch.manual_seed(77 + index)
+            with contextlib.ExitStack() as stack:
+                if self.one.mode == "no_grad":
+                    stack.enter_context(torch.no_grad())
+                elif micro < self.case.micro_batches - 1:
+                    stack.enter_context(zgraph.no_sync(self.model))
+                output = self.case.call(self.called, inputs)
+            yield output.detach()
+            if self.one.mode != "no_grad":
+                self.case.loss(output, target).backward()
+        if self.one.mode != "no_grad":
+            self.scaler.unscale_(self.optimizer)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return {
+            name: None if parameter.grad is None else whole(parameter.grad)
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def resumed(self) -> Run:
+        """A run that has never trained, and takes over from a checkpoint of this one."""
+        with shared_folder() as folder:
+            extra = {"scaler": self.scaler.state_dict()}
+            path = zgraph.save_checkpoint(folder, self.called, self.optimizer, step=1, extra=extra)
+            other = Run(self.one, self.case, self.case.build())
+            loaded = zgraph.load_checkpoint(path, other.called, other.optimizer)
+            other.scaler.load_state_dict(loaded.extra["scaler"])
+            dist.barrier()  # before the folder goes
+        return other
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """One for all ranks, which ends with rank 0's."""
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(names)
+        assert names[0] is not None
+        yield names[0]
+
+
+class Compare(Protocol):
+    def __call__(
+        self, what: str, kind: str, value: Tensor | None, expected: Tensor | None, floor: float = 0.0
+    ) -> None: ...
+
 
 def train(one: Combination) -> dict[str, float]:
     """Run a combination beside the replicated model.
+
+    A run that is resumed midway goes on twice, resumed and as if nothing had been: both are the same, bit for bit.
 
     Returns:
         The largest distances found, and how many tensors were compared.
@@ -233,15 +338,9 @@ def train(one: Combination) -> dict[str, float]:
     torch.manual_seed(5)
     case, bound = case_of(one), bound_of(one)
     model = case.build()
-    reference = Reference(case, copy.deepcopy(model), one.zero_stage)
-    model = zgraph.shard(model, hybrid_mesh(case.replicas), zero_stage=one.zero_stage, **case.options)
-    report = zgraph.Report()
-    called = torch.compile(
-        model, backend="zgraph", options={"lowering": one.lowering, "pipeline": pipeline_of(one), "report": report}
-    )
-    if one.mode != "train":
-        model.eval()
-        reference.model.eval()
+    reference = Reference(case, copy.deepcopy(model), one)
+    reference.model.train(one.mode == "train")
+    run, uninterrupted = Run(one, case, model), None
     found: dict[str, float] = {"output": 0.0, "gradient": 0.0, "compared": 0}
 
     def compare(what: str, kind: str, value: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> None:
@@ -254,50 +353,48 @@ def train(one: Combination) -> dict[str, float]:
         found[kind] = max(found[kind], distance)
         assert distance <= getattr(bound, kind), f"{what}: {distance:.3g} off"
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     expected_optimizer = torch.optim.SGD(reference.model.parameters(), lr=0.05, momentum=0.9, foreach=False)
-    scaler = zgraph.GradScaler("cpu", init_scale=SCALE, enabled=one.precision == "fp16_scaled")
-    if scaler.is_enabled():
-        zgraph.set_loss_scale(model, scaler)
-        scaler.scale(torch.zeros(()))  # the losses here are scaled already; this makes it ready
     for step in range(STEPS):
+        if step == 1 and one.resumed == "midway":
+            run, uninterrupted = run.resumed(), run
         outputs, grads = reference.step(step)
-        for micro, expected in enumerate(outputs):
-            index = step * case.micro_batches + micro
-            inputs, target = batches(case, index)[dist.get_rank()]
-            torch.manual_seed(77 + index)
-            with contextlib.ExitStack() as stack:
-                if one.mode == "no_grad":
-                    stack.enter_context(torch.no_grad())
-                elif micro < case.micro_batches - 1:
-                    stack.enter_context(zgraph.no_sync(model))
-                output = case.call(called, inputs)
-            compare(f"output {micro} of step {step}", "output", output.detach(), expected)
-            if one.mode != "no_grad":
-                loss = case.loss(output, target)
-                loss.backward()
+        for micro, output in enumerate(run.forwards_and_backwards(step)):
+            compare(f"output {micro} of step {step}", "output", output, outputs[micro])
+        values = run.gradients()
+        if uninterrupted is not None:
+            assert len(list(uninterrupted.forwards_and_backwards(step))) == case.micro_batches
+            for name, expected in uninterrupted.gradients().items():
+                assert_equal(f"gradient of {name} after the resume", values[name], expected)
         if one.mode == "no_grad":
             continue
-        scaler.unscale_(optimizer)
-        expected_grads = {
-            name: None if grad is None else grad / SCALE if scaler.is_enabled() else grad
-            for name, grad in grads.items()
-        }
-        # What a rank sends is off by a part of its own gradient, of which the mean may be smaller; a gradient that is
-        # zero but for rounding is off by a part of what it was computed from.
-        least = 0.01 * torch.tensor([*reference.own_norms.values()]).norm().item()
-        for name, parameter in model.named_parameters():
-            value = None if parameter.grad is None else whole(parameter.grad)
-            floor = max(least, reference.own_norms.get(name, 0.0)) / (SCALE if scaler.is_enabled() else 1.0)
-            compare(f"gradient of {name} in step {step}", "gradient", value, expected_grads.get(name), floor)
+        compare_gradients(step, values, grads, reference, compare, SCALE if run.scaler.is_enabled() else 1.0)
+        for name, value in values.items():
             reference.model.get_parameter(name).grad = value  # whatever was lost, both go on from here
-        scaler.step(optimizer)
-        scaler.update()
+        run.step()
         expected_optimizer.step()
-        optimizer.zero_grad()
-        for name, parameter in model.named_parameters():
+        for name, parameter in run.model.named_parameters():
             assert_equal(f"{name} after step {step}", whole(parameter.detach()), reference.model.get_parameter(name))
-    return found | {"islands": report.distinct_islands, "graphs": len(report.graphs)}
+        if reference.paper is not None:
+            assert feedback_of(run.model).keys() == reference.paper.errors.keys()
+    return found | {"islands": run.report.distinct_islands, "graphs": len(run.report.graphs)}
+
+
+def compare_gradients(
+    step: int,
+    values: dict[str, Tensor | None],
+    grads: dict[str, Tensor | None],
+    reference: Reference,
+    compare: Compare,
+    scale: float,
+) -> None:
+    # What a rank sends is off by a part of its own gradient, of which the mean may be smaller; a gradient that is
+    # zero but for rounding is off by a part of what it was computed from.
+    least = 0.01 * torch.tensor([*reference.own_norms.values()]).norm().item()
+    for name, value in values.items():
+        expected, floor = grads.get(name), max(least, reference.own_norms.get(name, 0.0)) / scale
+        if expected is not None and scale != 1:
+            expected = expected / scale
+        compare(f"gradient of {name} in step {step}", "gradient", value, expected, floor)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class Paper:
         ranks: N.
         zero_stage: of all parameters.
         itemsize: of a gradient's element as it travels when it is not compressed.
+        min_numel: of a gradient that is compressed.
         errors, rights: of each parameter that is compressed.
     """
 
@@ -32,12 +33,14 @@ class Paper:
     ranks: int
     zero_stage: int = 0
     itemsize: int = 4
+    min_numel: int = 1
     errors: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
     rights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def covers(self, shape: Sequence[int]) -> bool:
-        sent = torch.Size(shape).numel() * self.itemsize
-        return self.method.pays(shape, sent if self.zero_stage else 2 * sent)
+        numel = torch.Size(shape).numel()
+        sent = numel * self.itemsize
+        return numel >= self.min_numel and self.method.pays(shape, sent if self.zero_stage else 2 * sent)
 
     def mean(self, name: str, grads: Sequence[Tensor]) -> Tensor:
         """The mean of the ranks' gradients, fp32."""

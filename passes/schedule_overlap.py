@@ -33,7 +33,8 @@ class ScheduleOverlap(GraphPass):
 
     Attributes:
         in_flight_bytes: of whole parameters and gradients whose collectives may be under way at once; two may be in any
-            case. The budget is the context's.
+            case. Replicated gradients do not count: their means are as large, so that waiting for them frees nothing.
+            The budget is the context's, and counts everything.
     """
 
     in_flight_bytes: int = 64 * MIB

@@ -147,10 +147,9 @@ class Greedy:
         return True
 
     def _fits_in_flight(self, start: int) -> bool:
-        under_way, problem = self.builder.under_way, self.problem
-        return (
-            len(under_way) < 2 or sum(under_way.values()) + problem.whole_bytes[start] <= problem.limits.in_flight_bytes
-        )
+        size = self.problem.limited_bytes[start]
+        under_way = [other for other in self.builder.under_way.values() if other]
+        return not size or len(under_way) < 2 or sum(under_way) + size <= self.problem.limits.in_flight_bytes
 
     def _fits_in_memory(self, start: int, slot: int) -> bool:
         problem, builder = self.problem, self.builder
@@ -264,7 +263,7 @@ def latest_starts(problem: Problem) -> dict[int, float]:
     reductions, which are taken to run as soon as they can.
     """
     starts: dict[str, list[int]] = {}
-    for start in problem.whole_bytes:
+    for start in problem.limited_bytes:
         starts.setdefault(problem.link_of(start), []).append(start)
     latest: dict[int, float] = {}
     for on_link in starts.values():

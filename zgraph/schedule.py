@@ -21,6 +21,7 @@ from torch import fx
 from zgraph import meta, nodes
 from zgraph.cost import NodeCost
 from zgraph.liveness import Ledger
+from zgraph.ops import payload_bytes
 from zgraph.simulate import Clock, Sharing, Work
 from zgraph.storages import Storage
 from zgraph.torch_compat import written_arguments
@@ -32,8 +33,8 @@ class Limits:
 
     Attributes:
         budget_bytes: alive at any moment, as the memory curve counts; None: whatever it takes.
-        in_flight_bytes: of whole parameters and gradients whose collectives are started and not yet waited for. Two may
-            be under way in any case: the one that is waited for, and the next.
+        in_flight_bytes: of whole parameters and gradients whose collectives are started and not yet waited for, as
+            `limited_bytes` counts them. Two may be under way in any case: the one that is waited for, and the next.
     """
 
     budget_bytes: int | None = None
@@ -60,7 +61,7 @@ class Problem:
         rank: of each node of the spine, its place there.
         inputs, users: of each node.
         needs: what must be issued before each node: its inputs, and of a start the one before it in its queue.
-        is_start, whole_bytes: of each movable node, and of each start.
+        is_start, limited_bytes: of each movable node, and of each start (`limited_bytes`).
         comes_along: whether each node is a view of what arrives or sets out, to be issued with it. Views are not for a
             schedule to place: which ones there are differs between ranks.
         start_of, wait_of: the one of each wait for a movable start, the other of each such start: of several the first.
@@ -91,7 +92,7 @@ class Problem:
         self.spine = [number for number in range(count) if not self.movable[number] and not self.given[number]]
         self.rank = {number: place for place, number in enumerate(self.spine)}
         self.is_start = [self.movable[number] and nodes.is_start(node) for number, node in enumerate(work.nodes)]
-        self.whole_bytes = {n: nodes.whole_bytes(work.nodes[n]) for n in range(count) if self.is_start[n]}
+        self.limited_bytes = {n: limited_bytes(work.nodes[n]) for n in range(count) if self.is_start[n]}
         self.start_of = {
             number: start
             for number, node in enumerate(work.nodes)
@@ -152,7 +153,7 @@ class Problem:
 
     def _form_queues(self, depth: Sequence[int]) -> list[tuple[int, ...]]:
         queues: dict[tuple[int, bool, int], list[int]] = {}
-        for start in self.whole_bytes:
+        for start in self.limited_bytes:
             key = (self.work.lane[start], self.gathers_parameter(start), depth[start])
             queues.setdefault(key, []).append(start)
         return sorted(map(tuple, queues.values()), key=lambda queue: not self.gathers_parameter(queue[0]))
@@ -215,6 +216,32 @@ def is_movable(node: fx.Node) -> bool:
     return node.target is not torch.ops.zgraph.accumulate_grad.default
 
 
+def limited_bytes(start: fx.Node) -> int:
+    """What a collective counts against `Limits.in_flight_bytes`: the whole tensor, where its end gives memory back.
+
+    The end of a reduction whose results are as large as what it has sent frees nothing, so that to wait for it would
+    cost time and gain nothing: replicated gradients, of which each rank keeps the whole mean, and codes.
+    """
+    whole = nodes.whole_bytes(start)
+    return 0 if nodes.copy_in(start) is None and _returned_bytes(start) >= whole else whole
+
+
+def _returned_bytes(start: fx.Node) -> int:
+    """Outputs of the graph that are made of what a collective brings, by communication alone."""
+    pending, seen = [start], {start}
+    returned = 0
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user.op == "output":
+                value = meta.value(node)
+                returned += payload_bytes(value.shape, value.dtype) if isinstance(value, torch.Tensor) else 0
+            elif nodes.is_communication(user) and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return returned
+
+
 def _written(order: Iterable[fx.Node]) -> set[fx.Node]:
     """Every value that may share a storage with one that is written to: its readers must not move past the writer."""
     written: set[fx.Node] = set()
@@ -232,13 +259,13 @@ class Builder:
     Attributes:
         order: what is issued.
         peaks: the bytes alive while each of these runs.
-        under_way: whole bytes of what is started and not yet waited for, by start, the oldest first.
+        under_way: what of the limit is taken by what is started and not yet waited for, by start, the oldest first.
         heads: of each queue, how many of its starts are issued.
         unfinished: results that only leave the graph and are not computed yet though their collectives are started, by
             these, the oldest first.
         loose: copies out of buffers that are there, not issued yet.
         compute_us: compute issued so far.
-        most_under_way: whole bytes in flight at worst, where more than two were.
+        most_under_way: what of the limit was taken at worst, where it was by more than two.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -332,9 +359,10 @@ class Builder:
     def _note_start(self, start: int) -> None:
         problem = self.problem
         self.heads[self._queue_of[start]] += 1
-        self.under_way[start] = problem.whole_bytes[start]
-        if len(self.under_way) > 2:
-            self.most_under_way = max(self.most_under_way, sum(self.under_way.values()))
+        self.under_way[start] = problem.limited_bytes[start]
+        limited = [size for size in self.under_way.values() if size]
+        if len(limited) > 2:
+            self.most_under_way = max(self.most_under_way, sum(limited))
         for after in problem.tails_of.get(start, ()):
             if all(self.placed[one] for one in after):
                 self.unfinished[after] = None

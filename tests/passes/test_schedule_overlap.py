@@ -287,6 +287,21 @@ def test_a_limit_that_keeps_a_collective_from_being_hidden_is_named() -> None:
     )
 
 
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("zero_stage", "started"), [(0, 6), (1, 2)])
+def test_a_reduction_is_held_back_only_where_the_end_of_others_frees_memory(zero_stage: int, started: int) -> None:
+    """Six gradients of 256 bytes, on a link that carries none before backward ends; two may be under way in any case.
+
+    A mean that each rank keeps whole is as large as its gradient: to wait for it would free nothing.
+    """
+    found = with_costs(traced(deep, LOWERED, zero_stage=zero_stage))
+    found.ctx.cost_of = lambda node: NodeCost("group:0", 500.0) if nodes.is_start(node) else cost_of(node)
+    apply(ScheduleOverlap(in_flight_bytes=1), found, "backward")
+    names = names_of(found.graphs["backward"].graph)
+    first = next(place for place, name in enumerate(names) if name.startswith("wait_grad"))
+    assert sum(name.startswith("all_to_all") for name in names[:first]) == started
+
+
 def test_bad_limit_is_refused_when_the_pass_is_built() -> None:
     with pytest.raises(ValueError, match="schedule_overlap: in_flight_bytes=0 holds nothing; write a positive number"):
         ScheduleOverlap(in_flight_bytes=0)

@@ -27,6 +27,7 @@ from zgraph.hardware import Hardware
 from zgraph.liveness import MemoryCurve, memory_curve, step_curve
 from zgraph.local_shards import compile_on_local_shards
 from zgraph.meter import GraphMeter
+from zgraph.partition import partition as split_joint_graph
 from zgraph.passes import presets
 from zgraph.pipeline import Pipeline
 from zgraph.report.collective_numbers import with_numbers
@@ -99,7 +100,7 @@ class FrameCompiler:
         """Joint passes, min-cut partition, then graph passes on forward and backward together."""
 
         def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return torch_compat.min_cut_partition(gm, inputs, **kwargs)
+            return split_joint_graph(gm, inputs, **kwargs)
 
         def plan(gm: fx.GraphModule) -> Graphs:
             self._run_passes({"joint": gm}, "joint")

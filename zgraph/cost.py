@@ -370,9 +370,12 @@ def size_hint(size: object) -> int:
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
     """The fake tensors that a node yields."""
-    found = meta.value(node)
-    if isinstance(found, Tensor):
-        return [found]
-    if isinstance(found, tuple | list):
-        return [value for value in cast("tuple[object, ...]", found) if isinstance(value, Tensor)]
+    return _tensors_in(meta.value(node))
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in cast("tuple[Any, ...]", value) for tensor in _tensors_in(item)]
     return []

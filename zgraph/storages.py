@@ -153,7 +153,9 @@ class Finder:
                 self._read(source, node)
             if nodes.is_getitem(node) and isinstance(meta.value(cast(fx.Node, node.args[0])), tuple | list):
                 source, index = cast("tuple[fx.Node, int]", node.args)
-                self._places[node] = [self._places[source][index]]
+                behind, value = iter(self._places[source][index]), meta.value(node)
+                items = value if isinstance(value, tuple | list) else [value]
+                self._places[node] = [[next(behind) for _ in _tensors(item)] for item in items]
             elif nodes.is_wait(node):
                 started = cast(fx.Node, node.args[0])
                 self._places[node] = self._places[started]  # which the fake values do not tell

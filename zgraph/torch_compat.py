@@ -353,6 +353,16 @@ def arguments_by_name(node: fx.Node) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | node.kwargs  # fewer, where defaults are left out
 
 
+def argument_of(node: fx.Node, name: str) -> object:
+    """A named argument of an operator's call, or its default; None where there is none (`_schema`, 2.11 - 2.13)."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node's call writes to, by its schema (`_schema`, 2.11 - 2.13)."""
     if not isinstance(node.target, OpOverload):
@@ -610,10 +620,32 @@ def aot_autograd(
 
 
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's min-cut partitioner, which honours `meta["recompute"]`."""
-    from functorch.compile import min_cut_rematerialization_partition
+    """torch's min-cut partitioner, which honours `meta["recompute"]`.
 
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    2.11 - 2.13: where Inductor may draw in its own way (`fallback_random` is off), operators on GPUs that backward
+    computes again draw from generators of the graph instead of the device's.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True):
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def may_be_written(node: fx.Node) -> bool:
+    """Whether AOTAutograd lets a saved tensor change until backward reads it (2.11 - 2.13)."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+def rng_state_operators() -> tuple[object, object]:
+    """What the partitioner wraps random operators in that backward computes again (2.11 - 2.13).
+
+    `save(operator, ...)` returns the generator's state and the operator's result, `run(state, operator, ...)` the
+    result.
+    """
+    from torch._prims import rng_prims
+
+    return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

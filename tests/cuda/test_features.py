@@ -70,6 +70,29 @@ def test_dropout_is_drawn_outside_of_islands(lowering: str, compiled: Compile) -
 
 
 @LOWERINGS
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+def test_checkpointed_attention_is_computed_again(
+    lowering: str, param_dtype: torch.dtype | None, compiled: Compile
+) -> None:
+    """One kernel in forward; two in backward, of which one is forward's: a plain call, for it draws nothing."""
+    step = replace(STEP, lowering=lowering, param_dtype=param_dtype)
+    forward, backward = compiled(step, checkpointed=True)
+    assert attentions(forward) == attentions(compiled(step)[0])
+    again = {name: number for name, number in attentions(backward).items() if "backward" not in name}
+    assert again == attentions(forward)
+    assert sum(attentions(backward).values()) == 2 * SHAPE.layers
+
+
+@LOWERINGS
+def test_checkpointed_dropout_is_drawn_again(lowering: str, compiled: Compile) -> None:
+    """By the device's generator, in the state in which forward has drawn."""
+    found = compiled(replace(STEP, lowering=lowering), dropout=0.1, checkpointed=True)
+    drawn = [{name: n for name, n in each.eager.items() if "rand" in name or "wrapped" in name} for each in found]
+    assert [sum(each.values()) for each in drawn] == [2 * SHAPE.layers] * 2
+    assert all("wrapped" in name for each in drawn for name in each)
+
+
+@LOWERINGS
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_travel_as_codes(lowering: str, stage: int, compiled: Compile) -> None:
     passes = tuple(presets.default(compression=LoCo()))

@@ -151,6 +151,9 @@ class CountingCompiler(FrameCompiler):
             elif isinstance(node.target, torch_compat.OpOverload) and not _is_free(node):
                 name = node.target.overloadpacket.__name__
                 (library if _is_in_a_library(name) else eager)[name] += 1
+            elif node.target in torch_compat.rng_state_operators():
+                wrapped = next(given for given in node.args if isinstance(given, torch_compat.OpOverload))
+                eager[f"wrapped {wrapped.overloadpacket.__name__}"] += 1
         return Counts(
             direction=direction,
             starts=dict(sorted(starts.items())),

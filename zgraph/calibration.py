@@ -34,9 +34,10 @@ from zgraph.hardware import Hardware, Link
 from zgraph.ops import MIB
 from zgraph.torch_compat import all_gather, backend_of, wait
 
-_FORMAT = 3  # of what is measured: files of another are not read
+_FORMAT = 4  # of what is measured: files of another are not read
 _POINT_S = 0.2  # of measuring one size of one kind
 _SMALL_BYTES = (256, 4096)  # their time is latency
+_SMALL_AT_ONCE = 8  # how many of these are under way, as in a step: see `_link_of`
 _LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
 _LARGE_BYTES_OF_GPUS = (64 * MIB, 128 * MIB, 256 * MIB)  # smaller ones are latency to NVLink
 _MOST_GAIN = 2.0  # of several messages in flight over one; more than that is a disturbed measurement
@@ -262,7 +263,12 @@ class _Axis:
 
 
 def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis | None:
-    """Of one group; both kinds of collectives together, for a plan has both, where they take equally long."""
+    """Of one group; both kinds of collectives together, for a plan has both, where they take equally long.
+
+    Small ones are timed several at once, because the latency of one under way delays none behind it. One at a time gloo
+    also takes ten times as long on a core of its own: its thread polls, for a tick of the scheduler, for a lock that the
+    program holds while it starts to send, and in a step the program computes.
+    """
     world = dist.get_world_size(group)
     if world == 1:
         return None
@@ -273,16 +279,18 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
         for sent_bytes in (*_SMALL_BYTES, *ranks.large_bytes):
             numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
             start = make(ranks, group, numel)
+            count = _SMALL_AT_ONCE if sent_bytes in _SMALL_BYTES else 1
 
-            def run(start: Callable[[], Tensor] = start) -> None:
-                wait(start())
+            def run(start: Callable[[], Tensor] = start, count: int = count) -> None:
+                for started in [start() for _ in range(count)]:
+                    wait(started)
 
             once_us = ranks.slowest([_timed(ranks, run)[0] for _ in range(2)])[1]  # the first connects
             if sent_bytes > ranks.large_bytes[0] and once_us > 5e6 * _POINT_S:
                 break  # a slow link, of which smaller sizes say enough
             repeats = max(3, min(20, int(1e6 * _POINT_S / once_us)))
             times = [_timed(ranks, run) for _ in range(repeats)]
-            us, cpu_us = (statistics.median(each) for each in zip(*times, strict=True))
+            us, cpu_us = (statistics.median(each) / count for each in zip(*times, strict=True))
             points.append((4 * numel * (world - 1), us))
             cpu.append((4 * numel * (world - 1), cpu_us))
     slowest = ranks.slowest([us for _, us in (*points, *cpu)])

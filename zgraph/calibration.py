@@ -265,9 +265,9 @@ class _Axis:
 def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis | None:
     """Of one group; both kinds of collectives together, for a plan has both, where they take equally long.
 
-    Small ones are timed several at once, because the latency of one under way delays none behind it. One at a time gloo
-    also takes ten times as long on a core of its own: its thread polls, for a tick of the scheduler, for a lock that the
-    program holds while it starts to send, and in a step the program computes.
+    Small ones are timed several at once, because the latency of one under way delays none behind it. One at a time they
+    also take ten times as long on gloo where a rank has one core: its thread polls, for a tick of the scheduler, for a
+    lock that the program holds while it starts to send. In a step the program computes meanwhile.
     """
     world = dist.get_world_size(group)
     if world == 1:

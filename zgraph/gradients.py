@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from zgraph.local_norm import scale_to_norm, total_norm
+from zgraph.local_norm import ShardedGradients
 from zgraph.ops import collective_error
-from zgraph.torch_compat import AgreeingGradScaler, all_gather
+from zgraph.torch_compat import AgreeingGradScaler, all_gather, gradients_of
 from zgraph.unit import sharded_parameters
 
 
@@ -106,14 +106,17 @@ def clip_grad_norm_(
         CollectiveError: the exchange failed.
     """
     everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    found = [parameter.grad for parameter in everything if parameter.grad is not None]
-    if float(norm_type) != math.inf or not everything:
-        norm = total_norm(found, float(norm_type), foreach)
-        if norm is None:
+    found = [grad for grad in gradients_of(everything) if grad is not None]
+    order = float(norm_type)
+    if order != math.inf or not everything:
+        sharded = ShardedGradients.of(found) if math.isfinite(order) and order > 0 else None
+        if sharded is None or sharded.mesh.device_type not in ("cpu", "cuda"):
             return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = sharded.norm(order, foreach)
+        local_norm = norm.to_local()
         if error_if_nonfinite:
-            _refuse_nonfinite(norm.to_local(), norm_type)
-        scale_to_norm(found, max_norm, norm.to_local(), foreach)
+            _refuse_nonfinite(local_norm, norm_type)
+        sharded.scale(max_norm, local_norm, foreach)
         return norm
     grads = [_local(grad) for grad in found]
     first = everything[0]

@@ -7,13 +7,15 @@ the same local tensors, parameter by parameter, with the placements of every res
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
+from zgraph.kept_step import KeptStep, StepOnShards, keep_step
 from zgraph.torch_compat import dtensor_like, local_of
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
@@ -59,9 +61,10 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
             f"zgraph.step_on_shards: {type(optimizer).__name__} is not known to update each element by itself; leave "
             f"it as it is, which works on DTensors, or take one of torch.optim's {known}."
         )
-    stand_in = _StandIn()
+    stand_in = _StandIn(type(optimizer))
     optimizer.register_step_pre_hook(stand_in.enter)
     optimizer.register_step_post_hook(stand_in.leave)
+    optimizer.register_load_state_dict_pre_hook(stand_in.forget)
     return optimizer
 
 
@@ -71,47 +74,82 @@ class _StandIn:
     torch.optim's step hooks may replace the arguments, of which the optimizer itself is the first (2.11 - 2.13).
     """
 
-    def __init__(self) -> None:
-        self.present: optim.Optimizer | None = None
-        self.shards: list[tuple[Tensor, Tensor]] = []  # (parameter, its shard)
+    def __init__(self, kind: type[optim.Optimizer]) -> None:
+        self.kind = cast("type[StepOnShards]", type(f"{kind.__name__}OnShards", (StepOnShards, kind), {}))
+        self.present: StepOnShards | None = None
+        self.taken: list[list[Tensor]] = []  # in the place of the parameters, by group
+        self.kept: KeptStep | None = None
 
     def enter(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.present, self.taken = None, []  # of a step that raised
         ordinary = args[0] is not optimizer or len(args) > 1 or kwargs or torch.compiler.is_compiling()
         if ordinary or optimizer.defaults.get("differentiable"):
             return None
-        found = _shards_of(optimizer)
-        if found is None:
-            return None
-        groups, state, self.shards = found
-        stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
+        kept, grads = self.kept, None
+        if kept is not None:
+            grads = kept.grads(optimizer)
+        if kept is None or grads is None:
+            kept = self.kept = None
+            found = _shards_of(optimizer)
+            if found is None:
+                return None
+            self.taken, state = found
+        else:
+            self.taken, state = kept.shards, kept.state
+        groups = [{**group, "params": shards} for group, shards in zip(optimizer.param_groups, self.taken, strict=True)]
+        stand_in = object.__new__(self.kind)
+        stand_in.__dict__ = {
+            **optimizer.__dict__,
+            "param_groups": groups,
+            "state": state,
+            "made": [],
+            "kept": kept,
+            "grads": grads,
+        }
         self.present = stand_in
         return (stand_in,), kwargs
 
     def leave(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stand_in, shards = self.present, self.shards
-        self.present, self.shards = None, []
+        stand_in, taken = self.present, self.taken
+        self.present, self.taken = None, []
         if stand_in is None or args[0] is not stand_in:
             return
         made: Mapping[Tensor, dict[str, Any]] = stand_in.state
-        for parameter, shard in shards:
-            if shard not in made:
-                continue
-            known = optimizer.state[parameter]
-            for key, value in made[shard].items():
-                if _local(known.get(key)) is not value:
-                    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and key not in _SCALARS:
-                        value = dtensor_like(value, parameter)
-                    known[key] = value
+        if stand_in.kept is not None:
+            if not stand_in.kept.is_unchanged():
+                self.kept = None
+                _take_over(optimizer, taken, made)
+            return
+        _take_over(optimizer, taken, made)
+        self.kept = keep_step(optimizer, stand_in.made, taken, made)
+
+    def forget(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Let go of state that is about to be replaced."""
+        self.kept = None
+
+
+def _take_over(
+    optimizer: optim.Optimizer, taken: Sequence[Sequence[Tensor]], made: Mapping[Tensor, dict[str, Any]]
+) -> None:
+    """Put what a step has made of the shards' state into the optimizer's own, as DTensors."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter, shard in zip(parameters, chain.from_iterable(taken), strict=True):
+        if shard not in made:
+            continue
+        known = optimizer.state[parameter]
+        for key, value in made[shard].items():
+            if _local(known.get(key)) is not value:
+                if isinstance(parameter, DTensor) and isinstance(value, Tensor) and key not in _SCALARS:
+                    value = dtensor_like(value, parameter)
+                known[key] = value
 
 
 def _shards_of(
     optimizer: optim.Optimizer,
-) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]], list[tuple[Tensor, Tensor]]] | None:
-    """Groups and state of the local shards, and each parameter with its own; None: they cannot be stepped alone."""
+) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
+    """Local shards by group, with their gradients, and their state; None: they cannot be stepped alone."""
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-    pairs: list[tuple[Tensor, Tensor]] = []
-    groups: list[dict[str, Any]] = []
+    groups: list[list[Tensor]] = []
     for group in optimizer.param_groups:
         shards: list[Tensor] = []
         for parameter in group["params"]:
@@ -133,9 +171,8 @@ def _shards_of(
                         return None
                 state[shard] = {key: _local(value) for key, value in known.items()}
             shards.append(shard)
-            pairs.append((parameter, shard))
-        groups.append({**group, "params": shards})
-    return groups, state, pairs
+        groups.append(shards)
+    return groups, state
 
 
 def _lies_like(value: Tensor, parameter: Tensor) -> bool:

@@ -233,8 +233,9 @@ def build_zgraph(
             param_dtype=None if param_dtype == torch.float32 else param_dtype,
             reduce_dtype=reduce_dtype,
         )
+        optimizer = zgraph.step_on_shards(_adamw(model))
         if schedule is None:
-            return Trainer(model, _adamw(model))
+            return Trainer(model, optimizer)
         from prediction import Predict
 
         assert setting.hardware is not None
@@ -243,7 +244,7 @@ def build_zgraph(
         if predicts:
             passes.append(Predict(into=predictions))
         run = setting.compiled_by_zgraph(model, pipeline=zgraph.Pipeline(passes))
-        return Trainer(run, _adamw(model), predictions=predictions)
+        return Trainer(run, optimizer, predictions=predictions)
 
     return build
 

@@ -152,6 +152,15 @@ def strategies() -> dict[str, Strategy]:
             peers=("ddp-bf16", "ddp-fp16"),
             equal_loss=None,
         ),
+        replace(
+            stage_3,
+            name="zgraph-0-rules",
+            build=build_zgraph(0, fp32, by_rules, predicts=True),
+            payload_bytes=replicated(fp32),
+            shards_optimizer=False,
+            peers=("ddp",),
+            equal_loss="zgraph-0",
+        ),
         replace(stage_3, name="zgraph-3-rules", build=build_zgraph(3, fp32, by_rules, predicts=True)),
         replace(
             stage_3,

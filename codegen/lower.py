@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zgraph import meta, nodes
-from zgraph.collectives import finish_group
+from zgraph.collectives import bind, finish_group
 from zgraph.grouped_gathers import cast_each
 from zgraph.handle import name_of
 from zgraph.meter import GraphMeter, Probe, Program
@@ -42,9 +42,8 @@ def lower_fx(
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_start)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
-            wait.target, wait.args = finish_group, (start, nodes.group_of(start))
-        start.target, more = starter_of(start, number, ranks_per_node)
-        start.args = (*start.args, *more)
+            wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
+        start.target = starter_of(start, number, ranks_per_node)
     _call_cast_kernels(gm.graph)
     for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
         node.target = cast_each

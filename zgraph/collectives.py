@@ -14,8 +14,9 @@ in one order, as with the backend's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,15 +39,64 @@ _NUMBERS = 4096
 _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
-def start_all_gather(shard: Tensor, world: int, group_name: str, number: int = 0) -> Tensor:
+class Route(NamedTuple):
+    """What a start has to know of its group and does not change from call to call.
+
+    Attributes:
+        backend: what moves the group's tensors of the device at hand; "" where nothing does.
+        by_messages: whether this is gloo, from host memory.
+        rank: this one's, in the group.
+        others: the other ranks, those that come next first; of messages only.
+    """
+
+    group: ProcessGroup
+    backend: str
+    by_messages: bool
+    rank: int
+    others: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: ProcessGroup, device: torch.device) -> Route:
+        backend, rank, world = backend_of(group, device), group.rank(), group.size()
+        by_messages = backend == "gloo" and device.type == "cpu"
+        others = tuple((rank + step) % world for step in range(1, world)) if by_messages else ()
+        return cls(group, backend, by_messages, rank, others)
+
+
+def bind(function: Callable[..., Any], *more: Any) -> Callable[..., Any]:
+    """One of this module's functions for one node of a compiled program, whose route is found in its first call.
+
+    Args:
+        function: takes tensors of one device first, the group's name last, then `more`, then `route=`.
+        more: the same in every call.
+
+    Returns:
+        A function without `more` and `route`. A group that has another one of its name in its place is noticed.
+    """
+    known: Route | None = None
+
+    def run(tensors: Any, *others: Any) -> Any:
+        nonlocal known
+        group = resolve_group(others[-1])
+        if known is None or known.group is not group:
+            known = Route.of(group, (tensors if isinstance(tensors, Tensor) else tensors[0]).device)
+        return function(tensors, *others, *more, route=known)
+
+    run.__name__ = function.__name__  # what the generated program calls it
+    return run
+
+
+def start_all_gather(
+    shard: Tensor, world: int, group_name: str, number: int = 0, *, route: Route | None = None
+) -> Tensor:
     """[n, ...] of every rank -> [world * n, ...], usable after a wait; `number` as in `_start`."""
-    group = resolve_group(group_name)
-    if backend_of(group, shard.device) != "gloo":
+    route = route or Route.of(resolve_group(group_name), shard.device)
+    if route.backend != "gloo":
         return all_gather_op()(shard.contiguous(), world, group_name)
     whole = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
-    if not uses_messages(group, shard.device):
+    if not route.by_messages:
         return all_gather_into(whole, shard, group_name)
-    _start(whole.chunk(world), [shard.contiguous()] * world, group, whole, number)
+    _start(whole.chunk(world), [shard.contiguous()] * world, route, whole, number)
     return whole
 
 
@@ -109,7 +159,9 @@ class _PassOn(dist.Work):
         return True
 
 
-def start_grouped_gather(shards: Sequence[Tensor], world: int, group_name: str, number: int = 0) -> list[Tensor]:
+def start_grouped_gather(
+    shards: Sequence[Tensor], world: int, group_name: str, number: int = 0, *, route: Route | None = None
+) -> list[Tensor]:
     """Several all_gathers: one launch on NCCL, one after the other elsewhere, to be waited for by `finish_group`.
 
     gloo's own (2.11 - 2.13) runs as ALLGATHER_COALESCED, which is not safe with several in flight (`all_gather_into`).
@@ -118,39 +170,45 @@ def start_grouped_gather(shards: Sequence[Tensor], world: int, group_name: str, 
         shards: at least one; [n, ...] each.
         world, group_name, number: as in `start_all_gather`.
     """
-    group = resolve_group(group_name)
-    if backend_of(group, shards[0].device) not in ("gloo", "nccl"):
-        return [start_all_gather(shard, world, group_name) for shard in shards]
+    route = route or Route.of(resolve_group(group_name), shards[0].device)
+    if route.backend not in ("gloo", "nccl"):
+        return [start_all_gather(shard, world, group_name, route=route) for shard in shards]
     every = [shard.new_empty((world * shard.shape[0], *shard.shape[1:])) for shard in shards]
-    if backend_of(group, shards[0].device) == "nccl":
-        register_work(every[0], gather_group(every, shards, group))
+    if route.backend == "nccl":
+        register_work(every[0], gather_group(every, shards, route.group))
         return every
     for whole, shard in zip(every, shards, strict=True):
-        if uses_messages(group, shard.device):
-            _start(whole.chunk(world), [shard.contiguous()] * world, group, every[0], number)
+        if route.by_messages:
+            _start(whole.chunk(world), [shard.contiguous()] * world, route, every[0], number)
         else:
             all_gather_into(whole, shard, group_name)
     return every
 
 
-def finish_group(started: Sequence[Tensor], group_name: str) -> list[Tensor]:
+def finish_group(started: Sequence[Tensor], group_name: str, *, route: Route | None = None) -> list[Tensor]:
     """What `start_grouped_gather` has returned, usable. All that is to be waited for lies with the first, if it can."""
-    group, device = resolve_group(group_name), started[0].device
-    for one in started[: 1 if uses_messages(group, device) or backend_of(group, device) == "nccl" else None]:
+    route = route or Route.of(resolve_group(group_name), started[0].device)
+    for one in started[: 1 if route.by_messages or route.backend == "nccl" else None]:
         wait(one)
     return list(started)
 
 
 def start_all_to_all(
-    pieces: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, number: int = 0
+    pieces: Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group_name: str,
+    number: int = 0,
+    *,
+    route: Route | None = None,
 ) -> Tensor:
     """Rows for each rank -> [sum of output_splits, ...] of each, usable after a wait; `number` as in `_start`."""
-    group = resolve_group(group_name)
-    if not uses_messages(group, pieces.device):
+    route = route or Route.of(resolve_group(group_name), pieces.device)
+    if not route.by_messages:
         return all_to_all_op()(pieces, list(output_splits), list(input_splits), group_name)
     received = pieces.new_empty((sum(output_splits), *pieces.shape[1:]))
     parts, own = received.split(list(output_splits)), pieces.contiguous().split(list(input_splits))
-    _start(parts, own, group, received, number)
+    _start(parts, own, route, received, number)
     return received
 
 
@@ -177,19 +235,16 @@ def goes_by_node(group: ProcessGroup, ranks_per_node: int) -> bool:
     return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(members) for members in nodes}) == 1
 
 
-def _start(
-    to_fill: Sequence[Tensor], to_send: Sequence[Tensor], group: ProcessGroup, result: Tensor, number: int
-) -> None:
+def _start(to_fill: Sequence[Tensor], to_send: Sequence[Tensor], route: Route, result: Tensor, number: int) -> None:
     """Exchange parts with every rank; the wait of `result` waits for all of it, what was sent included.
 
     Args:
         to_fill, to_send: by rank.
-        group: of the ranks.
+        route: to the ranks.
         result: what is waited for.
         number: of the collective, the same on all ranks. Of several interfaces gloo takes one by the tag.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    others = [(rank + step) % world for step in range(1, world)]
+    group, rank, others = route.group, route.rank, route.others
     tag = _TAGS[0] + number % _NUMBERS
     # The receives first: what is announced before anything is sent waits behind nothing.
     started = [group.recv([to_fill[peer]], peer, tag) for peer in reversed(others) if to_fill[peer].numel()]

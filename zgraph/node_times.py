@@ -67,8 +67,7 @@ class _Timed(fx.Interpreter):
         if n.op not in ("call_function", "call_method", "call_module"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        target, more = starter_of(n, 0, self.ranks_per_node)  # as lowered graphs run it
-        args = (*args, *more)
+        target = starter_of(n, 0, self.ranks_per_node)  # as lowered graphs run it
         if (nodes.is_start(n) or nodes.is_marker(n)) and group_size(nodes.group_of(n)) > 1:
             dist.barrier(resolve_group(nodes.group_of(n)))  # or the first rank would count how late the last one comes
         _settle()

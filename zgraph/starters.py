@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from zgraph import collectives, meta, nodes
 from zgraph.torch_compat import resolve_group
 
 
-def starter_of(start: fx.Node, number: int, ranks_per_node: int = 1) -> tuple[Any, tuple[Any, ...]]:
-    """A function, or the operator itself where the backend is to run it, and what it takes beside the node's arguments.
+def starter_of(start: fx.Node, number: int, ranks_per_node: int = 1) -> Any:
+    """A function of the node's arguments, or the operator itself where the backend is to run it.
 
     Args:
         start: of a collective.
@@ -20,13 +21,22 @@ def starter_of(start: fx.Node, number: int, ranks_per_node: int = 1) -> tuple[An
     """
     if nodes.is_all_gather(start):
         if _by_node(start, ranks_per_node):
-            return collectives.start_gather_by_node, (number, ranks_per_node)
-        return collectives.start_all_gather, (number,)
+            return _by_node_starter(number, ranks_per_node)
+        return collectives.bind(collectives.start_all_gather, number)
     if nodes.is_grouped_gather(start):
-        return collectives.start_grouped_gather, (number,)
+        return collectives.bind(collectives.start_grouped_gather, number)
     if nodes.is_all_to_all(start):
-        return collectives.start_all_to_all, (number,)
-    return start.target, ()
+        return collectives.bind(collectives.start_all_to_all, number)
+    return start.target
+
+
+def _by_node_starter(number: int, ranks_per_node: int) -> Callable[[Tensor, int, str], Tensor]:
+    start = collectives.start_gather_by_node
+
+    def start_gather_by_node(shard: Tensor, world: int, group_name: str) -> Tensor:
+        return start(shard, world, group_name, number, ranks_per_node)
+
+    return start_gather_by_node
 
 
 def order_of_waits(graph: fx.Graph, ranks_per_node: int = 1) -> list[str]:

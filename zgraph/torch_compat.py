@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._C._distributed_c10d import _register_work
 from torch._ops import OpOverload as OpOverload
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,8 +72,6 @@ def require_supported_torch(version: str) -> None:
 
 def resolve_group(group_name: str) -> ProcessGroup:
     """The process group of that name (2.11 - 2.13: public only through functional collectives)."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     return _resolve_process_group(cast(Any, group_name))
 
 
@@ -355,8 +355,6 @@ def wait(started: Tensor) -> Tensor:
 
 def register_work(result: Tensor, work: dist.Work) -> None:
     """Let `wait(result)` wait for this as well; several works of one tensor add up (`_register_work`, 2.11 - 2.13)."""
-    from torch._C._distributed_c10d import _register_work
-
     _register_work(result, work)
 
 

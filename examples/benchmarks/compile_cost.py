@@ -1,10 +1,12 @@
 """What the compiler itself costs: seconds to compile, by phase, and milliseconds per step beside plain torch.compile.
 
     python examples/benchmarks/compile_cost.py                        # everything, a quarter of an hour on two cores
-    python examples/benchmarks/compile_cost.py --only step            # one of: compile, step, parameters
+    python examples/benchmarks/compile_cost.py --only step            # one of: compile, planned, step, parameters
 
 compile     the first step on two ranks at stage 3, with an empty compile cache and then from it, for the GPT of
             examples/train_gpt.py and for a Llama of 24 layers
+planned     the first step of a GPT of 12 layers in bf16 on one rank, each with an empty cache: torch.compile, zgraph by
+            its rules, and zgraph by measured kernels (`time_kernels`)
 step        the GPT on one rank: zgraph against torch.compile(model), in turns; the ratio's 95 % interval comes from the
             turns
 parameters  a chain of 300 vectors, where nearly all time is what each parameter costs: forward and backward, and the
@@ -38,10 +40,10 @@ STEPS_A_TURN = 8
 PARAMETERS = 300
 
 
-def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The example's model at its default sizes, with one batch of tokens and targets."""
+def gpt(layers: int = 4) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The example's model, by default at its default sizes, with one batch of tokens and targets."""
     tokens = torch.randint(256, (8, 129))
-    return GPT(layers=4, width=192, heads=6, sequence=128), (tokens[:, :-1], tokens[:, 1:])
+    return GPT(layers=layers, width=192, heads=6, sequence=128), (tokens[:, :-1], tokens[:, 1:])
 
 
 class Llama(nn.Module):
@@ -158,6 +160,49 @@ def show_compile() -> None:
                     print("  " + ", ".join(f"{key} {seconds:.2f} s" for key, seconds in found["passes"].items()))
 
 
+def compile_planned(kind: str, rank: int, ranks: int, store: str) -> dict[str, Any]:
+    """The first step of twelve bf16 layers in a new process: "plain", by "rules" or by "measured" kernels."""
+    join(rank, ranks, store)
+    torch.manual_seed(0)
+    model, inputs = gpt(layers=12)
+    options: dict[str, Any] = {}
+    if kind == "plain":
+        compiled = torch.compile(model.bfloat16())
+    else:
+        zgraph.shard(model, param_dtype=torch.bfloat16)
+        if kind == "measured":
+            hardware = zgraph.Hardware.preset("cpu")
+            passes = zgraph.passes.presets.default(hardware=hardware, time_kernels=True)
+            options["pipeline"] = zgraph.Pipeline(passes)
+        compiled = torch.compile(model, backend="zgraph", options=options)
+    started = time.perf_counter()
+    compiled(*inputs).backward()
+    first_s = time.perf_counter() - started
+    if kind == "plain":
+        found: dict[str, Any] = {}
+    else:
+        report = zgraph.summary(model)
+        found = {"phases": report.seconds, "islands": report.islands, "distinct_islands": report.distinct_islands}
+    dist.destroy_process_group()
+    return {"first_s": first_s, **found}
+
+
+def show_planned() -> None:
+    plain_s = math.nan
+    for kind in ("plain", "rules", "measured"):
+        with tempfile.TemporaryDirectory() as cache:
+            found = in_new_processes("planned", kind, ranks=1, cache=cache)[0]
+        if kind == "plain":
+            plain_s = found["first_s"]
+        print(
+            f"gpt of 12 layers, {kind}: first step {found['first_s']:.1f} s, x {found['first_s'] / plain_s:.2f}",
+            flush=True,
+        )
+        if kind != "plain":
+            phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found["phases"].items())
+            print(f"  {phases}; {found['islands']} islands, {found['distinct_islands']} distinct", flush=True)
+
+
 class Contender:
     """One way to run a model, with the times of its turns."""
 
@@ -228,11 +273,11 @@ def show_contest(model_name: str) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         kind, model_name, rank, ranks, store = sys.argv[2:]
-        work = {"compile": compile_once, "contend": contend}[kind]
+        work = {"compile": compile_once, "planned": compile_planned, "contend": contend}[kind]
         print(json.dumps(work(model_name, int(rank), int(ranks), store)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("compile", "step", "parameters"))
+    parser.add_argument("--only", choices=("compile", "planned", "step", "parameters"))
     only = parser.parse_args().only
     if only in (None, "step"):
         show_contest("gpt")
@@ -240,6 +285,8 @@ def main() -> None:
         show_contest("chain")
     if only in (None, "compile"):
         show_compile()
+    if only in (None, "planned"):
+        show_planned()
 
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ def _wire_bytes(method: BlockMethod) -> float:
 
 def _constants(method: BlockMethod, name: str, dtype: torch.dtype) -> str:
     book = CodeBook.of(method)
-    slopes = ", ".join(_literal(slope) for slope in book.slopes)
+    slopes = ", ".join(_literal(book.slope(clip)) for clip in book.clips)
+    clipped = ", ".join(str(clip != 1).lower() for clip in book.clips)
     nan_bits = torch.full((1,), math.nan).to(SCALE_DTYPE).view(torch.uint16).item()
     feedback = method.old_share is not None
     share = method.old_share or 0.0
@@ -105,15 +106,23 @@ using {name} = {C_TYPES[dtype]};
 constexpr int GROUP = {method.group};  // elements that share a scale
 constexpr int BITS = {method.bits};
 constexpr bool ROTATE = {str(method.rotate).lower()};
-constexpr int CLIPS = {len(book.slopes)};
-constexpr float SLOPES[CLIPS] = {{{slopes}}};  // codes are clamp(floor(slope * unit + BEFORE))
-constexpr float BEFORE = {_literal(book.before)}, AFTER = {_literal(book.after)};
+constexpr int CLIPS = {len(book.clips)};
+constexpr bool CLIPPED[CLIPS] = {{{clipped}}};  // whether a clipping level is below the largest magnitude
+constexpr float SLOPES[CLIPS] = {{{slopes}}};
+constexpr int TOP = {book.top};  // the largest of the integers that values become
+constexpr int STEP = {book.step};  // integers that share a code
+constexpr float AFTER = {_literal(book.after)};  // added to a code when it is read
 constexpr float LOW = {_literal(book.low)}, HIGH = {_literal(book.high)};
+constexpr float UNIT = {_literal(book.unit)};
+constexpr bool EXACT_SUMS = {str(reference.sums_are_exact(method)).lower()};
 constexpr bool FEEDBACK = {str(feedback).lower()};
 constexpr bool ERROR_INT8 = {str(method.error_dtype == torch.int8).lower()};
 constexpr float OLD_SHARE = {_literal(share)}, LOST_SHARE = {_literal(1 - share)};
+constexpr float OLD_OVER_LOST = {_literal(share / (1 - share))};
 constexpr float TINY = {_literal(reference.TINY)};
-constexpr float ONE_127TH = {_literal(1 / 127)};
+constexpr float LOST_SHARE_127TH = {_literal((1 - share) / 127)};
+constexpr int32_t RECIPROCAL = {reference.RECIPROCAL:#010x};
+constexpr int NEWTON_STEPS = {reference.NEWTON_STEPS};
 constexpr int32_t HUGE_BITS = {reference.HUGE_BITS:#010x};  // of magnitudes that count as not finite
 constexpr bool UNBIASED = {str(reference.is_unbiased(method)).lower()};
 constexpr uint16_t NO_NUMBER = {reference.NO_NUMBER:#06x};  // the scale of a group that is not finite
@@ -144,7 +153,10 @@ constexpr int NATIVE = 4;
 constexpr int CODE_BYTES = GROUP * BITS / 8;  // of a group
 constexpr int LANES = CODE_BYTES < NATIVE ? CODE_BYTES : NATIVE;
 constexpr int PARTS = GROUP / LANES;  // vectors of a group
-constexpr int WORDS = LANES < HADAMARD ? HADAMARD / LANES : 1;
+constexpr int RUN = 8;  // neighbours that belong to the same block
+constexpr int BLOCKS = GROUP > HADAMARD ? GROUP / HADAMARD : 1;
+constexpr int ROW = RUN * BLOCKS;  // elements after which a block goes on
+constexpr int WORDS = LANES < ROW ? ROW / LANES : 1;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -223,11 +235,43 @@ INLINE uint16_t to_bf16(float value) {
 
 INLINE Ints magnitude_of(Floats values) { return (Ints)values & 0x7fffffff; }
 
-INLINE Floats floor_of(Floats values) {
-    Floats floors;
+// 1.5 * 2^23, to which adding rounds to an integer, which then stands in the low bits of the sum.
+constexpr float ROUNDER = 12582912.0f;
+
+// value * by + more, rounded once; without such an instruction by way of doubles, which hold the product and that sum.
+INLINE Floats fused(Floats values, float by, float more) {
+    Floats sums;
     UNROLL
-    for (int i = 0; i < LANES; i++) floors[i] = __builtin_floorf(values[i]);
-    return floors;
+    for (int i = 0; i < LANES; i++) {
+#ifdef __FMA__
+        sums[i] = __builtin_fmaf(values[i], by, more);
+#else
+        sums[i] = float(double(values[i]) * by + more);
+#endif
+    }
+    return sums;
+}
+
+// The integer nearest to a product, which is not rounded before, plus ROUNDER.
+INLINE Floats rounded_product(Floats values, float by) {
+#ifdef __FMA__
+    return fused(values, by, ROUNDER);
+#else
+    constexpr double WIDE = 6755399441055744.0;  // 1.5 * 2^52
+    Floats integers;
+    UNROLL
+    for (int i = 0; i < LANES; i++) integers[i] = float(double(values[i]) * by + WIDE - WIDE);
+    return integers + ROUNDER;
+#endif
+}
+
+// 1 / value by Newton's method, for positive numbers that are neither tiny nor huge.
+INLINE float reciprocal(float value) {
+    const int32_t bits = RECIPROCAL - read<int32_t>(&value);
+    float found = read<float>(&bits);
+    UNROLL
+    for (int step = 0; step < NEWTON_STEPS; step++) found *= float(2.0 - double(value) * found);
+    return found;
 }
 
 // For low < 0 < high, and no NaN. As bits, positive numbers are ordered as signed integers, whose negative numbers stay
@@ -251,7 +295,7 @@ template <int distance, class Vector> INLINE Vector exchange(Vector values) {
 #endif
 }
 
-// --- sums: the second half is added to the first, again and again ---
+// --- sums ---
 
 template <int distance = LANES / 2> INLINE float sum_of(Floats values) {
     if constexpr (distance == 0) return values[0];
@@ -265,6 +309,45 @@ template <int parts = PARTS> INLINE Floats fold(Floats* values) {
         for (int p = 0; p < parts / 2; p++) values[p] += values[p + parts / 2];
         return fold<parts / 2>(values);
     }
+}
+
+// Elements, or sums of them, that are `distance` apart are added: of `parts` vectors remain half, or as many, in whose
+// lanes sums stand several times.
+template <int distance> INLINE int halve(Floats* values, int parts) {
+    if constexpr (distance >= LANES) {
+        constexpr int apart = distance / LANES;
+        int written = 0;
+        UNROLL
+        for (int p = 0; p < parts; p++)
+            if (!(p & apart)) values[written++] = values[p] + values[p + apart];
+        return written;
+    } else {
+        UNROLL
+        for (int p = 0; p < parts; p++) values[p] += exchange<distance>(values[p]);
+        return parts;
+    }
+}
+
+template <int distance, int last> INLINE int halve_down_to(Floats* values, int parts) {
+    if constexpr (distance >= last) {
+        parts = halve<distance>(values, parts);
+        return halve_down_to<distance / 2, last>(values, parts);
+    } else return parts;
+}
+
+// The sum of a group, where its order matters: of each block, and then of all blocks; in each case the second half is
+// added to the first, again and again.
+INLINE float ordered_sum(Floats* values) {
+    int parts = halve_down_to<GROUP / 2, ROW>(values, PARTS);
+    parts = halve_down_to<RUN / 2, 1>(values, parts);
+    constexpr int between = LANES < RUN ? LANES : RUN;  // blocks, now
+    halve_down_to<between * BLOCKS / 2, between>(values, parts);
+    return values[0][0];
+}
+
+INLINE float group_sum(Floats* values) {
+    if constexpr (EXACT_SUMS) return sum_of(fold(values));
+    else return ordered_sum(values);
 }
 
 template <int distance = LANES / 2> INLINE int32_t largest_of(Ints values) {
@@ -289,25 +372,29 @@ INLINE uint32_t sign_key(uint32_t step, uint32_t rank, uint32_t salt) {
     return hash_32<uint32_t>(step * 0x9E3779B1u + rank * 0x85EBCA77u + salt * 0xC2B2AE3Du + 1);
 }
 
-// The signs of a group: bit i / 32 of word i % 32 is that of element i.
+// The signs of a group: bit 31 - place of the hash of a block's number.
 struct Signs {
-    Words words[WORDS];
+    Words words[WORDS];  // of the first ROW elements; what is a row further on is 8 places further on, too
 
     INLINE Signs of(int64_t group, uint32_t key) {
         Signs signs;
         UNROLL
-        for (int w = 0; w < WORDS; w++)
-            signs.words[w] = hash_32<Words>((lanes() + uint32_t(HADAMARD * group + LANES * w)) ^ key);
+        for (int w = 0; w < WORDS; w++) {
+            const Words element = lanes() + uint32_t(LANES * w);
+            const Words block = element / RUN % BLOCKS + uint32_t(group * BLOCKS);
+            const Words place = element % RUN + element / ROW * RUN;
+            signs.words[w] = hash_32<Words>(block ^ key) << place;
+        }
         return signs;
     }
 
     inline __attribute__((always_inline)) Floats times(Floats values, int part) const {
-        const Words sign = words[part % WORDS] << (31 - part / WORDS) & 0x80000000;
+        const Words sign = words[part % WORDS] << (part * LANES / ROW * RUN) & 0x80000000;
         return (Floats)((Words)values ^ sign);
     }
 };
 
-// Butterflies between elements that are GROUP / 2, ..., GROUP / 32 apart.
+// Butterflies between elements of a block, widest first: those GROUP / 2, GROUP / 4, 4, 2 and 1 apart.
 template <int distance = GROUP / 2> INLINE void hadamard(Floats* x) {
     if constexpr (distance >= LANES) {
         constexpr int apart = distance / LANES;
@@ -323,18 +410,17 @@ template <int distance = GROUP / 2> INLINE void hadamard(Floats* x) {
         UNROLL
         for (int p = 0; p < PARTS; p++) x[p] = exchange<distance>(x[p]) + (Floats)((Words)x[p] ^ minus);
     }
-    if constexpr (distance > GROUP / HADAMARD) hadamard<distance / 2>(x);
+    if constexpr (distance > 1) hadamard<distance == ROW ? RUN / 2 : distance / 2>(x);
 }
 
 // --- what codes stand for ---
 
-INLINE void decode(Floats* codes, float scale, const Signs& signs) {
+INLINE void decode(Floats* levels, float scale, const Signs& signs) {
+    if constexpr (ROTATE) hadamard(levels);
     UNROLL
-    for (int p = 0; p < PARTS; p++) codes[p] = (codes[p] + AFTER) * scale;
-    if constexpr (ROTATE) {
-        hadamard(codes);
-        UNROLL
-        for (int p = 0; p < PARTS; p++) codes[p] = signs.times(codes[p], p);
+    for (int p = 0; p < PARTS; p++) {
+        const Floats sizes = Floats{} + scale;
+        levels[p] = levels[p] * (ROTATE ? signs.times(sizes, p) : sizes);
     }
 }
 
@@ -386,23 +472,36 @@ struct Place {
     uint16_t* error_scale;
 };
 
-INLINE void code(const Floats* unit, float slope, Floats* codes) {
+// Levels c + b of integers u.
+template <int clip> INLINE void levels_of(const Floats* integers, Floats* levels) {
     UNROLL
     for (int p = 0; p < PARTS; p++) {
-        codes[p] = unit[p] * slope;
-        if constexpr (BEFORE != 0) codes[p] += BEFORE;
-        codes[p] = clamp(floor_of(codes[p]), LOW, HIGH);
+        if constexpr (!ROTATE) {
+            levels[p] = clamp(rounded_product(integers[p], SLOPES[clip]) - ROUNDER, LOW, HIGH);
+        } else {
+            Floats grid = integers[p] + ROUNDER;
+            float begin = ROUNDER;
+            if constexpr (CLIPPED[clip]) {
+                // Less 1/2: clamp takes bounds of two signs. Both are exact.
+                const Floats share = fused(integers[p], SLOPES[clip], 0.5f);
+                const Floats inside = clamp(share - 0.5f, -0.5f, 0.5f) + 0.5f;
+                grid = rounded_product(inside, 2 * TOP + 1);
+                begin += TOP + 1;
+            }
+            const Floats floors = (Floats)((Ints)grid & -STEP) - begin;
+            levels[p] = floors * (1.0f / STEP) + AFTER;
+        }
     }
 }
 
-INLINE void pack(const Floats* codes, uint8_t* to) {
+INLINE void pack(const Floats* levels, uint8_t* to) {
     constexpr int bytes = CODE_BYTES / LANES;  // vectors of bytes: as many as the codes of a stretch fill
     UNROLL
     for (int p = 0; p < bytes; p++) {
         Ints packed = {};
         UNROLL
         for (int place = 0; place < 8 / BITS; place++) {
-            const Ints code = __builtin_convertvector(codes[p + place * bytes], Ints);
+            const Ints code = __builtin_convertvector(levels[p + place * bytes] - AFTER, Ints);
             packed |= (code & ((1 << BITS) - 1)) << (place * BITS);
         }
         const Bytes narrow = __builtin_convertvector(packed, Bytes);
@@ -430,25 +529,32 @@ struct Error {
         else return {nullptr, nullptr, (float*)place.error + group * GROUP};
     }
 
-    inline __attribute__((always_inline)) Floats read(int part, float wide) const {
-        if constexpr (ERROR_INT8) return load(codes + part * LANES) * wide;
+    inline __attribute__((always_inline)) Floats read(int part) const {  // without its scale
+        if constexpr (ERROR_INT8) return load(codes + part * LANES);
         else return load(floats + part * LANES);
     }
 
-    inline __attribute__((always_inline)) void write(const Floats* error) const {
+    // Keep OLD_SHARE * old + LOST_SHARE * (whole - sent).
+    inline __attribute__((always_inline)) void write(
+        const Floats* old, float wide, const Floats* whole, const Floats* sent
+    ) const {
         if constexpr (!ERROR_INT8) {
             UNROLL
-            for (int p = 0; p < PARTS; p++) store(floats + p * LANES, error[p]);
+            for (int p = 0; p < PARTS; p++)
+                store(floats + p * LANES, OLD_SHARE * old[p] + LOST_SHARE * (whole[p] - sent[p]));
         } else {
+            // All of it is divided by LOST_SHARE, so that the code's size alone takes that factor.
+            Floats error[PARTS];
+            UNROLL
+            for (int p = 0; p < PARTS; p++) error[p] = whole[p] + old[p] * (wide * OLD_OVER_LOST) - sent[p];
             const int32_t bits = largest_in(error);
             const float largest = ::read<float>(&bits);
-            *scale = to_bf16(largest >= TINY ? largest * ONE_127TH : 0.0f);
-            const float wide = from_bf16(*scale);
-            const float inverse = wide > 0 ? 1.0f / wide : 0.0f;
+            *scale = to_bf16(largest >= TINY ? largest * LOST_SHARE_127TH : 0.0f);
+            const float size = from_bf16(*scale);
+            const float inverse = size > 0 ? reciprocal(size) * LOST_SHARE : 0.0f;
             UNROLL
             for (int p = 0; p < PARTS; p++) {
-                const Floats code = clamp(floor_of(error[p] * inverse + 0.5f), -127.0f, 127.0f);
-                const Chars narrow = __builtin_convertvector(__builtin_convertvector(code, Ints), Chars);
+                const Chars narrow = __builtin_convertvector((Ints)rounded_product(error[p], inverse), Chars);
                 memcpy(codes + p * LANES, &narrow, LANES);
             }
         }
@@ -465,80 +571,79 @@ struct Group {  // where it comes from and goes to
 
 // Groups side by side: each alone is a chain of steps that wait for one another. What is no finite number becomes codes
 // of 0, a scale of NaN, and leaves its error as it was.
+template <int clip = 0, int SIDE>
+INLINE void choose_levels(const Floats (*integers)[PARTS], Floats (*levels)[PARTS], float* along, float* square) {
+    if constexpr (clip < CLIPS) {
+        EACH {
+            Floats tried[PARTS], products[PARTS];
+            levels_of<clip>(integers[s], tried);
+            UNROLL
+            for (int p = 0; p < PARTS; p++) products[p] = integers[s][p] * tried[p];
+            const float this_along = group_sum(products);
+            float this_square = 0.0f;
+            if constexpr (CLIPS > 1 || !UNBIASED) {
+                UNROLL
+                for (int p = 0; p < PARTS; p++) products[p] = tried[p] * tried[p];
+                this_square = group_sum(products);
+            }
+            if (clip == 0 || this_along * this_along * square[s] > along[s] * along[s] * this_square) {
+                along[s] = this_along, square[s] = this_square;
+                UNROLL
+                for (int p = 0; p < PARTS; p++) levels[s][p] = tried[p];
+            }
+        }
+        choose_levels<clip + 1, SIDE>(integers, levels, along, square);
+    }
+}
+
 template <int SIDE> INLINE void quantize_groups(const Group* group) {
-    Floats whole[SIDE][PARTS], old[SIDE][PARTS], unit[SIDE][PARTS], codes[SIDE][PARTS], products[SIDE][PARTS];
-    float largest[SIDE], along[SIDE], best[SIDE], slope[SIDE], scale[SIDE];
+    Floats whole[SIDE][PARTS], old[SIDE][PARTS], integers[SIDE][PARTS], levels[SIDE][PARTS];
+    float wide[SIDE], along[SIDE], square[SIDE], scale[SIDE], largest[SIDE];
     bool finite[SIDE], used[SIDE];
 
     EACH {
-        const float wide = FEEDBACK && ERROR_INT8 ? from_bf16(*group[s].error.scale) : 0.0f;
+        wide[s] = FEEDBACK && ERROR_INT8 ? from_bf16(*group[s].error.scale) : 1.0f;
         UNROLL
         for (int p = 0; p < PARTS; p++) {
             whole[s][p] = load(group[s].grad + p * LANES);
             if constexpr (FEEDBACK) {
-                old[s][p] = group[s].error.read(p, wide);
-                whole[s][p] += old[s][p];
+                old[s][p] = group[s].error.read(p);
+                whole[s][p] += ERROR_INT8 ? old[s][p] * wide[s] : old[s][p];
             }
-            unit[s][p] = ROTATE ? group[s].signs.times(whole[s][p], p) : whole[s][p];
+            integers[s][p] = ROTATE ? group[s].signs.times(whole[s][p], p) : whole[s][p];
         }
     }
-    if constexpr (ROTATE) EACH hadamard(unit[s]);
+    if constexpr (ROTATE) EACH hadamard(integers[s]);
 
     EACH {
-        const int32_t bits = largest_in(unit[s]);
+        const int32_t bits = largest_in(integers[s]);
         largest[s] = read<float>(&bits);
         finite[s] = bits < HUGE_BITS;
         used[s] = finite[s] && largest[s] >= TINY;
-        const float inverse = used[s] ? 1.0f / largest[s] : 0.0f;
+        const float inverse = used[s] ? reciprocal(largest[s]) * TOP : 0.0f;
         UNROLL
-        for (int p = 0; p < PARTS; p++) unit[s][p] = used[s] ? unit[s][p] * inverse : Floats{};
-        best[s] = -1.0f, along[s] = 0.0f, slope[s] = SLOPES[0];
+        for (int p = 0; p < PARTS; p++)
+            integers[s][p] = used[s] ? rounded_product(integers[s][p], inverse) - ROUNDER : Floats{};
     }
-
-    UNROLL
-    for (int clip = 0; clip < CLIPS; clip++) EACH {
-        code(unit[s], SLOPES[clip], codes[s]);
-        UNROLL
-        for (int p = 0; p < PARTS; p++) products[s][p] = unit[s][p] * (codes[s][p] + AFTER);
-        const float this_along = sum_of(fold(products[s]));
-        if constexpr (CLIPS == 1) {
-            along[s] = this_along;
-        } else {
-            UNROLL
-            for (int p = 0; p < PARTS; p++) products[s][p] = (codes[s][p] + AFTER) * (codes[s][p] + AFTER);
-            const float square = sum_of(fold(products[s]));
-            const float score = square > 0 ? this_along * this_along / square : 0.0f;
-            const bool better = score > best[s];
-            best[s] = better ? score : best[s];
-            along[s] = better ? this_along : along[s];
-            slope[s] = better ? SLOPES[clip] : slope[s];
-        }
-    }
+    choose_levels<0, SIDE>(integers, levels, along, square);
 
     EACH {
-        if constexpr (CLIPS > 1) code(unit[s], slope[s], codes[s]);
-        pack(codes[s], group[s].codes);
-        UNROLL
-        for (int p = 0; p < PARTS; p++) {
-            const Floats level = codes[s][p] + AFTER;
-            products[s][p] = UNBIASED ? unit[s][p] * unit[s][p] : level * level;
+        pack(levels[s], group[s].codes);
+        float over = along[s], under = square[s];
+        if constexpr (UNBIASED) {
+            UNROLL
+            for (int p = 0; p < PARTS; p++) integers[s][p] = integers[s][p] * integers[s][p];
+            over = group_sum(integers[s]), under = along[s];
         }
-        const float square = sum_of(fold(products[s]));
-        float ratio = !used[s] ? 0.0f : UNBIASED ? square / along[s] : along[s] / square;
-        if constexpr (ROTATE) ratio *= 1.0f / HADAMARD;
-        const uint16_t rounded = finite[s] ? to_bf16(ratio * (used[s] ? largest[s] : 0.0f)) : NO_NUMBER;
+        const float ratio = used[s] ? over * reciprocal(under) * (largest[s] * UNIT) : 0.0f;
+        const uint16_t rounded = finite[s] ? to_bf16(ratio) : NO_NUMBER;
         *group[s].scale = rounded;
         scale[s] = from_bf16(rounded);
     }
 
     if constexpr (FEEDBACK) {
-        EACH decode(codes[s], scale[s], group[s].signs);
-        EACH {
-            UNROLL
-            for (int p = 0; p < PARTS; p++)
-                codes[s][p] = OLD_SHARE * old[s][p] + LOST_SHARE * (whole[s][p] - codes[s][p]);
-            if (finite[s]) group[s].error.write(codes[s]);
-        }
+        EACH decode(levels[s], scale[s], group[s].signs);
+        EACH if (finite[s]) group[s].error.write(old[s], wide[s], whole[s], levels[s]);
     }
 }
 
@@ -589,7 +694,7 @@ extern "C" void quantize(
 _DEQUANTIZE = r"""
 // --- dequantize ---
 
-INLINE void unpack(const uint8_t* packed, Floats* codes) {
+INLINE void unpack(const uint8_t* packed, Floats* levels) {
     constexpr int bytes = CODE_BYTES / LANES;
     UNROLL
     for (int p = 0; p < bytes; p++) {
@@ -597,7 +702,7 @@ INLINE void unpack(const uint8_t* packed, Floats* codes) {
         UNROLL
         for (int place = 0; place < 8 / BITS; place++) {  // up to the top, and down with its sign
             const Ints code = wide << (32 - (place + 1) * BITS) >> (32 - BITS);
-            codes[p + place * bytes] = __builtin_convertvector(code, Floats);
+            levels[p + place * bytes] = __builtin_convertvector(code, Floats) + AFTER;
         }
     }
 }

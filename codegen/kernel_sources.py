@@ -10,6 +10,9 @@ from torch import Tensor, fx
 
 from zgraph import meta, nodes
 from zgraph.codegen import cpu_source, dequantize_blocks, quantize_blocks
+from zgraph.codegen.dequantize_blocks import Task
+from zgraph.codegen.kernel_tables import are_aligned
+from zgraph.codegen.reference import RUN
 from zgraph.compressed_ops import layout_of
 from zgraph.compression import BlockMethod
 from zgraph.torch_compat import arguments_by_name
@@ -24,7 +27,7 @@ def sources_of(graph: fx.Graph) -> dict[str, str]:
         if not launches:
             continue
         on_cpu = launches[0].device.type == "cpu"
-        emitted = dict.fromkeys(launch.cpp(node.name) if on_cpu else launch.triton() for launch in launches)
+        emitted = dict.fromkeys(launch.cpp(node.name) if on_cpu else launch.triton(node.name) for launch in launches)
         found[f"{node.name}.{'cpp' if on_cpu else 'triton.py'}"] = "\n".join(emitted)
     return found
 
@@ -43,11 +46,18 @@ class Quantize:
     def cpp(self, name: str) -> str:
         method = cast(BlockMethod, self.layout.method)
         kinds = dict.fromkeys(tensor.dtype for tensor in self.read)
-        return _described(name, self.layout) + "".join(cpu_source.emit_quantize(method, dtype) for dtype in kinds)
+        return _described("//", name, self.layout) + "".join(cpu_source.emit_quantize(method, dtype) for dtype in kinds)
 
-    def triton(self) -> str:
-        dtypes, numels = tuple(one.dtype for one in self.read), tuple(one.numel() for one in self.read)
-        return quantize_blocks.emit_quantize(self.layout, dtypes, numels, dynamic=True)
+    def triton(self, name: str) -> str:
+        """For gradients that begin at multiples of 16 bytes, as allocators make them."""
+        method = cast(BlockMethod, self.layout.method)
+        sizes: dict[torch.dtype, list[int]] = {}
+        for tensor, length in zip(self.read, self.layout.numels, strict=True):
+            sizes.setdefault(tensor.dtype, []).extend((tensor.numel(), length))
+        return _described("#", name, self.layout) + "\n".join(
+            quantize_blocks.emit_quantize(method, dtype, aligned=are_aligned([], found, RUN))
+            for dtype, found in sizes.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -56,17 +66,18 @@ class Dequantize:
 
     layout: BucketLayout
     dtype: torch.dtype
-    ranks: int
     device: torch.device
-    each: bool = False
+    task: Task
 
     def cpp(self, name: str) -> str:
         method = cast(BlockMethod, self.layout.method)
-        return _described(name, self.layout) + cpu_source.emit_dequantize(method, self.dtype)
+        return _described("//", name, self.layout) + cpu_source.emit_dequantize(method, self.dtype)
 
-    def triton(self) -> str:
-        dtypes = (self.dtype,) * len(self.layout.numels)
-        return dequantize_blocks.emit_dequantize(self.layout, dtypes, self.ranks, dynamic=True, each=self.each)
+    def triton(self, name: str) -> str:
+        method = cast(BlockMethod, self.layout.method)
+        aligned = are_aligned([], self.layout.numels, RUN)
+        source = dequantize_blocks.emit_dequantize(method, self.dtype, self.task, aligned=aligned)
+        return _described("#", name, self.layout) + source
 
 
 def _has_kernel(node: fx.Node) -> bool:
@@ -89,16 +100,19 @@ def _launches(node: fx.Node) -> list[Quantize] | list[Dequantize]:
         layout = layout_of(method, tuple(named["numels"]), world, named["stretches"])
         return [Quantize(layout, tuple(map(meta.tensor_value, named["grads"])))]
     if nodes.is_dequantize_sum(node):
-        layout, each = layout_of(method, tuple(named["numels"]), world, named["stretches"]), False
+        layout, task = (
+            layout_of(method, tuple(named["numels"]), world, named["stretches"]),
+            Task(divisor=named["divisor"]),
+        )
     else:
         numels = named["numels"] if "numels" in named else [named["numel"]]
-        layout, each = layout_of(method, tuple(numels), 1, 1), True
-    return [Dequantize(layout, named["dtype"], world, meta.tensor_value(named["received"]).device, each)]
+        layout, task = layout_of(method, tuple(numels), 1, 1), Task(each=True)
+    return [Dequantize(layout, named["dtype"], meta.tensor_value(named["received"]).device, task)]
 
 
-def _described(name: str, layout: BucketLayout) -> str:
+def _described(mark: str, name: str, layout: BucketLayout) -> str:
     chunks, numels = layout.stretches * layout.world, ", ".join(map(str, layout.numels))
     return (
-        f"// {name}: {len(layout.numels)} tensors, each in {chunks} chunks of so many elements: {numels}.\n"
-        f"// Payload: {layout.payload_bytes} bytes for each of {layout.world} ranks.\n"
+        f"{mark} {name}: {len(layout.numels)} tensors, each in {chunks} chunks of so many elements: {numels}.\n"
+        f"{mark} Payload: {layout.payload_bytes} bytes for each of {layout.world} ranks.\n"
     )

@@ -6,8 +6,9 @@ import importlib
 import math
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,21 +26,53 @@ class LaunchOptions:
     """Changes the speed of a kernel, and none of its results.
 
     Attributes:
-        warps: of a program.
-        blocks_per_thread: places of a stripe that a thread takes: 1 lets it keep all elements in registers.
+        warps: of a program; each thread takes a block of 32 elements.
+        compile_only: the kernel is compiled, and does not run.
     """
 
     warps: int = 1
-    blocks_per_thread: int = 1
+    compile_only: bool = False
 
-    def arguments(self, method: BlockMethod) -> dict[str, int]:
-        """Of the function that starts the kernel."""
-        places = method.group // stripes_of(method)
-        groups = max(1, WARP * self.warps * self.blocks_per_thread // places)
-        return {"GROUPS": groups, "num_warps": self.warps}
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def groups_at_once(self, method: BlockMethod) -> int:
+        """Groups of a program."""
+        return self.threads * stripes_of(method) // method.group
+
+    def arguments(self) -> dict[str, int]:
+        """Of the kernel."""
+        return {"THREADS": self.threads, "num_warps": self.warps}
 
 
-OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 2, 4, 8))
+# Threads do not wait for one another, so that the number of warps hardly matters; each is compiled.
+OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 4))
+
+
+def start(kernel: Any, grid: tuple[int, ...], options: LaunchOptions, *args: Any, contracts: bool) -> None:
+    """Launch a kernel, or only compile it.
+
+    Args:
+        kernel: of Triton.
+        grid: its programs.
+        options: how.
+        args: those before the options' own.
+        contracts: whether multiplications may be contracted with additions.
+    """
+    more = {**options.arguments(), "enable_fp_fusion": contracts}
+    if options.compile_only:
+        kernel.warmup(*args, grid=grid, **more)
+    else:
+        kernel[grid](*args, **more)
+
+
+def compile_all(run: Callable[[LaunchOptions], None]) -> None:
+    """Compile a kernel with all options, side by side: most of it is done outside Python."""
+    triton: Any = importlib.import_module("triton")
+    with ThreadPoolExecutor(len(OPTIONS)) as pool, triton.AsyncCompileMode(pool):
+        for options in OPTIONS:
+            run(replace(options, compile_only=True))
 
 
 def is_compiled(kernel: Any) -> bool:
@@ -62,8 +95,9 @@ def fastest(run: Callable[[LaunchOptions], None], device: torch.device) -> Launc
     """The options with which a kernel runs fastest, by the median of a few rounds."""
     times: dict[LaunchOptions, list[float]] = {options: [] for options in OPTIONS}
     with on_device(device):
+        compile_all(run)
         for options in OPTIONS:
-            run(options)  # compiles
+            run(options)
         for _ in range(ROUNDS):
             for options in OPTIONS:
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,8 +1,8 @@
-"""Triton source for one bucket: compensate, rotate, quantize, pack, and keep the new error, in one launch.
+"""Triton source for one bucket: compensate, rotate, quantize, pack, and keep the new error, in one launch for a dtype.
 
 The kernel reads every gradient where it lies and writes codes and scales to their places in the payload. A program
-takes a few groups of one gradient; which one follows from its id and from constants in the source. Nothing as large as
-the bucket is ever in device memory beside the gradients, their errors and the payload.
+takes a few groups of one gradient; which, and where that lies, it reads in two tables. Nothing as large as the bucket
+is ever in device memory beside the gradients, their errors and the payload.
 
 `zgraph.codegen.reference` says what is computed; results are equal bit for bit, whatever the launch options.
 """
@@ -17,10 +17,20 @@ import torch
 from torch import Tensor
 
 from zgraph.codegen import triton_source as pieces
-from zgraph.codegen.launch_options import LaunchOptions, drawn, fastest, is_compiled, on_device
-from zgraph.codegen.reference import HUGE_BITS, NO_NUMBER, TINY, CodeBook, is_unbiased
-from zgraph.codegen.triton_source import Member
-from zgraph.compression import HADAMARD, BlockMethod, Draw
+from zgraph.codegen.kernel_tables import are_aligned, entries_of, programs_of
+from zgraph.codegen.launch_options import LaunchOptions, drawn, fastest, is_compiled, on_device, start
+from zgraph.codegen.reference import (
+    HUGE_BITS,
+    NO_NUMBER,
+    RUN,
+    TINY,
+    CodeBook,
+    fp32,
+    is_unbiased,
+    sign_key,
+    sums_are_exact,
+)
+from zgraph.compression import BlockMethod, Draw
 from zgraph.wire_format import BucketLayout
 
 
@@ -32,7 +42,6 @@ def quantize_bucket(
     rank: int,
     payload: Tensor,
     *,
-    dynamic: bool = True,
     options: LaunchOptions | None = None,
 ) -> None:
     """Fill the payload of a bucket, as `zgraph.codegen.reference.quantize_bucket` does.
@@ -41,32 +50,62 @@ def quantize_bucket(
         grads: contiguous, any shape; what a gradient lacks to `stretches * world * numel` counts as zeros.
         states: of each, contiguous, beside the gradients; updated in place.
         layout: of the bucket; its method is a BlockMethod.
-        draw, rank: which signs. New ones compile nothing.
+        draw, rank: which signs.
         payload: [world, payload_bytes] uint8, contiguous; bytes behind the last section are left alone.
-        dynamic: sizes are arguments of the kernel, so that buckets of as many gradients share one; otherwise constants.
         options: how to launch. None: the fastest of a few, found once for each method, dtype and device.
 
     Raises:
-        ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled.
+        ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled; an error or the payload does
+            not begin at a multiple of 16 bytes.
     """
-    kept = [state[name] for name in _state_names(pieces.block_method(layout)) for state in states]
-    pieces.require_contiguous("quantize_blocks", [*grads, *kept, payload])
-    dtypes, numels = tuple(grad.dtype for grad in grads), tuple(grad.numel() for grad in grads)
-    names = pieces.load(emit_quantize(layout, dtypes, numels, dynamic=dynamic))
+    method = pieces.block_method(layout)
+    kept = [[state[name] for name in _state_names(method)] for state in states]
+    pieces.require_contiguous("quantize_blocks", [*grads, *(tensor for state in kept for tensor in state), payload])
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        members = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
+        _launch([grads[place] for place in members], kept, members, layout, sign_key(draw, rank), payload, options)
+
+
+def _launch(
+    grads: Sequence[Tensor],
+    kept: Sequence[Sequence[Tensor]],
+    members: Sequence[int],
+    layout: BucketLayout,
+    key: int,
+    payload: Tensor,
+    options: LaunchOptions | None,
+) -> None:
+    """For the gradients of one dtype, which are these members of the bucket."""
+    method, dtype = pieces.block_method(layout), grads[0].dtype
+    lengths = [layout.numels[member] for member in members]
+    numels, addresses = [grad.numel() for grad in grads], [pieces.address_of(grad) for grad in grads]
+    names = pieces.load(emit_quantize(method, dtype, aligned=are_aligned(addresses, [*numels, *lengths], RUN)))
     if is_compiled(names["quantize"]):
         pieces.require_device("quantize_blocks", "payload", payload)
-        options = options or _fastest(pieces.block_method(layout), dtypes[0], payload.device)
-    sizes = pieces.sizes(_members(layout, numels), layout.payload_bytes) if dynamic else ()
+        pieces.require_aligned("quantize_blocks", [payload, *(kept[member][0] for member in members if kept[member])])
+        options = options or _fastest(method, dtype, payload.device)
+    options, offsets = options or LaunchOptions(), layout.offsets()
+    programs = programs_of(
+        tuple(method.groups(length) for length in lengths), options.groups_at_once(method), payload.device
+    )
+    if not len(programs):
+        return
+    rows = [
+        [address, *map(pieces.address_of, kept[member]), numel, length, method.groups(length), *offsets[member]]
+        for address, member, numel, length in zip(addresses, members, numels, lengths, strict=True)
+    ]
     with on_device(payload.device):
-        names["launch"](
-            *grads,
-            *kept,
+        start(
+            names["quantize"],
+            (len(programs), layout.world, layout.stretches),
+            options,
+            entries_of(rows, payload.device),
+            programs,
             payload,
-            payload.view(torch.int16),
-            *sizes,
-            pieces.sign_base(draw),
-            rank,
-            **(options or LaunchOptions()).arguments(pieces.block_method(layout)),
+            layout.payload_bytes,
+            pieces.signed(key),
+            -(2**31),
+            contracts=may_contract(method),
         )
 
 
@@ -85,134 +124,130 @@ def _fastest(method: BlockMethod, dtype: torch.dtype, device: torch.device) -> L
     )
 
 
+def may_contract(method: BlockMethod) -> bool:
+    """Whether a multiplication may be contracted with an addition: where every product that is added is exact.
+
+    Those of 8-bit errors are where the scale's 8 bits, the factor's and the code's 7 fit into 24.
+    """
+    share = method.old_share
+    if share is not None and method.error_dtype.is_floating_point:
+        return False
+    factor = torch.tensor(0.0 if share is None else fp32(share / (1 - share))).view(torch.int32).item()
+    return sums_are_exact(method) and factor % 2 ** (23 - 8) == 0
+
+
 @functools.lru_cache(maxsize=1024)
-def emit_quantize(
-    layout: BucketLayout, dtypes: tuple[torch.dtype, ...], numels: tuple[int, ...], *, dynamic: bool = False
-) -> str:
-    """The source of a kernel `quantize`, and of a function `launch` that starts it.
+def emit_quantize(method: BlockMethod, dtype: torch.dtype, *, aligned: bool) -> str:
+    """The source of a kernel `quantize` for gradients of one dtype.
 
     Args:
-        layout: of the bucket.
-        dtypes, numels: of each gradient.
-        dynamic: write no sizes into the source, but take them as arguments. Of the sizes it then only says whether all
-            are multiples of 16, so that 16 bytes can be read at once.
+        method: what to do.
+        dtype: of the gradients.
+        aligned: each gradient and each of its chunks begins at a multiple of 16 bytes and ends with a whole run, so
+            that 16 bytes are read at once.
     """
-    method = pieces.block_method(layout)
-    members = _members(layout, numels)
-    aligned = all(number % 16 == 0 for member in members for number in (member.numel, member.length))
-    whole = not dynamic and all(
-        member.length % method.group == 0 and member.numel == member.length * member.chunks for member in members
-    )
-    written = [member.named(place) for place, member in enumerate(members)] if dynamic else members
-    sizes = {"WORLD": layout.world, "CODE_BYTES": method.group * method.bits // 8}
     return pieces.joined(
-        _header(layout, dtypes, members, dynamic),
+        _header(method, dtype, aligned),
         pieces.IMPORTS,
-        pieces.constants(method, sizes if dynamic else sizes | {"PAYLOAD_BYTES": layout.payload_bytes}),
+        pieces.constants(method),
         pieces.ROUNDING,
         pieces.BF16,
         pieces.HALVES,
-        pieces.FOLD,
+        pieces.GROUP_LARGEST,
+        pieces.EXACT_SUM if sums_are_exact(method) else pieces.ORDERED_SUM,
         *([pieces.SIGNS] if method.rotate else []),
-        _codes(method),
-        _kernel(layout, dtypes, written, aligned, whole),
+        _levels(method),
+        _kernel(method, dtype, aligned),
     )
-
-
-def _members(layout: BucketLayout, numels: Sequence[int]) -> list[Member]:
-    return pieces.members_of(layout, numels, layout.stretches * layout.world)
 
 
 def _state_names(method: BlockMethod) -> list[str]:
     return list(method.state(1, 1))
 
 
-def _header(layout: BucketLayout, dtypes: Sequence[torch.dtype], members: Sequence[Member], dynamic: bool) -> str:
+def _header(method: BlockMethod, dtype: torch.dtype, aligned: bool) -> str:
     """What the kernel works on, and the bytes it moves."""
-    method = pieces.block_method(layout)
-    kept = sum(
-        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in method.state(method.group, 1).values()
-    )  # of a group
-    sent = sum(method.sections(method.group))
-    lines = [f"Quantize {len(members)} gradients into one payload for {layout.world} ranks.", "", f"{method}"]
-    if dynamic:
-        lines += [
-            f"grad_{place}: {pieces.dtype_name(dtype)} [numel_{place}] in {member.chunks} chunks of length_{place}"
-            for place, (dtype, member) in enumerate(zip(dtypes, members, strict=True))
+    kept = sum(torch.Size(shape).numel() * kept.itemsize for shape, kept in method.state(method.group, 1).values())
+    read, written = method.group * dtype.itemsize + kept, kept + sum(method.sections(method.group))
+    name = pieces.dtype_name(dtype)
+    return pieces.comment(
+        [
+            f"Quantize {name} gradients, each in chunks for all ranks, into one payload.",
+            "",
+            f"{method}",
+            f"{'16 bytes' if aligned else 'one element'} of the gradient at once",
+            f"bytes of a group of {method.group}: {read} read + {written} written = {read + written}, "
+            f"{(read + written) / method.group:.3f} for each element",
         ]
-        lines.append(f"bytes of a group of {method.group}: its gradient + {kept} read, {kept} + {sent} written")
-        return pieces.comment(lines)
-    elements = sum(int(member.numel) for member in members)
-    rows = sum(int(member.rows(method.group)) for member in members)
-    lines += [
-        f"grad_{place}: {pieces.dtype_name(dtype)} [{member.numel}] in {member.chunks} chunks of {member.length}, "
-        f"{member.rows(method.group)} groups"
-        for place, (dtype, member) in enumerate(zip(dtypes, members, strict=True))
-    ]
-    read = sum(int(member.numel) * dtype.itemsize for member, dtype in zip(members, dtypes, strict=True)) + rows * kept
-    written = rows * (kept + sent)
-    each = (read + written) / max(elements, 1)
-    lines.append(
-        f"{read} bytes read + {written} written = {read + written}: {each:.3f} for each of {elements} elements"
     )
-    return pieces.comment(lines)
 
 
-def _codes(method: BlockMethod) -> str:
-    """Functions from rotated elements to codes and scales."""
+def _levels(method: BlockMethod) -> str:
+    """A function for each clipping level: from integers u to levels c + b."""
     book = CodeBook.of(method)
-    before = f" + {book.before}" if book.before else ""
-    after = f" + {book.after}" if book.after else ""
-    best = f"slope = {pieces.literal(book.slopes[0])}\n    along, score = try_clip(unit, slope, GROUPS)\n"
-    for other in map(pieces.literal, book.slopes[1:]):
-        best += f"    other_along, other_score = try_clip(unit, {other}, GROUPS)\n"
-        best += "    better = other_score > score\n"
-        best += f"    slope = tl.where(better, {other}, slope)\n"
-        best += "    along, score = tl.where(better, other_along, along), tl.where(better, other_score, score)\n"
-    slope = "to_all(slope)" if len(book.slopes) > 1 else "slope"
-    unbiased, least_squares = "fold(unit * unit, GROUPS), along", "along, fold(levels * levels, GROUPS)"
-    shares = unbiased if is_unbiased(method) else least_squares
-    rescale = f" * {pieces.literal(1 / HADAMARD)}" if method.rotate else ""
-    low, high = pieces.literal(book.low), pieces.literal(book.high)
-    return f"""\
-@triton.jit
-def round_codes(unit, slope):
-    return tl.minimum(tl.maximum(round_down(unit * slope{before}), {low}), {high})
-
-
-@triton.jit
-def try_clip(unit, slope, GROUPS: tl.constexpr):  # only sums are kept: holding all codes takes too many registers
-    levels = round_codes(unit, slope){after}
-    along, square = fold(unit * levels, GROUPS), fold(levels * levels, GROUPS)
-    return along, tl.where(square > 0, tl.div_rn(along * along, tl.where(square > 0, square, 1.0)), 0.0)
-
-
-@triton.jit
-def quantize_groups(rotated, GROUPS: tl.constexpr):
-    # -> codes, levels [STRIPES * GROUPS * PLACES] fp32; scale as bf16 bits, finite [GROUPS]
-    bits = tl.reshape(rotated.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [STRIPES, GROUPS * PLACES])
-    bits = tl.max(tl.reshape(tl.max(bits, axis=0), [GROUPS, PLACES]), axis=1)
-    largest = bits.to(tl.float32, bitcast=True)
-    finite = bits < {HUGE_BITS:#010x}
-    used = finite & (largest >= {TINY!r})
-    inverse = to_all(tl.where(used, tl.div_rn(1.0, largest), 0.0))
-    unit = tl.where(inverse > 0, rotated * inverse, 0.0)
-    {best}\
-    codes = round_codes(unit, {slope})
-    levels = codes{after}
-    over, under = {shares}
-    ratio = tl.where(used, tl.div_rn(over, tl.where(used, under, 1.0)), 0.0){rescale}
-    scale = tl.where(finite, to_bf16(ratio * tl.where(used, largest, 0.0)), {NO_NUMBER:#06x}).to(tl.int16)
-    return codes, levels, scale, finite
-"""
+    blocks: list[str] = []
+    for place, clip in enumerate(book.clips):
+        slope = pieces.literal(book.slope(clip))
+        if not book.rotated:
+            low, high = pieces.literal(book.low), pieces.literal(book.high)
+            lines = [f"return tl.clamp(tl.fma(unit, {slope}, ROUNDER) - ROUNDER, {low}, {high})"]
+        else:
+            lines: list[str] = []
+            if clip != 1:
+                lines = [
+                    f"share = tl.clamp(tl.fma(unit, {slope}, 0.5), 0.0, 1.0)  # of the interval from clip to clip",
+                    f"grid = tl.fma(share, {pieces.literal(2 * book.top + 1)}, ROUNDER)",
+                ]
+            begin = 3 * 2**22 if clip == 1 else 3 * 2**22 + book.top + 1
+            lines += [
+                f"floors = (grid.to(tl.int32, bitcast=True) & -{book.step}).to(tl.float32, bitcast=True)",
+                f"return tl.fma(floors, {1 / book.step}, {0.5 - begin / book.step})",
+            ]
+        blocks.append(
+            f"@triton.jit\ndef levels_{place}(unit, grid):  # grid: unit + ROUNDER\n" + pieces.indented(lines)
+        )
+    return pieces.joined(*blocks)
 
 
 _READ = MappingProxyType(
     {
-        torch.bfloat16: "from_bf16(tl.load({at}, mask=inside, other=0.0).to(tl.int16, bitcast=True))",
-        torch.float32: "tl.load({at}, mask=inside, other=0.0)",
+        torch.bfloat16: ("tl.bfloat16", "from_bf16({}.to(tl.int16, bitcast=True))"),
+        torch.float16: ("tl.float16", "{}.to(tl.float32)"),
+        torch.float32: ("tl.float32", "{}"),
+        torch.float64: ("tl.float64", "{}.to(tl.float32)"),
     }
 )
+
+
+def _best(method: BlockMethod) -> list[str]:
+    """Lines that make levels, and `over` and `under` of their scale."""
+    book, unbiased = CodeBook.of(method), is_unbiased(method)
+    lines = ["levels = levels_0(unit, grid)", "along = group_sum(unit * levels)"]
+    if len(book.clips) > 1 or not unbiased:
+        lines.append("square = group_sum(levels * levels)")
+    for place in range(1, len(book.clips)):
+        lines += [
+            f"other = levels_{place}(unit, grid)",
+            "other_along, other_square = group_sum(unit * other), group_sum(other * other)",
+            "better = other_along * other_along * square > along * along * other_square",
+            "levels = tl.where(to_all(better.to(tl.int1)), other, levels)",
+            "along, square = tl.where(better, other_along, along), tl.where(better, other_square, square)",
+        ]
+    return [*lines, "over, under = " + ("group_sum(unit * unit), along" if unbiased else "along, square")]
+
+
+# Levels [STRIPES * THREADS] -> words of four bytes [CODE_RUNS * CODE_RUN / 4 * THREADS].
+_PACK_4 = f"""\
+# Fused multiplications make 16 bits of four codes, each plus 8, as twice a number beside 2^22. Of both halves of a
+# word the lower one is shifted right with the exponent that stands above it, which the upper one makes up for.
+low, high = halves(levels, 1, 16 * THREADS)
+bytes = tl.fma(high, 16.0, low)
+low, high = halves(bytes, 8, THREADS)
+shorts = tl.fma(high, 256.0, low)
+low, high = halves(shorts, 4, THREADS)
+low = (low + 4227071.5).to(tl.int32, bitcast=True)
+high = (high + {4227071.5 + 65536 - 0x2540}).to(tl.int32, bitcast=True)
+packed = ((high << 15) + (low >> 1)) ^ -0x77777778"""
 _PACK = MappingProxyType(
     {
         2: """\
@@ -227,127 +262,157 @@ packed = first | (second << 4)""",
 )
 
 
-def _kernel(
-    layout: BucketLayout, dtypes: Sequence[torch.dtype], members: Sequence[Member], aligned: bool, whole: bool
-) -> str:
-    method = pieces.block_method(layout)
-    names = _state_names(method)
-    kinds = list(dict.fromkeys(dtypes))
-    own: list[list[str]] = []
-    for place, dtype in enumerate(dtypes):
-        own.append([f"grad_{pieces.dtype_name(dtype)} = grad_{place}", *(f"{name} = {name}_{place}" for name in names)])
-        if len(kinds) > 1:
-            own[-1].append(f"kind = {kinds.index(dtype)}")
-    dynamic = isinstance(members[0].length, str)
-    numbers = [str(number) for member in members for number in member.numbers] if dynamic else []
-    numbers += ["payload_bytes"] if dynamic else []
-    payload_bytes = "payload_bytes" if dynamic else "PAYLOAD_BYTES"
-    pointers = [f"grad_{place}" for place in range(len(members))]
-    pointers += [f"{name}_{place}" for name in names for place in range(len(members))]
+def _pack(method: BlockMethod) -> list[str]:
+    """Lines that store codes."""
+    book = CodeBook.of(method)
+    if method.bits == 4 and method.rotate:
+        return [
+            *_PACK_4.splitlines(),
+            "packed = tl.where(tl.reshape(tl.broadcast_to(finite[None, :], [4, THREADS]), [4 * THREADS]), packed, 0)",
+            "words = tl.multiple_of((payload + code_at).to(tl.pointer_type(tl.int32)), 16)",
+            "at_codes = offsets(group, place, CODE_BYTES // 4, 2, 2)",
+            "real_words = tl.broadcast_to(real[None, :, None], [2, THREADS, 2])",
+            "tl.store(words + at_codes, in_runs(packed, 2, 2), mask=real_words)",
+        ]
+    shape = "[CODE_RUNS, THREADS, CODE_RUN]"
+    return [
+        f"bits = low_bits({'levels' if book.after == 0 else f'levels - {book.after}'}) & {method.levels - 1}",
+        "bits = tl.where(to_all(finite), bits, 0)",
+        *_PACK[method.bits].splitlines(),
+        "packed = in_runs(packed.to(tl.uint8), CODE_RUNS, CODE_RUN)",
+        f"codes = tl.multiple_of(payload + code_at, {min(16, method.group * method.bits // 8)})",
+        "at_codes = offsets(group, place, CODE_BYTES, CODE_RUNS, CODE_RUN)",
+        f"tl.store(codes + at_codes, packed, mask=tl.broadcast_to(real[None, :, None], {shape}))",
+    ]
 
-    body = ["program = tl.program_id(0)"]
-    if len(kinds) > 1:
-        body += [f"grad_{pieces.dtype_name(dtype)} = grad_{dtypes.index(dtype)}" for dtype in kinds]
-    body += pieces.choose_member(members, method.group, own)
-    body += [
+
+def _read_error(method: BlockMethod) -> list[str]:
+    """Lines that add the old error to `whole`, and make `kept`, of which the new one is a share."""
+    shape, share = "[RUNS, THREADS, RUN]", method.old_share
+    assert share is not None
+    factor = pieces.literal(fp32(share / (1 - share)))
+    if method.error_dtype.is_floating_point:
+        return [
+            f"old = tl.load(error + at, mask=tl.broadcast_to(real[None, :, None], {shape}))",
+            "old = in_stripes(old)",
+            "whole += old",
+        ]
+    return [
+        f"words = tl.multiple_of(error.to(tl.pointer_type(tl.int32)), {min(16, method.group)})",
+        "words += offsets(group, place, GROUP // 4, RUNS, 2)",
+        "words = tl.load(words, mask=tl.broadcast_to(real[None, :, None], [RUNS, THREADS, 2]))",
+        "byte = (8 * tl.arange(0, 4))[None, None, None, :]",
+        "old = (words[:, :, :, None] << (24 - byte)) >> 24  # with its sign",
+        f"old = in_stripes(tl.reshape(old, {shape})).to(tl.float32)",
+        "error_scale += first",
+        "old_scale = from_bf16(tl.load(error_scale + group, mask=real, other=0))",
+        f"whole = {_sum_of_product(method, 'old', 'to_all(old_scale)', 'whole')}",
+        f"kept = {_sum_of_product(method, 'old', f'to_all(old_scale * {factor})', 'whole')}",
+    ]
+
+
+def _sum_of_product(method: BlockMethod, one: str, other: str, more: str) -> str:
+    """Written as one operation where that changes no bits: compilers make fewer instructions of it."""
+    return f"tl.fma({one}, {other}, {more})" if may_contract(method) else f"{more} + {one} * {other}"
+
+
+def _keep_error(method: BlockMethod) -> list[str]:
+    """Lines that store the new error, given what is `sent`."""
+    share = method.old_share
+    assert share is not None
+    mask = "mask=tl.broadcast_to(keep[None, :, None], [RUNS, THREADS, RUN])"
+    lines = ["keep = real & finite  # a group that is not finite keeps its error"]
+    if method.error_dtype.is_floating_point:
+        kept, rest = pieces.literal(fp32(share)), pieces.literal(fp32(1 - share))
+        return [
+            *lines,
+            f"new = {kept} * old + {rest} * (whole - sent)",
+            f"tl.store(error + at, in_runs(new, RUNS, RUN), {mask})",
+        ]
+    rest = pieces.literal(fp32(1 - share))
+    return [
+        *lines,
+        f"new = kept - sent  # of which {rest} is kept",
+        "largest = group_largest(new)",
+        f"new_scale = tl.where(largest >= {TINY!r}, largest * {pieces.literal(fp32((1 - share) / 127))}, 0.0)",
+        "new_scale = number_to_bf16(new_scale)",
+        "wide = from_bf16(new_scale)",
+        f"inverse = tl.where(wide > 0, reciprocal(wide) * {rest}, 0.0)",
+        "new = tl.fma(new, to_all(inverse), ROUNDER).to(tl.int32, bitcast=True)",
+        "tl.store(error_scale + group, new_scale, mask=keep & (place == 0))",
+        f"tl.store(error + at, in_runs(new, RUNS, RUN).to(tl.int8), {mask})",
+    ]
+
+
+def _kernel(method: BlockMethod, dtype: torch.dtype, aligned: bool) -> str:
+    book, names = CodeBook.of(method), _state_names(method)
+    kind, read = _READ[dtype]
+    pointers = [("grad", kind)]
+    if names:
+        pointers.append(("error", pieces.TRITON_TYPES[method.error_dtype]))
+    if "error_scale" in names:
+        pointers.append(("error_scale", "tl.int16"))
+    body = [
+        *pieces.choose_member(pointers, ["numel", "length", "groups", "codes_at", "scales_at"]),
+        "to, stretch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)",
+        "chunk = stretch * tl.num_programs(1) + to",
+        "first = chunk * groups + before  # of the groups of all chunks",
         "",
-        "row = ((program - first) * GROUPS + tl.arange(0, GROUPS)).to(tl.int32)  # groups of one chunk after another",
-        "real = row < rows",
-        "groups = tl.cdiv(length, GROUP).to(tl.int32)  # of a chunk" if dynamic else "groups = tl.cdiv(length, GROUP)",
-        "chunk, group = row // groups, row % groups",
-        "start = chunk.to(tl.int64) * length + group * GROUP",
+        "# Zeros fill up the last group of a chunk, and what the gradient lacks to its last chunks.",
+        "start = chunk * length + before * GROUP",
+        "present = tl.minimum(tl.maximum(numel - start, 0), THREADS * STRIPES).to(tl.int32)",
+        "left = tl.minimum(left, present)",
+        "at = offsets(group, place, GROUP, RUNS, RUN)",
     ]
     if aligned:
-        body.append("start = tl.multiple_of(start, 16)")
-    if whole:
-        body.append("inside = tl.broadcast_to(real[:, None], [GROUPS, GROUP])")
+        body += [
+            "begins = run_begins(group, place, GROUP, RUNS, RUN)",
+            "inside = tl.broadcast_to((begins < left)[:, :, None], [RUNS, THREADS, RUN])",
+            "grad = tl.multiple_of(grad + start, 16)",
+        ]
     else:
-        body += [
-            "# Zeros fill up the last group of a chunk, and what the gradient lacks to its last chunks.",
-            "left = tl.minimum(length - group * GROUP, numel - start)",
-            "left = tl.where(real, tl.minimum(tl.maximum(left, 0), GROUP), 0).to(tl.int32)",
-            *(["left = tl.multiple_of(left, 16)"] if aligned else []),
-            "inside = tl.arange(0, GROUP)[None, :] < left[:, None]",
-        ]
-    body.append("at = start[:, None] + tl.arange(0, GROUP)[None, :]")
-    for number, dtype in enumerate(kinds):
-        read = _READ.get(dtype, "tl.load({at}, mask=inside, other=0.0).to(tl.float32)")
-        line = "whole = " + read.format(at=f"grad_{pieces.dtype_name(dtype)} + at")
-        if len(kinds) == 1:
-            body.append(line)
-        else:
-            body += [f"if kind == {number}:" if number < len(kinds) - 1 else "else:", "    " + line]
-            if 0 < number < len(kinds) - 1:
-                body[-2] = "el" + body[-2]
+        body += ["inside = at < left", "grad += start"]
+    body.append("given = in_stripes(tl.load(grad + at, mask=inside, other=0.0))")
+    body.append("whole = " + read.format("given"))
     if names:
-        body += [
-            "",
-            "error += row.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]",
-            "old = tl.load(error, mask=tl.broadcast_to(real[:, None], [GROUPS, GROUP]), other=0)",
-        ]
-        if "error_scale" in names:
-            body += [
-                "old_scale = tl.load(error_scale + row, mask=real, other=0.0).to(tl.int16, bitcast=True)",
-                "old = to_float(old) * from_bf16(old_scale)[:, None]",
-            ]
-        body.append("whole += old")
-    body.append("")
+        body += ["", f"error = tl.multiple_of(error + first * GROUP, {min(16, method.group)})"]
+        body += _read_error(method)
     if method.rotate:
         body += [
-            "signs = draw_signs(group, sign_key(base, rank))",
-            "rotated = flip_hadamard(in_stripes(whole, STRIPES), signs)",
+            "",
+            "signs = draw_signs(before * PLACES + thread, key.to(tl.uint32))",
+            "rotated = hadamard(flip(whole, signs, -0x80000000))",
         ]
     else:
-        body.append("rotated = in_stripes(whole, STRIPES)")
+        body += ["", "rotated = whole"]
+    rescale = pieces.literal(book.unit)
     body += [
-        "codes, levels, scale, finite = quantize_groups(rotated, GROUPS)",
+        "largest = group_largest(rotated)",
+        f"finite = largest.to(tl.int32, bitcast=True) < {HUGE_BITS:#010x}",
+        f"used = finite & (largest >= {TINY!r})",
+        f"inverse = tl.where(used, reciprocal(largest) * {pieces.literal(book.top)}, 0.0)",
+        "grid = tl.fma(rotated, to_all(inverse), ROUNDER)",
+        "unit = grid - ROUNDER",
+        *_best(method),
+        f"scale = tl.where(used, over * reciprocal(under) * (largest * {rescale}), 0.0)",
+        f"scale = tl.where(finite, number_to_bf16(scale), {NO_NUMBER:#06x}).to(tl.int16)",
         "",
-        f"bits = low_bits(codes) & {method.levels - 1}",
-        *_PACK[method.bits].splitlines(),
-        f"packed = in_groups(packed.to(tl.uint8), GROUPS, STRIPES * {method.bits} // 8)",
-        "stretch, to = chunk // WORLD, chunk % WORLD",
-        f"to_row = to.to(tl.int64) * {payload_bytes}",
-        "place = stretch.to(tl.int64) * groups + group",
-        "code_at = to_row + codes_at + place * CODE_BYTES",
-        f"code_at = tl.multiple_of(code_at, {min(16, method.group * method.bits // 8)})",
-        "code_at = code_at[:, None] + tl.arange(0, CODE_BYTES)[None, :]",
-        "tl.store(payload + code_at, packed, mask=tl.broadcast_to(real[:, None], [GROUPS, CODE_BYTES]))",
-        "tl.store(scales + (to_row + scales_at) // 2 + place, scale, mask=real)",
+        "code_at = to * payload_bytes + codes_at + (stretch * groups + before) * CODE_BYTES",
+        *_pack(method),
+        "scales = (payload + (to * payload_bytes + scales_at)).to(tl.pointer_type(tl.int16))",
+        "scales += stretch * groups + before",
+        "tl.store(scales + group, scale, mask=real & (place == 0))",
     ]
     if names:
-        assert method.old_share is not None
-        old_share, rest = (
-            pieces.literal(torch.tensor(share, dtype=torch.float32).item())
-            for share in (method.old_share, 1 - method.old_share)
-        )
-        body += ["", "sent = levels * to_all(from_bf16(scale))"]
+        body += [""]
         if method.rotate:
-            body.append("sent = flip(hadamard(sent), signs)")
-        body += [
-            "lost = whole - in_groups(sent, GROUPS, STRIPES)",
-            f"new = {old_share} * old + {rest} * lost",
-            "keep = real & finite  # a group that is not finite keeps its error",
-        ]
-        if "error_scale" in names:
             body += [
-                "largest = tl.max(new.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)",
-                f"new_scale = tl.where(largest >= {TINY!r}, largest * {pieces.literal(_INT8)}, 0.0)",
-                "new_scale = to_bf16(new_scale)",
-                "wide = from_bf16(new_scale)",
-                "inverse = tl.where(wide > 0, tl.div_rn(1.0, tl.where(wide > 0, wide, 1.0)), 0.0)",
-                "new = tl.minimum(tl.maximum(round_down(new * inverse[:, None] + 0.5), -127.0), 127.0)",
-                "new = low_bits(new).to(tl.int8)",
-                "tl.debug_barrier()  # other warps of the program may still have to read the old scales",
-                "tl.store(error_scale + row, new_scale.to(tl.bfloat16, bitcast=True), mask=keep)",
+                "# By an argument, lest the compiler keep all signs in registers from the first time on.",
+                "signed = flip(to_all(from_bf16(scale)), signs, sign_bit)",
+                "sent = hadamard(levels) * signed",
             ]
-        body.append("tl.store(error, new, mask=tl.broadcast_to(keep[:, None], [GROUPS, GROUP]))")
-
-    arguments = [*pointers, "payload", "scales"]
-    scalars = ["base", "rank"]
-    typed = [*arguments, *(f"{number}: tl.int64" for number in numbers), *scalars, "GROUPS: tl.constexpr"]
-    return pieces.kernel("quantize", typed, [*numbers, *scalars], pieces.indented(body)) + pieces.launcher(
-        "quantize", [*arguments, *numbers, *scalars], [member.rows(method.group) for member in members]
-    )
-
-
-_INT8 = torch.tensor(1 / 127, dtype=torch.float32).item()
+        else:
+            body.append("sent = levels * to_all(from_bf16(scale))")
+        body += _keep_error(method)
+    arguments = ["table", "programs", "payload", "payload_bytes: tl.int64", "key", "sign_bit", "THREADS: tl.constexpr"]
+    return pieces.kernel("quantize", arguments, ["payload_bytes", "key", "sign_bit"], pieces.indented(body))

@@ -3,71 +3,102 @@
 Each group of elements x is sent as integer codes c and one bf16 scale s, so that the receiver reads s (c + b):
 
     y = H (signs * x)            H: Hadamard over 32 elements, not normalised; signs of this rank and step
-    t = y / max|y|
-    c = clamp(floor(k t + a))    k = levels / 2 / clip, for the clip with the largest <t, c + b>^2 / <c + b, c + b>
-    s = max|y| <t, t> / <t, c + b> / 32
+    u = round(K y / max|y|)      integers up to K = 511; with 8 bits, K = 32767
+    c = clamp(floor(k u))        k = levels / 2 / (K + 1) / clip, for the clip with the largest <u, c + b>^2 / |c + b|^2
+    s = max|y| / K <u, u> / <u, c + b> / 32
 
-Rotated values look Gaussian: codes stand for the middles of their intervals (a = 0, b = 1/2), and all levels are used.
-Without rotation y = x, s lacks the 1/32, and zero has a code of its own (a = 1/2, b = 0, levels less one). The scale is
-that which makes the result unbiased along y: <y, s (c + b)> = <y, y>; the scale of least squares would shrink each
-gradient by what clipping has lost (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik
-et al. 2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
+Rotated values look Gaussian: codes stand for the middles of their intervals (b = 1/2), and all levels are used. Without
+rotation y = x, s lacks the 1/32, codes are rounded to nearest, and zero has one of its own (b = 0, levels less one).
+The scale is that which makes the result unbiased along y: <y, s (c + b)> = <y, y>; the scale of least squares would
+shrink each gradient by what clipping has lost (as in Suresh et al. 2017, arXiv 1611.00429, rotation before
+quantization; Vargaftik et al. 2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
 
-Where an error is kept and nothing is rotated, s is that of least squares, max|y| <t, c + b> / <c + b, c + b>: what is
+Where an error is kept and nothing is rotated, s is that of least squares, max|y| / K <u, c + b> / |c + b|^2: what is
 lost is then never longer than what was to be sent, without which the errors of classic feedback grow without end (as
 they do with 2 bits on heavy tails, where the unbiased scale is many times the largest value). What it shrinks by comes
 with the error.
 
-Sums over a group halve it again and again, adding its second half to its first. No multiplication is contracted with an
-addition. Every value is fp32, until it is stored.
+Every value is fp32, until it is stored, and every operation is rounded by itself, but for three, which a fused
+multiplication and addition does at once: rounding a product to an integer, `clip_share`, and a step of `reciprocal`.
+Sums over up to 128 integers u are exact, whatever their order (of |u|^2 the last addition alone rounds); others have
+the order of `fold`. What is decoded is exact, too: a sum of at most 32 codes takes 13 bits, and a scale takes 8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from zgraph.compression import HADAMARD, SCALE_DTYPE, BlockMethod, Draw
-from zgraph.error_codes import TINY, decode_error, encode_error
+from zgraph.error_codes import TINY, decode_error
 from zgraph.wire_format import BucketLayout
 
-STAGES = 5  # of a Hadamard transform over 32 elements
+RUN = 8  # neighbours that belong to the same block
 _MASK = 0xFFFFFFFF
 # From here on a group counts as not finite: what its codes stand for, or its error, might overflow. 2^100, as bits.
 HUGE_BITS = 0x71800000
 NO_NUMBER = 0x7FC0  # a bf16 NaN: torch's own bits differ from kernel to kernel
+RECIPROCAL = 0x7EF311C3  # minus the bits of x: within 12 % of 1 / x
+NEWTON_STEPS = 3  # each squares that error
 
 
 @dataclass(frozen=True)
 class CodeBook:
-    """How numbers in [-1, 1] become codes.
+    """How the integers u of a group become codes.
 
     Attributes:
-        slopes: k, for each clipping level to try.
-        before: a, added before rounding down.
-        after: b, added to the code when it is read.
+        clips: clipping levels to try, as shares of the largest magnitude.
+        top: K, the largest u.
+        after: b, added to a code when it is read.
         low, high: the codes.
     """
 
-    slopes: tuple[float, ...]
-    before: float
+    clips: tuple[float, ...]
+    top: int
     after: float
     low: int
     high: int
 
     @classmethod
     def of(cls, method: BlockMethod) -> CodeBook:
-        half = method.levels // 2
+        half, top = method.levels // 2, 511 if method.bits <= 4 else 32767
         if method.rotate:
-            return cls(tuple(_fp32(half / clip) for clip in method.clips), 0.0, 0.5, -half, half - 1)
-        return cls(tuple(_fp32((half - 1) / clip) for clip in method.clips), 0.5, 0.0, 1 - half, half - 1)
+            return cls(method.clips, top, 0.5, -half, half - 1)
+        return cls(method.clips, top, 0.0, 1 - half, half - 1)
+
+    @property
+    def rotated(self) -> bool:
+        return self.after != 0
+
+    @property
+    def step(self) -> int:
+        """Integers that share a code, where values are rotated and not clipped."""
+        return 2 * (self.top + 1) // (self.high - self.low + 1)
+
+    def slope(self, clip: float) -> float:
+        """What u is multiplied by: a code's size without rotation, else a share of the interval from clip to clip."""
+        return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
+
+    @property
+    def unit(self) -> float:
+        """The scale of a group whose largest magnitude is 1, before its codes are compared with it."""
+        return fp32(1 / self.top / (HADAMARD if self.rotated else 1))
 
 
-def _fp32(value: float) -> float:
+def fp32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
+
+
+def sums_are_exact(method: BlockMethod) -> bool:
+    """Whether no order of additions changes the sums over a group's integers; see above."""
+    return method.bits <= 4 and method.group <= 128
+
+
+Words = TypeVar("Words", int, Tensor)
 
 
 # --- quantize -------------------------------------------------------------------------------------------------------
@@ -100,28 +131,23 @@ def quantize(
     signs = draw_signs(groups, group, draw, rank, grad.device) if method.rotate else None
     rotated = whole if signs is None else hadamard(whole * signs)
 
-    largest_bits = (rotated.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
-    finite = largest_bits < HUGE_BITS
-    largest = largest_bits.view(torch.float32)
+    largest = rotated.abs().amax(-1, keepdim=True)
+    finite = largest.view(torch.int32) < HUGE_BITS
     used = finite & (largest >= TINY)
-    unit = torch.where(used, rotated * torch.where(used, 1.0 / largest, 0.0), 0.0)
+    inverse = torch.where(used, reciprocal(largest) * book.top, 0.0)
+    integers = torch.where(finite, round_product(rotated, inverse), 0.0)
 
-    best = best_codes(unit, book)
-    levels = best + book.after
-    along = fold(unit * levels)
-    over, under = (fold(unit * unit), along) if is_unbiased(method) else (along, fold(levels * levels))
-    ratio = torch.where(used, over / torch.where(used, under, 1.0), 0.0)
-    if method.rotate:
-        ratio = ratio * (1.0 / HADAMARD)
-    scale = (ratio * torch.where(used, largest, 0.0)).to(SCALE_DTYPE)
+    levels = best_levels(integers, book)
+    along = fold(integers * levels)
+    over, under = (fold(integers * integers), along) if is_unbiased(method) else (along, fold(levels * levels))
+    ratio = torch.where(used, over * reciprocal(under), 0.0)
+    scale = (ratio * torch.where(used, largest * book.unit, 0.0)).to(SCALE_DTYPE)
     scale.view(torch.int16).masked_fill_(~finite, NO_NUMBER)
 
     if old is not None and method.old_share is not None:
-        sent = decode(best, scale.squeeze(-1), book, signs)
-        lost = whole - sent
-        new = _fp32(method.old_share) * old + _fp32(1 - method.old_share) * lost
-        write_error(state, new, finite)
-    return pack(best.to(torch.int8), method).view(chunks, -1), scale.view(chunks, groups)
+        keep_error(state, whole, decode(levels, scale.squeeze(-1), signs), method.old_share, finite)
+    codes = (levels - book.after).to(torch.int8)
+    return pack(codes, method).view(chunks, -1), scale.view(chunks, groups)
 
 
 def is_unbiased(method: BlockMethod) -> bool:
@@ -129,17 +155,51 @@ def is_unbiased(method: BlockMethod) -> bool:
     return method.rotate or method.old_share is None
 
 
-def best_codes(unit: Tensor, book: CodeBook) -> Tensor:
-    """The codes [..., group], as fp32, of the clipping level whose codes point closest along `unit`."""
-    best, best_score = torch.zeros_like(unit), torch.full_like(unit[..., :1], -1.0)
-    for slope in book.slopes:
-        codes = torch.floor(unit * slope + book.before).clamp(book.low, book.high)
-        levels = codes + book.after
-        along, square = fold(unit * levels), fold(levels * levels)
-        score = torch.where(square > 0, along * along / torch.where(square > 0, square, 1.0), 0.0)
-        better = score > best_score
-        best, best_score = torch.where(better, codes, best), torch.where(better, score, best_score)
+def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
+    """What codes [..., group] stand for, but for the scale, at the clipping level where that points closest along u."""
+    best, *others = (levels_of(integers, clip, book) for clip in book.clips)
+    if not others:
+        return best
+    along, square = fold(integers * best), fold(best * best)
+    for levels in others:
+        this_along, this_square = fold(integers * levels), fold(levels * levels)
+        better = this_along * this_along * square > along * along * this_square
+        best = torch.where(better, levels, best)
+        along, square = torch.where(better, this_along, along), torch.where(better, this_square, square)
     return best
+
+
+def levels_of(integers: Tensor, clip: float, book: CodeBook) -> Tensor:
+    """c + b for integers u [...], at one clipping level."""
+    if not book.rotated:
+        return round_product(integers, book.slope(clip)).clamp(book.low, book.high)
+    if clip != 1:
+        share = clip_share(integers, book.slope(clip))
+        integers = round_product(share, 2 * book.top + 1) - (book.top + 1)
+    return torch.floor(integers / book.step) + book.after
+
+
+def clip_share(integers: Tensor, slope: float) -> Tensor:
+    """Where u lies between both clips, as a number from 0 to 1: u slope + 1/2, rounded once."""
+    return (integers.double() * slope + 0.5).to(torch.float32).clamp(0, 1)
+
+
+def round_product(values: Tensor, by: Tensor | float) -> Tensor:
+    """The integer nearest to a product, which is not rounded before; of two the even one. No zero is negative."""
+    wide = by.double() if isinstance(by, Tensor) else by
+    return torch.round(values.double() * wide).to(torch.float32) + 0.0
+
+
+def reciprocal(values: Tensor) -> Tensor:
+    """1 / x within a few units in the last place, for positive x that are neither tiny nor huge.
+
+    Newton's method: r (2 - x r), of which 2 - x r is rounded once. Additions and multiplications alone give the same
+    bits everywhere, at a small part of what a division costs a GPU.
+    """
+    found = (RECIPROCAL - values.view(torch.int32)).view(torch.float32)
+    for _ in range(NEWTON_STEPS):
+        found = found * (2.0 - values.double() * found.double()).to(torch.float32)
+    return found
 
 
 def read_error(state: dict[str, Tensor]) -> Tensor | None:
@@ -149,14 +209,32 @@ def read_error(state: dict[str, Tensor]) -> Tensor | None:
     return decode_error(state["error"], state["error_scale"]) if "error_scale" in state else state["error"]
 
 
-def write_error(state: dict[str, Tensor], error: Tensor, finite: Tensor) -> None:
-    """Keep a new error, but not where `finite` [chunks, groups, 1] says that it is none."""
+def keep_error(state: dict[str, Tensor], whole: Tensor, sent: Tensor, share: float, finite: Tensor) -> None:
+    """Keep share * old + (1 - share) * (whole - sent), except where not `finite` [chunks, groups, 1]."""
     if "error_scale" not in state:
-        state["error"].copy_(torch.where(finite, error, state["error"]))
+        new = fp32(share) * state["error"] + fp32(1 - share) * (whole - sent)
+        state["error"].copy_(torch.where(finite, new, state["error"]))
         return
-    codes, scale = encode_error(error)
+    # All of it is divided by 1 - share, so that the code's size alone takes that factor. The old error comes first: a
+    # kernel needs it no more once it knows what is to be sent.
+    wide = state["error_scale"].unsqueeze(-1).to(torch.float32) * fp32(share / (1 - share))
+    new = whole + state["error"].to(torch.float32) * wide - sent
+    codes, scale = encode(new, share)
     state["error"].copy_(torch.where(finite, codes, state["error"]))
     state["error_scale"].copy_(torch.where(finite.squeeze(-1), scale, state["error_scale"]))
+
+
+def encode(new: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Codes int8 [..., group] and scales bf16 [...] of (1 - share) * new.
+
+    No code is beyond 127: the scale is rounded by 1/512 of itself at most.
+    """
+    largest = new.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest >= TINY, largest * fp32((1 - share) / 127), 0.0).to(SCALE_DTYPE)
+    wide = scale.to(torch.float32)
+    inverse = torch.where(wide > 0, reciprocal(wide) * fp32(1 - share), 0.0)
+    codes = round_product(new, inverse)
+    return torch.where(codes.isfinite(), codes, 0.0).to(torch.int8), scale.squeeze(-1)  # a NaN has no int8
 
 
 # --- dequantize -----------------------------------------------------------------------------------------------------
@@ -182,38 +260,57 @@ def dequantize_sum(
     total = torch.zeros(groups, group, device=codes.device)
     for rank, (packed, scale) in enumerate(zip(codes, scales, strict=True), first_rank):
         signs = draw_signs(groups, group, draw, rank, codes.device) if method.rotate else None
-        sent = decode(unpack(packed.view(groups, -1), method).to(torch.float32), scale, book, signs)
+        sent = decode(unpack(packed.view(groups, -1), method) + book.after, scale, signs)
         total = sent if rank == first_rank else total + sent
     return total.view(-1)[:numel]
 
 
-def decode(codes: Tensor, scale: Tensor, book: CodeBook, signs: Tensor | None) -> Tensor:
-    """What codes [..., groups, group] with scales [..., groups] stand for."""
-    values = (codes + book.after) * scale.unsqueeze(-1).to(torch.float32)
-    return values if signs is None else hadamard(values) * signs
+def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
+    """What levels [..., groups, group] with scales [..., groups] stand for."""
+    wide = scale.unsqueeze(-1).to(torch.float32)
+    return levels * wide if signs is None else hadamard(levels) * (wide * signs)
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 
-def hadamard(values: Tensor) -> Tensor:
-    """The Hadamard transform, not normalised, of blocks of 32 in groups [..., group].
+def to_blocks(values: Tensor) -> Tensor:
+    """[..., group] as [..., blocks, 32], or [..., 1, group] where that is less than 32.
 
-    A block is every (group / 32)-th element: butterflies between elements that are far apart are those that vector
-    units like.
+    A block takes runs of 8 neighbours that lie group / 4 apart: element 8 blocks a + 8 b + c is place 8 a + c of block
+    b. So a GPU's thread, which keeps a block in its registers, reads 8 elements at once, and neighbouring threads read
+    neighbouring runs; a byte of codes has elements of one block alone.
     """
-    group = values.shape[-1]
-    distance = group // 2
-    for _ in range(STAGES):
-        pairs = values.unflatten(-1, (group // (2 * distance), 2, distance))
+    places = min(values.shape[-1], HADAMARD)
+    return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)
+
+
+def from_blocks(values: Tensor) -> Tensor:
+    """What `to_blocks` has taken apart."""
+    return values.unflatten(-1, (-1, RUN)).transpose(-3, -2).flatten(-3)
+
+
+def hadamard(values: Tensor) -> Tensor:
+    """The Hadamard transform, not normalised, of each block of the groups [..., group]: butterflies, widest first."""
+    values = to_blocks(values)
+    distance = HADAMARD // 2
+    while distance:
+        pairs = values.unflatten(-1, (HADAMARD // (2 * distance), 2, distance))
         first, second = pairs.unbind(-2)
         values = torch.stack([first + second, first - second], -2).flatten(-3)
         distance //= 2
-    return values
+    return from_blocks(values)
 
 
 def fold(values: Tensor) -> Tensor:
-    """The sum over the last dim, a power of two, kept: its second half added to its first, again and again."""
+    """The sum over the last dim, a group, which is kept: of each block, and then of all blocks.
+
+    Both halve the numbers again and again, adding their second half to their first.
+    """
+    return _halve(_halve(to_blocks(values)).squeeze(-1))
+
+
+def _halve(values: Tensor) -> Tensor:
     while values.shape[-1] > 1:
         first, second = values.chunk(2, -1)
         values = first + second
@@ -223,22 +320,22 @@ def fold(values: Tensor) -> Tensor:
 def draw_signs(groups: int, group: int, draw: Draw, rank: int, device: torch.device | None = None) -> Tensor:
     """[groups, group] of 1 and -1 on a device, by default the CPU, by step, rank and place in the chunk.
 
-    Bit i // 32 of a hash of (32 g + i % 32) is the sign of element i of group g.
+    The sign of place p of a block is bit 31 - p of a hash of the block's number in the chunk.
     """
-    key = sign_key(draw, rank)
-    words = hash_32(torch.arange(groups * HADAMARD, dtype=torch.int64, device=device).bitwise_xor(key))
-    bits = words.view(groups, 1, HADAMARD) >> torch.arange(group // HADAMARD, device=device).view(1, -1, 1)
-    return (1.0 - 2.0 * (bits & 1)).to(torch.float32).view(groups, group)
+    key, blocks = sign_key(draw, rank), group // HADAMARD
+    words = hash_32(torch.arange(groups * blocks, dtype=torch.int64, device=device).bitwise_and(_MASK).bitwise_xor(key))
+    bits = words.view(groups, blocks, 1) >> torch.arange(HADAMARD - 1, -1, -1, device=device)
+    return from_blocks((1.0 - 2.0 * (bits & 1)).to(torch.float32))
 
 
 def sign_key(draw: Draw, rank: int) -> int:
     """32 bits that differ from rank to rank and from step to step."""
     mixed = draw.step * 0x9E3779B1 + rank * 0x85EBCA77 + draw.salt * 0xC2B2AE3D + 1
-    return int(hash_32(torch.tensor(mixed & _MASK, dtype=torch.int64)).item())
+    return hash_32(mixed & _MASK)
 
 
-def hash_32(words: Tensor) -> Tensor:
-    """A hash of 32-bit words, kept in int64: Wellons' "lowbias32", whose bits hardly depend on one another."""
+def hash_32(words: Words) -> Words:
+    """A hash of 32-bit words, as int64 or int: Wellons' "lowbias32", whose bits hardly depend on one another."""
     words = words ^ (words >> 16)
     words = (words * 0x7FEB352D) & _MASK
     words = words ^ (words >> 15)

@@ -1,21 +1,24 @@
 """Pieces that emitted Triton kernels share, and how a kernel's source becomes one that runs.
 
-Checked with Triton 3.6.0, 3.7.1 (which torch 2.13 brings) and 3.9.0:
+Checked with Triton 3.7.1 (which torch 2.13 brings):
 
 - `enable_fp_fusion=False`, given at launch, keeps a multiplication and an addition apart: LLVM writes mul.rn and
-  add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals.
+  add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals. Where all products that are
+  added are exact, contracting them changes nothing, and kernels allow it.
 - `/` compiles to div.full, which is off by up to two units in the last place; `tl.div_rn` is IEEE's division.
 - The interpreter rounds to bfloat16 wrongly, so bfloat16 is read and written as integers here, to nearest even. A NaN
   becomes 0x7FC0 here, where cvt.rn.bf16 gives 0x7FFF.
-- `tl.sum` adds in an order of its own, so it only ever adds two numbers here.
+- `tl.sum` adds in an order of its own, so it only ever adds two numbers here, or some whose sum is exact.
 - `tl.full` makes 0.0 of -0.0.
-- No kernel of the tests spills registers, except that with 3.6.0 one without rotation spills 80 bytes at most on sm_80.
+- `tl.clamp` between 0 and 1 costs nothing: ptxas saturates the operation before it.
 
-How a group lies in a program. A group of g elements is 32 stripes of g / 32 (if g < 32: g stripes of one element). In
-*stripe order*, [stripes, groups, places of a stripe] flattened, the elements that a rotation mixes, and those that the
-first additions of a sum meet, are of one place in all stripes. With as many places as a program has threads, Triton's
-default layout gives each thread one place, so that both happen in registers, without a shuffle. Memory is read and
-written in the order of the group; one conversion each way lies between.
+How a group lies in a program. A thread owns a block, see `reference.to_blocks`: what a rotation mixes, and what the
+first additions of a sum meet, stays in its registers. Memory is read and written as [runs, THREADS, RUN], of which
+Triton's layout gives each thread one run of 8 elements after another; inside, values are *in stripes*, [places of a
+block, THREADS] flattened, of which it has a column. Between both no value leaves its thread.
+
+No kernel knows how many gradients a bucket has, or of what sizes: an entry of a table on the device says where each
+lies, and a second table, for which of them a program works (`zgraph.codegen.kernel_tables`).
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zgraph.codegen.kernel_tables import ENTRY
+from zgraph.codegen.reference import NEWTON_STEPS, RECIPROCAL, RUN
 from zgraph.compression import HADAMARD, BlockMethod, Draw
 from zgraph.wire_format import BucketLayout
 
@@ -39,26 +44,23 @@ import triton
 import triton.language as tl
 """
 
-# Adding and subtracting 1.5 * 2^23 rounds to an integer, which then stands in the low bits of the sum. Conversion
-# instructions run at a quarter to an eighth of the rate of additions.
+# Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits of the sum. Conversion instructions run at a
+# quarter to an eighth of the rate of additions.
 ROUNDING = """\
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to an integer
 
 
 @triton.jit
-def round_down(x):  # floor, for magnitudes up to 2^22; a conversion instruction would take several times as long
-    nearest = (x + ROUNDER) - ROUNDER
-    return tl.where(nearest > x, nearest - 1.0, nearest)
-
-
-@triton.jit
-def to_float(x):  # of a small integer
-    return (x.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - ROUNDER
-
-
-@triton.jit
 def low_bits(x):  # of an integral fp32: its low bits as a two's complement, above them others
     return (x + ROUNDER).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def reciprocal(x):  # by Newton's method, see zgraph.codegen.reference
+    found = (-x.to(tl.int32, bitcast=True) + RECIPROCAL).to(tl.float32, bitcast=True)
+    for _ in tl.static_range(NEWTON_STEPS):
+        found = found * tl.fma(-x, found, 2.0)
+    return found
 """
 
 BF16 = """\
@@ -73,6 +75,12 @@ def to_bf16(x):  # fp32 -> int16, to nearest even
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     return tl.where(nan, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def number_to_bf16(x):  # the same for what is no NaN
+    bits = x.to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 """
 
 HALVES = """\
@@ -89,33 +97,70 @@ def unite(first, second, MANY: tl.constexpr, SIZE: tl.constexpr):  # what `halve
 
 
 @triton.jit
-def in_stripes(x, STRIPES: tl.constexpr):  # [GROUPS, STRIPES * PLACES] -> [STRIPES * GROUPS * PLACES]
-    x = tl.reshape(x, [x.shape[0], STRIPES, x.shape[1] // STRIPES])
-    return tl.reshape(tl.permute(x, (1, 0, 2)), [x.shape[0] * x.shape[1] * x.shape[2]])
+def in_stripes(x):  # [RUNS, THREADS, RUN] -> [RUNS * RUN * THREADS]
+    return tl.reshape(tl.permute(x, (0, 2, 1)), [x.shape[0] * x.shape[1] * x.shape[2]])
 
 
 @triton.jit
-def in_groups(x, GROUPS: tl.constexpr, STRIPES: tl.constexpr):  # what `in_stripes` has taken apart
-    x = tl.reshape(x, [STRIPES, GROUPS, x.shape[0] // (STRIPES * GROUPS)])
-    return tl.reshape(tl.permute(x, (1, 0, 2)), [GROUPS, x.shape[0] * x.shape[2]])
+def in_runs(x, RUNS: tl.constexpr, RUN: tl.constexpr):  # what `in_stripes` has taken apart
+    return tl.permute(tl.reshape(x, [RUNS, RUN, x.shape[0] // (RUNS * RUN)]), (0, 2, 1))
 
 
 @triton.jit
-def to_all(x):  # [GROUPS] -> [STRIPES * GROUPS * PLACES]
-    x = tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], PLACES]), [x.shape[0] * PLACES])
+def run_begins(group, place, SIZE: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
+    # -> [RUNS, THREADS]: where the runs of each thread's block begin, given what a group and a run take
+    return (group * SIZE + place * RUN)[None, :] + (tl.arange(0, RUNS) * (RUN * PLACES))[:, None]
+
+
+@triton.jit
+def offsets(group, place, SIZE: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):  # -> [RUNS, THREADS, RUN]
+    begins = run_begins(group, place, SIZE, RUNS, RUN)
+    return begins[:, :, None] + tl.arange(0, RUN)[None, None, :]
+
+
+@triton.jit
+def to_all(x):  # [THREADS] -> [STRIPES * THREADS]
     return tl.reshape(tl.broadcast_to(x[None, :], [STRIPES, x.shape[0]]), [STRIPES * x.shape[0]])
 """
 
-FOLD = """\
+# Each thread of a group gets the same result.
+GROUP_LARGEST = """\
 @triton.jit
-def fold(x, GROUPS: tl.constexpr):
-    # [STRIPES * GROUPS * PLACES] -> [GROUPS]: of each group the second half added to the first, again and again
+def group_largest(x):  # [STRIPES * THREADS] -> [THREADS] of magnitudes; a NaN is larger than anything
+    x = tl.abs(x)
+    for _ in tl.static_range(STRIPE_HALVINGS):
+        first, second = halves(x, 1, x.shape[0] // 2)
+        x = tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+    if PLACES > 1:
+        bits = tl.reshape(x.to(tl.int32, bitcast=True), [x.shape[0] // PLACES, PLACES])
+        bits = tl.broadcast_to(tl.max(bits, axis=1, keep_dims=True), [x.shape[0] // PLACES, PLACES])
+        x = tl.reshape(bits, [x.shape[0]]).to(tl.float32, bitcast=True)
+    return x
+"""
+
+EXACT_SUM = """\
+@triton.jit
+def group_sum(x):  # [STRIPES * THREADS] -> [THREADS]; exact, so in any order
+    x = tl.sum(tl.reshape(x, [STRIPES, x.shape[0] // STRIPES]), axis=0)
+    if PLACES > 1:
+        of_group = tl.sum(tl.reshape(x, [x.shape[0] // PLACES, PLACES]), axis=1, keep_dims=True)
+        x = tl.reshape(tl.broadcast_to(of_group, [x.shape[0] // PLACES, PLACES]), [x.shape[0]])
+    return x
+"""
+
+ORDERED_SUM = """\
+@triton.jit
+def group_sum(x):  # [STRIPES * THREADS] -> [THREADS]; the second half is added to the first, again and again
     for _ in tl.static_range(STRIPE_HALVINGS):
         first, second = halves(x, 1, x.shape[0] // 2)
         x = first + second
-    for halving in tl.static_range(PLACE_HALVINGS):
-        x = tl.sum(tl.reshape(x, [GROUPS, 2, PLACES >> (halving + 1)]), axis=1)
-    return tl.reshape(x, [GROUPS])
+    if PLACES > 1:
+        GROUPS: tl.constexpr = x.shape[0] // PLACES
+        for halving in tl.static_range(PLACE_HALVINGS):
+            x = tl.sum(tl.reshape(x, [GROUPS, 2, PLACES >> (halving + 1)]), axis=1)
+        x = tl.broadcast_to(tl.reshape(x, [GROUPS, 1]), [GROUPS, PLACES])
+        x = tl.reshape(x, [GROUPS * PLACES])
+    return x
 """
 
 SIGNS = """\
@@ -134,19 +179,16 @@ def sign_key(base, rank):  # base: of step and salt
 
 
 @triton.jit
-def draw_signs(group, key):
-    # group: [GROUPS] -> [STRIPES * GROUPS * PLACES] int32, a sign bit alone. Bit i // 32 of a hash of
-    # (32 group + i % 32) is the sign of element i, so each hash serves stripes that lie 32 / PLACES apart.
-    place = tl.reshape(32 * group[:, None] + tl.arange(0, PLACES)[None, :], [group.shape[0] * PLACES])
-    place = place[None, :] + PLACES * tl.arange(0, 32 // PLACES)[:, None]
-    words = hash_32(place.to(tl.uint32) ^ key)
-    bits = words[None, :, :] >> tl.arange(0, PLACES).to(tl.uint32)[:, None, None]
-    return tl.reshape((bits << 31).to(tl.int32, bitcast=True), [STRIPES * group.shape[0] * PLACES])
+def draw_signs(block, key):
+    # block: [THREADS] of the chunk -> [STRIPES * THREADS] int32, of which the highest bit is a sign
+    words = hash_32(block.to(tl.uint32) ^ key)
+    bits = words[None, :] << tl.arange(0, STRIPES).to(tl.uint32)[:, None]
+    return tl.reshape(bits.to(tl.int32, bitcast=True), [STRIPES * block.shape[0]])
 
 
 @triton.jit
-def flip(x, signs):  # x times the signs
-    return (x.to(tl.int32, bitcast=True) ^ signs).to(tl.float32, bitcast=True)
+def flip(x, signs, sign_bit):  # x times the signs
+    return (x.to(tl.int32, bitcast=True) ^ (signs & sign_bit)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -160,102 +202,7 @@ def hadamard(x):  # over the 32 stripes
     for stage in tl.static_range(5):
         x = butterflies(x, stage)
     return x
-
-
-@triton.jit
-def flip_hadamard(x, signs):
-    # Signs are applied behind the first split: before it, Triton would draw them in the layout of memory, one hash for
-    # each element.
-    first, second = halves(x, 1, x.shape[0] // 2)
-    of_first, of_second = halves(signs, 1, x.shape[0] // 2)
-    first, second = flip(first, of_first), flip(second, of_second)
-    x = unite(first + second, first - second, 1, x.shape[0] // 2)
-    for stage in tl.static_range(1, 5):
-        x = butterflies(x, stage)
-    return x
 """
-
-
-@dataclass(frozen=True)
-class Member:
-    """What a kernel has to know of one gradient of a bucket: numbers in its source, or names of its arguments.
-
-    Attributes:
-        numel: elements of the gradient.
-        length: elements of a chunk.
-        chunks: how many, known in any case.
-        codes_at, scales_at: where its sections begin in a row of the payload, in bytes.
-    """
-
-    numel: int | str
-    length: int | str
-    chunks: int
-    codes_at: int | str
-    scales_at: int | str
-
-    @property
-    def numbers(self) -> tuple[int | str, ...]:
-        """Those that are arguments where the source has no sizes."""
-        return (self.numel, self.length, self.codes_at, self.scales_at)
-
-    def named(self, place: int) -> Member:
-        """The same with the names of arguments."""
-        names = (f"{name}_{place}" for name in NUMBER_NAMES)
-        numel, length, codes_at, scales_at = names
-        return Member(numel, length, self.chunks, codes_at, scales_at)
-
-    def rows(self, group: int) -> int | str:
-        """Groups of all chunks, or the expression for them."""
-        if isinstance(self.length, int):
-            return self.chunks * -(-self.length // group)
-        return f"{self.chunks} * tl.cdiv({self.length}, {group})"
-
-
-NUMBER_NAMES = ("numel", "length", "codes_at", "scales_at")
-
-
-def members_of(layout: BucketLayout, numels: Sequence[int], chunks: int) -> list[Member]:
-    """Of each gradient, given how many elements it has and into how many chunks it is cut here."""
-    return [
-        Member(numel, length, chunks, codes_at, scales_at)
-        for numel, length, (codes_at, scales_at) in zip(numels, layout.numels, layout.offsets(), strict=True)
-    ]
-
-
-def choose_member(members: Sequence[Member], group: int, own: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a kernel that say for which gradient a program works.
-
-    Args:
-        members: of the bucket.
-        group: elements of a group.
-        own: for each member, further assignments.
-    """
-    dynamic = isinstance(members[0].length, str)
-    largest = max((number for member in members for number in member.numbers if isinstance(number, int)), default=0)
-    wide = dynamic or largest >= 2**31
-    lines: list[str] = []
-    for place, member in enumerate(members):
-        before = f"end_{place - 1} + " if place else ""
-        if dynamic:
-            lines.append(f"end_{place} = {before}tl.cdiv({member.rows(group)}, GROUPS)")
-        else:
-            lines.append(f"end_{place}: tl.constexpr = {before}({member.rows(group)} + GROUPS - 1) // GROUPS")
-    for place, member in enumerate(members):
-        condition = "if" if place == 0 else "elif"
-        indent = "    " if len(members) > 1 else ""
-        if len(members) > 1:
-            lines.append("else:" if place == len(members) - 1 else f"{condition} program < end_{place}:")
-        values = {"first": f"end_{place - 1}" if place else 0, "rows": member.rows(group)}
-        values |= dict(zip(NUMBER_NAMES, member.numbers, strict=True))
-        for name, value in values.items():
-            lines.append(f"{indent}{name} = tl.cast({value}, tl.int64)" if wide else f"{indent}{name} = {value}")
-        lines += [indent + line for line in own[place]]
-    return lines
-
-
-def sizes(members: Sequence[Member], payload_bytes: int) -> list[int]:
-    """What a kernel without sizes in its source takes as arguments."""
-    return [*(int(number) for member in members for number in member.numbers), payload_bytes]
 
 
 def comment(lines: Iterable[str]) -> str:
@@ -268,36 +215,56 @@ def kernel(name: str, arguments: Sequence[str], unspecialized: Sequence[str], bo
     return f"@triton.jit(do_not_specialize=[{listed}])\ndef {name}({', '.join(arguments)}):\n{body}"
 
 
-def launcher(name: str, arguments: Sequence[str], rows: Sequence[int | str], ranks: int | None = None) -> str:
-    """A function that starts a kernel with a program for every GROUPS groups of each gradient, and of each rank."""
-    grid = "(programs,)" if ranks is None else f"(programs, {ranks})"
-    programs = " + ".join(f"triton.cdiv({str(count).replace('tl.', 'triton.')}, GROUPS)" for count in rows)
-    return f"""
-
-def launch({", ".join(arguments)}, GROUPS, **options):
-    programs = {programs}
-    if programs:
-        # Contracting a multiplication with an addition would change bits.
-        {name}[{grid}]({", ".join(arguments)}, GROUPS=GROUPS, enable_fp_fusion=False, **options)
-"""
-
-
 def indented(lines: Iterable[str]) -> str:
     return "".join(f"    {line}\n" if line else "\n" for line in lines)
 
 
-def constants(method: BlockMethod, more: Mapping[str, int]) -> str:
+def constants(method: BlockMethod) -> str:
     """Numbers that all functions of a source may read."""
     stripes = stripes_of(method)
     places = method.group // stripes
+    code_bytes = stripes * method.bits // 8  # of a block
     values = {
         "GROUP": method.group,
-        "STRIPES": stripes,
-        "PLACES": places,  # of a stripe
+        "STRIPES": stripes,  # places of a block
+        "PLACES": places,  # blocks of a group
         "STRIPE_HALVINGS": stripes.bit_length() - 1,
         "PLACE_HALVINGS": places.bit_length() - 1,
+        "ENTRY": ENTRY,
+        "RUN": RUN,
+        "RUNS": stripes // RUN,  # of a block
+        "CODE_BYTES": method.group * method.bits // 8,
+        "CODE_RUN": min(RUN, code_bytes),
+        "CODE_RUNS": max(1, code_bytes // RUN),
+        "RECIPROCAL": RECIPROCAL,
+        "NEWTON_STEPS": NEWTON_STEPS,
     }
-    return "".join(f"{name} = tl.constexpr({value})\n" for name, value in (values | {**more}).items())
+    return "".join(f"{name} = tl.constexpr({value})\n" for name, value in values.items())
+
+
+def choose_member(pointers: Sequence[tuple[str, str]], numbers: Sequence[str]) -> list[str]:
+    """Lines of a kernel that say for which tensor of the bucket a program works, and from which group of its chunk.
+
+    Args:
+        pointers: what an entry of the table begins with: names, and what they point to.
+        numbers: what follows.
+    """
+    lines = [
+        "program = programs + 2 * tl.program_id(0).to(tl.int64)",
+        "entry = table + ENTRY * tl.load(program).to(tl.int64)",
+        "before = tl.load(program + 1).to(tl.int64) * (THREADS // PLACES)",
+    ]
+    for place, (name, kind) in enumerate(pointers):
+        lines.append(f"{name} = tl.load(entry + {place}).to(tl.pointer_type({kind}))")
+    lines += [f"{name} = tl.load(entry + {place})" for place, name in enumerate(numbers, len(pointers))]
+    assert len(pointers) + len(numbers) <= ENTRY
+    return [
+        *lines,
+        "thread = tl.arange(0, THREADS)",
+        "group, place = thread // PLACES, thread % PLACES  # the block of a thread",
+        "left = tl.minimum(length - before * GROUP, THREADS * STRIPES).to(tl.int32)  # of the chunk",
+        "real = group * GROUP < left",
+    ]
 
 
 def block_method(layout: BucketLayout) -> BlockMethod:
@@ -305,10 +272,14 @@ def block_method(layout: BucketLayout) -> BlockMethod:
     return layout.method
 
 
+def signed(word: int) -> int:
+    """32 bits as a signed number, which Triton takes as int32."""
+    return word - 2**32 if word >= 2**31 else word
+
+
 def sign_base(draw: Draw) -> int:
-    """What step and salt add to the key of signs, as a signed number of 32 bits, which Triton takes as int32."""
-    mixed = (draw.step * 0x9E3779B1 + draw.salt * 0xC2B2AE3D + 1) & 0xFFFFFFFF
-    return mixed - 2**32 if mixed >= 2**31 else mixed
+    """What step and salt add to the key of signs."""
+    return signed((draw.step * 0x9E3779B1 + draw.salt * 0xC2B2AE3D + 1) & 0xFFFFFFFF)
 
 
 def require_contiguous(who: str, tensors: Iterable[Tensor]) -> None:
@@ -319,6 +290,21 @@ def require_contiguous(who: str, tensors: Iterable[Tensor]) -> None:
                 f"zgraph.codegen.{who}: tensor {place} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; "
                 "the kernel reads it as one run of elements: pass tensor.contiguous()."
             )
+
+
+def require_aligned(who: str, tensors: Iterable[Tensor]) -> None:
+    """Raise a ValueError for a tensor that begins where no 16 bytes can be read at once."""
+    for tensor in tensors:
+        if address_of(tensor) % 16:
+            raise ValueError(
+                f"zgraph.codegen.{who}: a {dtype_name(tensor.dtype)} tensor of shape {tuple(tensor.shape)} begins "
+                f"{address_of(tensor) % 16} bytes behind a multiple of 16, and the kernel reads 16 bytes at once; pass "
+                "a tensor that begins its storage, such as tensor.clone()."
+            )
+
+
+def address_of(tensor: Tensor) -> int:
+    return tensor.data_ptr()
 
 
 def require_device(who: str, what: str, tensor: Tensor) -> None:
@@ -336,8 +322,13 @@ def joined(*blocks: str) -> str:
 
 
 def stripes_of(method: BlockMethod) -> int:
-    """Into how many stripes a program cuts a group."""
+    """Elements of a block, which a thread owns."""
     return min(HADAMARD, method.group)
+
+
+TRITON_TYPES = MappingProxyType(
+    {torch.float32: "tl.float32", torch.float16: "tl.float16", torch.float64: "tl.float64", torch.int8: "tl.int8"}
+)
 
 
 def literal(value: float) -> str:

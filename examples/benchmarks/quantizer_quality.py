@@ -157,8 +157,8 @@ def gpt_gradients(steps: Sequence[int], history: int) -> dict[int, list[list[Ste
 def mix_blocks(grad: Tensor, group: int, *, back: bool) -> Tensor:
     """Mix the neighbours which a rotation of 32 leaves apart: with it, it is a rotation over the whole group.
 
-    A block of 32 holds every (group / 32)-th element; so the other half of the Kronecker product acts on stretches of
-    group / 32 neighbours. Signs of its own come first.
+    A block of 32 holds runs of 8 neighbours; so the other half of the Kronecker product acts on elements of equal place
+    in neighbouring runs. Signs of its own come first.
     """
     size = group // 32
     signs = reference.draw_signs(-(-grad.numel() // group), group, Draw(0, salt=99), 0).flatten()[: grad.numel()]
@@ -167,7 +167,8 @@ def mix_blocks(grad: Tensor, group: int, *, back: bool) -> Tensor:
         matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
     matrix = matrix / size**0.5
     flat = grad.flatten()
-    mixed = ((flat if back else flat * signs).view(-1, size) @ matrix).flatten()
+    runs = (flat if back else flat * signs).view(-1, size, reference.RUN)
+    mixed = (matrix @ runs).flatten()
     return (mixed * signs if back else mixed).view_as(grad)
 
 

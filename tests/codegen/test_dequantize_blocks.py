@@ -14,7 +14,6 @@ from tests.codegen.kernels import (
     F16,
     F32,
     F64,
-    POINTERS,
     Bucket,
     assert_exact,
     compiled,
@@ -24,10 +23,9 @@ from tests.codegen.kernels import (
     within,
 )
 from zgraph.codegen import dequantize_blocks, reference, triton_source
-from zgraph.codegen.dequantize_blocks import emit_dequantize
+from zgraph.codegen.dequantize_blocks import Task, emit_dequantize
 from zgraph.codegen.launch_options import LaunchOptions
-from zgraph.compression import Draw, ErrorFeedback, LoCo, NoFeedback
-from zgraph.wire_format import BucketLayout
+from zgraph.compression import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
 
 pytestmark = needs_triton
 
@@ -47,7 +45,7 @@ BUCKETS = {
 }
 
 
-def compare(bucket: Bucket, special: bool, accumulate: bool, dynamic: bool, divisor: int, first_rank: int) -> None:
+def compare(bucket: Bucket, special: bool, accumulate: bool, divisor: int, first_rank: int) -> None:
     """The kernel beside the reference, storing into outputs that lie within NaN."""
     layout, draw = bucket.layout, Draw(step=3, salt=9)
     grads = [bucket.grads(seed=rank) for rank in range(bucket.world)]
@@ -62,9 +60,8 @@ def compare(bucket: Bucket, special: bool, accumulate: bool, dynamic: bool, divi
     outputs = [within(output) for output in expected]
     reference.dequantize_sum_bucket(received, layout, draw, first_rank, divisor, expected, accumulate=accumulate)
     dequantize_blocks.dequantize_sum_bucket(
-        received, layout, draw, first_rank, divisor, outputs, accumulate=accumulate, dynamic=dynamic,
-        options=LaunchOptions(warps=4),
-    )  # fmt: skip
+        received, layout, draw, first_rank, divisor, outputs, accumulate=accumulate, options=LaunchOptions(warps=4)
+    )
     for place, (output, its) in enumerate(zip(outputs, expected, strict=True)):
         # A NaN is a NaN, whichever of its bits are set.
         assert torch.equal(output.isnan(), its.isnan()), place
@@ -77,18 +74,17 @@ def compare(bucket: Bucket, special: bool, accumulate: bool, dynamic: bool, divi
 
 @pytest.mark.parametrize("name", BUCKETS)
 def test_kernel_equals_the_reference(name: str, interpreted: Callable[..., Any]):
-    interpreted(compare, BUCKETS[name], False, False, False, BUCKETS[name].world, 0)
+    interpreted(compare, BUCKETS[name], False, False, BUCKETS[name].world, 0)
 
 
 @pytest.mark.parametrize("name", ["default", "fp64", "three ranks, two stretches"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_sums_are_added_to_the_outputs(name: str, dynamic: bool, interpreted: Callable[..., Any]):
-    interpreted(compare, BUCKETS[name], False, True, dynamic, 7, 4)
+def test_sums_are_added_to_the_outputs(name: str, interpreted: Callable[..., Any]):
+    interpreted(compare, BUCKETS[name], False, True, 7, 4)
 
 
 @pytest.mark.parametrize("name", ["default", "8 bits, no rotation"])
 def test_groups_that_are_not_finite_become_nan(name: str, interpreted: Callable[..., Any]):
-    interpreted(compare, BUCKETS[name], True, False, True, 3, 0)
+    interpreted(compare, BUCKETS[name], True, False, 3, 0)
 
 
 def compare_each(bucket: Bucket, apart: int) -> None:
@@ -137,26 +133,17 @@ def test_strided_outputs_are_refused():
 
 
 def test_header_counts_the_bytes():
-    """Half a byte and a 64th of a byte read from each of four ranks, and 4 bytes written."""
-    layout = BucketLayout(LoCo(), (2**20,), world=4)
-    source = emit_dequantize(layout, (F32,), 4)
-    read, written = 4 * layout.payload_bytes, 4 * 2**20
-    assert f"# {read} bytes read + {written} written = {read + written}: 6.062 for each of {2**20} elements" in source
-    assert "# output_0: float32 [1, 1048576], 8192 groups a stretch" in source
-
-
-def test_source_with_sizes_as_arguments_is_one_for_all_sizes():
-    first, second = Bucket(numels=(63, 1000, 4101)), Bucket(numels=(77, 2222, 5))
-    sources = {emit_dequantize(bucket.layout, bucket.dtypes, 2, dynamic=True) for bucket in (first, second)}
-    assert len(sources) == 1
-    assert emit_dequantize(first.layout, first.dtypes, 2) not in sources
+    """Half a byte and a 64th of a byte read from each rank, and 4 bytes written."""
+    source = emit_dequantize(LoCo(), F32, Task(divisor=3), aligned=True)
+    assert "# bytes of a group of 128: 66 read of each rank + 512 of its output, 0.516 + 4.000 for each" in source
+    assert "tl.div_rn" in source and "tl.div_rn" not in emit_dequantize(LoCo(), F32, Task(divisor=4), aligned=True)
 
 
 def test_only_addresses_are_specialized():
-    bucket = Bucket()
-    kernel = triton_source.load(emit_dequantize(bucket.layout, bucket.dtypes, 2, dynamic=True))["dequantize"]
+    """So that another number of ranks or other sizes compile nothing."""
+    kernel = triton_source.load(emit_dequantize(LoCo(), F32, Task(), aligned=True))["dequantize"]
     specialized = [param.name for param in kernel.params if not (param.do_not_specialize or param.is_constexpr)]
-    assert specialized == ["output_0", "output_1", "output_2", "received", "scales"]
+    assert specialized == ["table", "programs", "received"]
 
 
 # --- as compiled ----------------------------------------------------------------------------------------------------
@@ -164,18 +151,14 @@ def test_only_addresses_are_specialized():
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("bucket", "dynamic"),
-    [
-        (Bucket(numels=(2**14, 1000), dtypes=(F32, BF16)), False),
-        (Bucket(method=NoFeedback(bits=8, group=512), dtypes=(F16, F16, F16)), True),
-    ],
+    ("method", "dtype", "task"),
+    [(LoCo(), BF16, Task(divisor=3, accumulate=True)), (NoFeedback(bits=8, group=512), F16, Task(each=True))],
+    ids=lambda value: str(value)[:40],
 )
 def test_compiled_kernel_is_exact_and_spills_nothing(
-    bucket: Bucket, dynamic: bool, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+    method: BlockMethod, dtype: torch.dtype, task: Task, capability: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    source = emit_dequantize(bucket.layout, bucket.dtypes, bucket.world, dynamic=dynamic)
-    kernel = triton_source.load(source)["dequantize"]
-    options = LaunchOptions().arguments(bucket.method)
-    pointers = [*(POINTERS[dtype] for dtype in bucket.dtypes), "*u8", "*i16"]
-    assert_exact(compiled(kernel, pointers, options["GROUPS"], options["num_warps"], capability))
+    kernel = triton_source.load(emit_dequantize(method, dtype, task, aligned=False))["dequantize"]
+    assert_exact(compiled(kernel, LaunchOptions(), True, capability), contracts=True)

@@ -14,9 +14,11 @@ from tests.graphs import apply, fake_world, mlp, traced
 from tests.ranks import Ranks
 from zgraph import Pipeline, shard
 from zgraph.codegen import cpu_source
-from zgraph.codegen.kernel_sources import sources_of
+from zgraph.codegen.dequantize_blocks import Task
+from zgraph.codegen.kernel_sources import Dequantize, Quantize, sources_of
 from zgraph.compression import CompressionMethod
 from zgraph.passes import CompressGradients, LoCo, LowerGathers, LowerReductions, NoFeedback, QuantizeGathers, presets
+from zgraph.wire_format import BucketLayout
 
 SMALL = LoCo(group=32)
 
@@ -64,6 +66,21 @@ def test_gathered_codes_show_theirs() -> None:
 
 def test_methods_of_users_have_none() -> None:
     assert sources(3, CompressGradients(method=NotOurs(), min_numel=30)) == {}
+
+
+def test_those_for_gpus_name_their_buckets() -> None:
+    """A source for each dtype; of fp32 no size is a multiple of 8."""
+    layout = BucketLayout(SMALL, (64, 20), world=2)
+    tensors = (torch.empty(128, dtype=torch.bfloat16, device="meta"), torch.empty(40, device="meta"))
+    sources = (
+        Quantize(layout, tensors).triton("quantize_grads"),
+        Dequantize(layout, torch.float32, torch.device("cuda"), Task(divisor=2)).triton("dequantize_sum"),
+    )
+    for source in sources:
+        compile(source, "source", "exec")
+        assert ": 2 tensors, each in 2 chunks of so many elements: 64, 20." in source.splitlines()[0]
+    assert sources[0].count("def quantize(") == 2 and "16 bytes of the gradient at once" in sources[0]
+    assert "one element of the gradient at once" in sources[0] and "one element of the output at once" in sources[1]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

@@ -5,6 +5,8 @@ No kernel runs: a recorder stands in for the launch.
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.codegen.kernels import needs_triton
 from zgraph.codegen import compressed_kernels, dequantize_blocks, quantize_blocks, reference, triton_source
 from zgraph.codegen.compressed_kernels import Kernels
-from zgraph.codegen.launch_options import LaunchOptions, drawn
+from zgraph.codegen.launch_options import OPTIONS, LaunchOptions, compile_all, drawn, start
 from zgraph.compressed_ops import shard_bytes
 from zgraph.compression import Draw, LoCo, NoFeedback, to_text
 from zgraph.wire_format import BucketLayout
@@ -23,10 +26,10 @@ SECOND_GPU = torch.device("cuda", 1)
 
 
 class Recorder:
-    """Notes the current device of each launch, and how many programs it had along the ranks."""
+    """Notes the current device and the grid of each launch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.launches: list[tuple[torch.device | None, str]] = []
+        self.launches: list[tuple[torch.device | None, tuple[int, ...]]] = []
         self.current: torch.device | None = None
         recorder = self
 
@@ -40,14 +43,20 @@ class Recorder:
             def __exit__(self, *_: object) -> None:
                 recorder.current = self.before
 
-        def load(source: str) -> dict[str, Any]:
-            def launch(*args: Any, **options: Any) -> None:
-                self.launches.append((self.current, source))
-
-            return {"quantize": None, "dequantize": None, "launch": launch}
+        def load(_: str) -> dict[str, Any]:
+            return dict.fromkeys(("quantize", "dequantize"), NotLaunched(self))
 
         monkeypatch.setattr(torch.cuda, "device", Device)
         monkeypatch.setattr(triton_source, "load", load)
+        monkeypatch.setattr(triton_source, "address_of", lambda tensor: 0)  # pyright: ignore[reportUnknownLambdaType]
+
+
+class NotLaunched:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: self.recorder.launches.append((self.recorder.current, grid))
 
 
 @pytest.fixture
@@ -109,7 +118,28 @@ def test_a_gather_is_decoded_in_one_launch(world: int, as_on_a_gpu: Recorder) ->
     received = torch.zeros(world * layout.payload_bytes, dtype=torch.uint8)
     torch.ops.zgraph.dequantize_each.default(received, torch.tensor([0]), method, (100, 300), world, 0, torch.float32)
     assert len(as_on_a_gpu.launches) == 2
-    assert all(f"[(programs, {world})]" in source for _, source in as_on_a_gpu.launches)
+    assert all(grid[1] == world for _, grid in as_on_a_gpu.launches)
+
+
+class Compiles:
+    """A kernel whose compiling waits for that with all other options."""
+
+    def __init__(self) -> None:
+        self.compiled: list[int] = []
+        self.all_at_once = threading.Barrier(len(OPTIONS), timeout=10)
+
+    def warmup(self, number: int, *, grid: tuple[int, ...], num_warps: int, **_: Any) -> None:
+        assert (number, grid) == (7, (3,))
+        mode: Any = importlib.import_module("triton.runtime._async_compile").active_mode.get()
+        mode.submit(num_warps, lambda: self.all_at_once.wait(), lambda _: self.compiled.append(num_warps))
+
+
+@needs_triton
+def test_options_are_compiled_side_by_side() -> None:
+    """None is done before all have begun."""
+    kernel = Compiles()
+    compile_all(lambda options: start(kernel, (3,), options, 7, contracts=True))
+    assert sorted(kernel.compiled) == [options.warps for options in OPTIONS]
 
 
 def test_numbers_to_try_kernels_on_leave_the_generator_of_the_user_alone() -> None:

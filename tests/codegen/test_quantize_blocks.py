@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tests.codegen.kernels import (
     F16,
     F32,
     F64,
-    POINTERS,
     Bucket,
     assert_exact,
     compiled,
@@ -25,10 +23,11 @@ from tests.codegen.kernels import (
     with_special_values,
 )
 from zgraph.codegen import quantize_blocks, reference, triton_source
+from zgraph.codegen.dequantize_blocks import Task, emit_dequantize
+from zgraph.codegen.kernel_tables import entries_of
 from zgraph.codegen.launch_options import OPTIONS, LaunchOptions
-from zgraph.codegen.quantize_blocks import emit_quantize
-from zgraph.compression import Draw, ErrorFeedback, LoCo, NoFeedback
-from zgraph.wire_format import BucketLayout
+from zgraph.codegen.quantize_blocks import emit_quantize, may_contract
+from zgraph.compression import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
 
 pytestmark = needs_triton
 
@@ -54,7 +53,7 @@ BUCKETS = {
 }
 
 
-def compare(bucket: Bucket, steps: int, special: bool, dynamic: bool, warps: int) -> None:
+def compare(bucket: Bucket, steps: int, special: bool, warps: int) -> None:
     """The kernel beside the reference for a few steps, each with the errors of its own last step."""
     layout, rank = bucket.layout, bucket.world - 1
     expected_states, states = bucket.states(), bucket.states()
@@ -65,9 +64,7 @@ def compare(bucket: Bucket, steps: int, special: bool, dynamic: bool, warps: int
             grads = [with_special_values(grad, seed) for seed, grad in enumerate(grads)]
         expected, payload = bucket.payload(), bucket.payload(fill=0xA5)
         reference.quantize_bucket(grads, expected_states, layout, draw, rank, expected)
-        quantize_blocks.quantize_bucket(
-            grads, states, layout, draw, rank, payload, dynamic=dynamic, options=LaunchOptions(warps=warps)
-        )
+        quantize_blocks.quantize_bucket(grads, states, layout, draw, rank, payload, options=LaunchOptions(warps=warps))
         written = torch.zeros_like(payload, dtype=torch.bool)
         for views in layout.views(written):
             for view in views:
@@ -80,22 +77,21 @@ def compare(bucket: Bucket, steps: int, special: bool, dynamic: bool, warps: int
 
 @pytest.mark.parametrize("name", BUCKETS)
 def test_kernel_equals_the_reference(name: str, interpreted: Callable[..., Any]):
-    interpreted(compare, BUCKETS[name], 2, False, False, 4)
+    interpreted(compare, BUCKETS[name], 2, False, 4)
 
 
 @pytest.mark.parametrize("name", ["default", "three ranks, two stretches", "no error", "fp32 error", "no rotation"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_groups_that_are_not_finite_and_tiny_ones(name: str, dynamic: bool, interpreted: Callable[..., Any]):
-    interpreted(compare, BUCKETS[name], 3, True, dynamic, 8)
+def test_groups_that_are_not_finite_and_tiny_ones(name: str, interpreted: Callable[..., Any]):
+    interpreted(compare, BUCKETS[name], 3, True, 8)
 
 
 def test_errors_of_many_steps(interpreted: Callable[..., Any]):
-    interpreted(compare, Bucket(numels=(1000,), dtypes=(BF16,)), 8, False, False, 8)
+    interpreted(compare, Bucket(numels=(1000,), dtypes=(BF16,)), 8, False, 8)
 
 
 def test_launch_options_change_no_bits(interpreted: Callable[..., Any]):
     for options in OPTIONS:
-        interpreted(compare, Bucket(numels=(1000, 63), dtypes=(BF16, F32)), 2, False, False, options.warps)
+        interpreted(compare, Bucket(numels=(1000, 63), dtypes=(BF16, F32)), 2, False, options.warps)
 
 
 def compare_at_thresholds() -> None:
@@ -106,7 +102,7 @@ def compare_at_thresholds() -> None:
     expected, payload = bucket.payload(), bucket.payload()
     expected_states, states = bucket.states(), bucket.states()
     reference.quantize_bucket(grads, expected_states, bucket.layout, Draw(0), 0, expected)
-    options = LaunchOptions(warps=16)
+    options = LaunchOptions(warps=8)
     quantize_blocks.quantize_bucket(grads, states, bucket.layout, Draw(0), 0, payload, options=options)
     assert torch.equal(payload, expected)
     assert same_bits(states[0]["error"], expected_states[0]["error"])
@@ -117,23 +113,26 @@ def test_additions_have_the_order_of_the_reference(interpreted: Callable[..., An
     interpreted(compare_at_thresholds)
 
 
-FOLD_ALONE = """\
+SUM_ALONE = """\
 @triton.jit
-def fold_alone(values, sums, GROUPS: tl.constexpr):
-    at = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(sums + tl.arange(0, GROUPS), fold(in_stripes(tl.load(values + at), STRIPES), GROUPS))
+def sum_alone(values, sums, THREADS: tl.constexpr):
+    thread = tl.arange(0, THREADS)
+    group, place = thread // PLACES, thread % PLACES
+    x = in_stripes(tl.load(values + offsets(group, place, GROUP, RUNS, RUN)))
+    tl.store(sums + group, group_sum(x), mask=place == PLACES - 1)
 """
 
 
 def compare_sums(group: int) -> None:
     method = ErrorFeedback(group=group)
-    constants = triton_source.constants(method, {})
+    constants = triton_source.constants(method)
     source = triton_source.joined(
-        triton_source.IMPORTS, constants, triton_source.HALVES, triton_source.FOLD, FOLD_ALONE
+        triton_source.IMPORTS, constants, triton_source.HALVES, triton_source.ORDERED_SUM, SUM_ALONE
     )
-    values = torch.randn(64, group, generator=torch.Generator().manual_seed(0))
-    sums = torch.full((64,), float("nan"))
-    triton_source.load(source)["fold_alone"][(1,)](values, sums, GROUPS=64)
+    options = LaunchOptions(warps=2)
+    values = torch.randn(options.groups_at_once(method), group, generator=torch.Generator().manual_seed(0))
+    sums = torch.full(values.shape[:1], float("nan"))
+    triton_source.load(source)["sum_alone"][(1,)](values, sums, THREADS=options.threads)
     assert same_bits(sums, reference.fold(values).view(-1))
 
 
@@ -142,15 +141,44 @@ def test_sums_over_a_group_halve_it(group: int, interpreted: Callable[..., Any])
     interpreted(compare_sums, group)
 
 
+def compare_far_away() -> None:
+    """Groups beyond 2^31 elements, beside the same groups at the beginning: nothing as long is there but its end."""
+    method, options, kept = LoCo(rotate=False), LaunchOptions(), list[list[Tensor]]()
+    groups = options.groups_at_once(method)
+    numel = groups * method.group
+    quantize = triton_source.load(emit_quantize(method, BF16, aligned=True))["quantize"]
+    dequantize = triton_source.load(emit_dequantize(method, F32, Task(), aligned=True))["dequantize"]
+    for run in (0, 2**31 // numel + 3):
+        before, programs = run * groups, torch.tensor([[0, run]], dtype=torch.int32)
+        grad = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(BF16)
+        state = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in method.state(numel, 1).items()}
+        payload, output = torch.zeros(1, sum(method.sections(numel)), dtype=torch.uint8), torch.zeros(numel)
+        length, starts = before * method.group + numel, [-64 * before, numel // 2 - 2 * before]
+        tensors = [grad, state["error"], state["error_scale"]]
+        begins = [tensor.data_ptr() - before * size for tensor, size in zip(tensors, (2 * 128, 128, 2), strict=True)]
+        arguments = [programs, payload, payload.numel()]
+        table = entries_of([[*begins, length, length, before + groups, *starts]], payload.device)
+        quantize[1, 1, 1](table, *arguments, 0, -(2**31), **options.arguments())
+        table = entries_of([[output.data_ptr() - 4 * 128 * before, length, before + groups, *starts]], payload.device)
+        dequantize[1, 1](table, *arguments, 1, 0, 0, 1.0, **options.arguments())
+        kept.append([payload, *state.values(), output])
+    for here, far in zip(*kept, strict=True):
+        assert same_bits(far, here) and far.any()
+
+
+def test_offsets_have_64_bits(interpreted: Callable[..., Any]):
+    interpreted(compare_far_away)
+
+
 def halve_a_scale_and_compare() -> None:
     """What a broken kernel would do."""
     triton_source.load.cache_clear()
     emit = quantize_blocks.emit_quantize
     quantize_blocks.emit_quantize = lambda *args, **options: emit(*args, **options).replace(  # type: ignore[assignment]
-        "ratio * tl.where(used, largest, 0.0)", "ratio * tl.where(used, largest * 0.5, 0.0)"
+        "over * reciprocal(under)", "0.5 * over * reciprocal(under)"
     )
     try:
-        compare(Bucket(), 1, False, False, 4)
+        compare(Bucket(), 1, False, 4)
     finally:
         quantize_blocks.emit_quantize = emit
 
@@ -173,34 +201,48 @@ def test_tensors_on_the_cpu_are_refused_where_triton_compiles():
         quantize_blocks.quantize_bucket(bucket.grads(0), bucket.states(), bucket.layout, Draw(0), 0, bucket.payload())
 
 
+def test_a_payload_that_begins_between_multiples_of_16_bytes_is_refused():
+    with pytest.raises(ValueError, match=r"quantize_blocks: a uint8 tensor of shape \(3,\) begins 4 bytes behind"):
+        triton_source.require_aligned("quantize_blocks", [torch.zeros(32, dtype=torch.uint8)[4:7]])
+
+
 # --- the source -----------------------------------------------------------------------------------------------------
 
 
 def test_header_counts_the_bytes():
     """2 (gradient) + 1 (error) + 1/2 (codes) + 1 (new error), and three scales of 2 bytes for 128 elements."""
-    layout = BucketLayout(LoCo(), (2**20,), world=4)
-    source = emit_quantize(layout, (BF16,), (2**22,))
-    read, written = 2**22 * 3 + 2**15 * 2, 4 * layout.payload_bytes + 2**22 + 2**15 * 2
-    assert f"# {read} bytes read + {written} written = {read + written}: 4.547 for each of {2**22} elements" in source
-    assert "# grad_0: bfloat16 [4194304] in 4 chunks of 1048576, 32768 groups" in source
+    source = emit_quantize(LoCo(), BF16, aligned=True)
+    assert "# bytes of a group of 128: 386 read + 196 written = 582, 4.547 for each element" in source
     assert "bits=4, group=128, rotate=True" in source
 
 
-def test_source_with_sizes_as_arguments_is_one_for_all_sizes():
-    first, second = Bucket(numels=(63, 1000, 4101)), Bucket(numels=(77, 2222, 5))
-    sources = {emit_quantize(bucket.layout, bucket.dtypes, bucket.numels, dynamic=True) for bucket in (first, second)}
-    assert len(sources) == 1
-    assert emit_quantize(first.layout, first.dtypes, first.numels) not in sources
+def test_one_source_serves_all_buckets(monkeypatch: pytest.MonkeyPatch):
+    """Of gradients of one dtype, however many and of whatever sizes: it is compiled once."""
+    launched: list[str] = []
+    monkeypatch.setattr(triton_source, "load", lambda source: {"quantize": NotLaunched(launched, source)})  # pyright: ignore[reportUnknownLambdaType]
+    for numels in ((64, 1024, 4104), (72,), (5,), (77, 2222)):
+        bucket = Bucket(numels=numels, dtypes=(BF16,) * len(numels), world=1)
+        grads = [torch.zeros(numel, dtype=BF16) for numel in numels]
+        quantize_blocks.quantize_bucket(
+            grads, bucket.states(), bucket.layout, Draw(0), 0, bucket.payload(), options=LaunchOptions()
+        )
+    first, second, third, fourth = launched
+    assert first == second and third == fourth, "one for sizes that are multiples of 8, and one for others"
+
+
+class NotLaunched:
+    def __init__(self, launched: list[str], source: str) -> None:
+        self.launched, self.source = launched, source
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: self.launched.append(self.source)
 
 
 def test_only_addresses_are_specialized():
-    """So that a new step, rank or, where sizes are arguments, size compiles nothing."""
-    bucket = Bucket()
-    kernel = triton_source.load(emit_quantize(bucket.layout, bucket.dtypes, bucket.numels, dynamic=True))["quantize"]
+    """So that a new step, rank or size compiles nothing."""
+    kernel = triton_source.load(emit_quantize(LoCo(), F32, aligned=False))["quantize"]
     specialized = [param.name for param in kernel.params if not (param.do_not_specialize or param.is_constexpr)]
-    assert specialized == [
-        *(f"{kind}_{place}" for kind in ("grad", "error", "error_scale") for place in range(3)), "payload", "scales"
-    ]  # fmt: skip
+    assert specialized == ["table", "programs", "payload"]
 
 
 # --- as compiled ----------------------------------------------------------------------------------------------------
@@ -208,26 +250,29 @@ def test_only_addresses_are_specialized():
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("bucket", "dynamic"),
-    [
-        (Bucket(numels=(2**14, 1000), dtypes=(BF16, F16)), False),
-        (Bucket(method=ErrorFeedback(error_dtype=F32), numels=(63, 1000), dtypes=(BF16, BF16)), True),
-    ],
+    ("method", "dtype", "aligned"),
+    [(LoCo(), F16, False), (LoCo(group=1024), BF16, True), (ErrorFeedback(error_dtype=F32), BF16, True)],
+    ids=lambda value: str(value)[:40],
 )
 def test_compiled_kernel_is_exact_and_spills_nothing(
-    bucket: Bucket, dynamic: bool, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+    method: BlockMethod, dtype: torch.dtype, aligned: bool, capability: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """Compiles for a GPU that is not there, which takes two seconds."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = triton_source.load(emit_quantize(bucket.layout, bucket.dtypes, bucket.numels, dynamic=dynamic))["quantize"]
-    kept = [POINTERS[dtype] for _, dtype in bucket.method.state(1, 1).values() for _ in bucket.numels]
-    pointers = [*(POINTERS[dtype] for dtype in bucket.dtypes), *kept, "*u8", "*i16"]
-    options = LaunchOptions(warps=4 if dynamic else 1).arguments(bucket.method)
-    found = compiled(kernel, pointers, options["GROUPS"], options["num_warps"], capability)
-    # The assembler of Triton 3.6, which torch 2.11 brings, finds no place for two of 255 registers.
-    is_old = importlib.metadata.version("triton").startswith("3.6.")
-    assert_exact(found, stack_bytes=8 if is_old and dynamic and capability == 80 else 0)
-    if not dynamic:  # 16 bytes at once
-        assert "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx
+    kernel = triton_source.load(emit_quantize(method, dtype, aligned=aligned))["quantize"]
+    contracts = may_contract(method)
+    found = compiled(kernel, LaunchOptions(), contracts, capability)
+    assert_exact(found, contracts)
+    if aligned:  # 16 bytes at once
+        assert "ld.global.v4.b32" in found.ptx
+
+
+def test_products_are_contracted_with_additions_where_they_are_exact():
+    """Factors of 0.8 / 0.2 and 0 take few bits; 0.3 / 0.7 takes 24, and so do errors in fp32."""
+    assert may_contract(LoCo()) and may_contract(NoFeedback(rotate=True)) and may_contract(ErrorFeedback(bits=2))
+    assert not may_contract(LoCo(beta=0.3)) and not may_contract(LoCo(error_dtype=F32))
+    assert not may_contract(LoCo(group=256)) and not may_contract(NoFeedback(bits=8))
 
 
 def test_types_of_special_values_are_what_they_are_called():

@@ -340,7 +340,8 @@ def test_a_group_that_is_not_finite_is_lost_alone(bad: float, error_dtype: torch
 def test_no_finite_gradient_makes_an_error_that_is_not(bits: int, group: int, error_dtype: torch.dtype) -> None:
     """One large value beside many that round to zero: the scale that keeps their length is many times the largest."""
     method = LoCo(bits=bits, group=group, rotate=False, error_dtype=error_dtype)
-    small = 0.49 / reference.CodeBook.of(method).slopes[-1]
+    book = reference.CodeBook.of(method)
+    small = 0.49 / (book.slope(book.clips[-1]) * book.top)
     grad = torch.full((group,), small).index_fill(0, torch.tensor([0]), 1.0)
     for power in range(90, 128):
         state = fresh_state(method, group)
@@ -377,14 +378,17 @@ def test_any_magnitude_is_sent_or_counts_as_zeros(std: float, rotate: bool) -> N
 
 @pytest.mark.parametrize("group", [32, 64, 128, 1024])
 def test_hadamard_is_a_product_with_an_orthogonal_matrix(group: int) -> None:
-    """Sylvester's matrix on every (group / 32)-th element, and 32 times the identity when done twice."""
+    """Sylvester's matrix on blocks of four runs of 8 elements; 32 times the identity when done twice."""
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
     matrix = two
     for _ in range(4):
         matrix = torch.kron(matrix, two)
     assert torch.equal(matrix @ matrix.T, 32 * torch.eye(32).double())
     values = gauss(3 * group, seed=group).view(3, group)
-    wanted = (matrix @ values.double().view(3, 32, group // 32)).view(3, group)
+    wanted = torch.zeros_like(values).double()
+    for block in range(group // 32):
+        places = [group // 4 * run + 8 * block + place for run in range(4) for place in range(8)]
+        wanted[:, places] = values.double()[:, places] @ matrix
     found = reference.hadamard(values)
     assert (found - wanted).abs().max().item() <= ROUNDING * 5 * 32 * values.abs().max().item()
     assert (
@@ -409,7 +413,7 @@ def test_signs_are_balanced_and_differ_by_rank_step_and_salt(group: int) -> None
     assert products.abs().max() < 5 * deviation
     assert products.square().mean().sqrt().item() == pytest.approx(deviation, rel=0.15)
     # Neighbours within a draw, one element, one block of 32 and one group apart.
-    for distance in (1, group // 32, 32, group):
+    for distance in (1, 8, group // 4, 32, group):
         along = (signs[:, distance:] * signs[:, :-distance]).mean(1)
         assert along.abs().max() < 5 * deviation
     # By place: 32 draws of each, so that no element has the same sign wherever it is drawn.
@@ -435,6 +439,7 @@ def test_the_hash_is_lowbias32_and_gives_each_word_another() -> None:
 
     tried = [0, 1, 2, 12345, 0x80000000, 0xFFFFFFFF]
     assert reference.hash_32(torch.tensor(tried)).tolist() == list(map(lowbias32, tried))
+    assert list(map(reference.hash_32, tried)) == list(map(lowbias32, tried))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -454,10 +459,38 @@ def test_all_codes_survive_packing(bits: int, group: int) -> None:
     assert torch.equal(packed.long(), torch.as_tensor(by_hand))
 
 
-def test_fold_sums_halves() -> None:
+def test_fold_sums_halves_of_each_block_and_then_blocks() -> None:
     """2^24 swallows a 1 that is added to it: only where the second half meets the first do both survive."""
-    assert reference.fold(torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0])).tolist() == [2]
+    values = torch.zeros(8)
+    values[[0, 1, 4, 5]] = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0])
+    assert reference.fold(values).tolist() == [2]
+    # In a group of 64, runs of 8 belong to both blocks in turn.
+    values = torch.zeros(64)
+    values[[0, 8, 16, 24]] = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0])
+    assert reference.fold(values).tolist() == [2]
     assert reference.fold(torch.arange(1024.0)).tolist() == [1023 * 512]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_no_order_changes_the_sums_of_small_groups(bits: int, rotate: bool) -> None:
+    """Of the largest integers there are, 128 of them: exact but for one rounding of their squares' sum."""
+    book = reference.CodeBook.of(NoFeedback(bits=bits, rotate=rotate))
+    generator = torch.Generator().manual_seed(0)
+    integers = 511 - torch.randint(0, 2, (200, 128), generator=generator).float() * torch.tensor(
+        [0, 1, 2, 1021]
+    ).repeat(32)
+    levels = reference.levels_of(integers, 1.0, book)
+    for one, other in ((integers, integers), (integers, levels), (levels, levels)):
+        exact = (one.double() * other.double()).sum(-1, keepdim=True).to(FP32)
+        assert torch.equal(reference.fold(one * other), exact)
+        assert torch.equal(reference.fold((one * other).flip(-1)), exact)
+
+
+def test_reciprocals_are_nearly_exact() -> None:
+    """All exponents that occur, and a run of neighbouring numbers."""
+    values = torch.cat([torch.exp2(torch.linspace(-106, 100, 50_000)), 1 + torch.arange(50_000) * 2.0**-23])
+    assert (reference.reciprocal(values).double() * values.double() - 1).abs().max() < 3 * 2.0**-24
 
 
 @pytest.mark.parametrize("world", [2, 8, 64])

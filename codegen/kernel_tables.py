@@ -1,0 +1,46 @@
+"""What compression kernels read of a bucket: where each tensor lies, and for which of them each program works.
+
+So that one compiled kernel serves every bucket, of however many tensors of whatever sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ENTRY = 8  # numbers of int64 that a tensor takes
+
+
+def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[tensors, ENTRY] int64 on a device.
+
+    Args:
+        rows: of each tensor: addresses and sizes.
+        device: copied to in stream order, without waiting for it; the host's memory is kept until that is done.
+    """
+    filled = [[*row, *[0] * (ENTRY - len(row))] for row in rows]
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    return torch.tensor(filled, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def programs_of(groups: tuple[int, ...], at_once: int, device: torch.device) -> Tensor:
+    """[programs, 2] int32 on a device: for which tensor a program works, and on which of its chunk's runs of groups.
+
+    Args:
+        groups: of a chunk of each tensor.
+        at_once: groups of a program.
+    """
+    counts = torch.tensor([-(-count // at_once) for count in groups])
+    members = torch.repeat_interleave(torch.arange(len(groups)), counts)
+    first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    runs = torch.arange(members.numel()) - first
+    return torch.stack([members, runs], 1).to(torch.int32).to(device)
+
+
+def are_aligned(addresses: Sequence[int], sizes: Sequence[int], run: int) -> bool:
+    """Whether runs of elements begin at multiples of 16 bytes, and end where the tensor or a chunk of it ends."""
+    return all(address % 16 == 0 for address in addresses) and all(size % run == 0 for size in sizes)

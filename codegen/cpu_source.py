@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import torch
 
+from zgraph import exact
 from zgraph.codegen import reference
 from zgraph.codegen.reference import CodeBook
 from zgraph.compression import HADAMARD, SCALE_DTYPE, BlockMethod
@@ -121,8 +122,8 @@ constexpr float OLD_SHARE = {_literal(share)}, LOST_SHARE = {_literal(1 - share)
 constexpr float OLD_OVER_LOST = {_literal(share / (1 - share))};
 constexpr float TINY = {_literal(reference.TINY)};
 constexpr float LOST_SHARE_127TH = {_literal((1 - share) / 127)};
-constexpr int32_t RECIPROCAL = {reference.RECIPROCAL:#010x};
-constexpr int NEWTON_STEPS = {reference.NEWTON_STEPS};
+constexpr int32_t RECIPROCAL = {exact.RECIPROCAL:#010x};
+constexpr int NEWTON_STEPS = {exact.NEWTON_STEPS};
 constexpr int32_t HUGE_BITS = {reference.HUGE_BITS:#010x};  // of magnitudes that count as not finite
 constexpr bool UNBIASED = {str(reference.is_unbiased(method)).lower()};
 constexpr uint16_t NO_NUMBER = {reference.NO_NUMBER:#06x};  // the scale of a group that is not finite

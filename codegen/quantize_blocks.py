@@ -25,12 +25,12 @@ from zgraph.codegen.reference import (
     RUN,
     TINY,
     CodeBook,
-    fp32,
     is_unbiased,
     sign_key,
     sums_are_exact,
 )
 from zgraph.compression import BlockMethod, Draw
+from zgraph.exact import fp32
 from zgraph.wire_format import BucketLayout
 
 

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from zgraph.compression import HADAMARD, SCALE_DTYPE, BlockMethod, Draw
-from zgraph.error_codes import TINY, decode_error
+from zgraph.error_codes import TINY, decode_error, encode_error
+from zgraph.exact import fp32, reciprocal, round_product
 from zgraph.wire_format import BucketLayout
 
 RUN = 8  # neighbours that belong to the same block
@@ -42,8 +43,6 @@ _MASK = 0xFFFFFFFF
 # From here on a group counts as not finite: what its codes stand for, or its error, might overflow. 2^100, as bits.
 HUGE_BITS = 0x71800000
 NO_NUMBER = 0x7FC0  # a bf16 NaN: torch's own bits differ from kernel to kernel
-RECIPROCAL = 0x7EF311C3  # minus the bits of x: within 12 % of 1 / x
-NEWTON_STEPS = 3  # each squares that error
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,6 @@ class CodeBook:
     def unit(self) -> float:
         """The scale of a group whose largest magnitude is 1, before its codes are compared with it."""
         return fp32(1 / self.top / (HADAMARD if self.rotated else 1))
-
-
-def fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
 
 
 def sums_are_exact(method: BlockMethod) -> bool:
@@ -184,24 +179,6 @@ def clip_share(integers: Tensor, slope: float) -> Tensor:
     return (integers.double() * slope + 0.5).to(torch.float32).clamp(0, 1)
 
 
-def round_product(values: Tensor, by: Tensor | float) -> Tensor:
-    """The integer nearest to a product, which is not rounded before; of two the even one. No zero is negative."""
-    wide = by.double() if isinstance(by, Tensor) else by
-    return torch.round(values.double() * wide).to(torch.float32) + 0.0
-
-
-def reciprocal(values: Tensor) -> Tensor:
-    """1 / x within a few units in the last place, for positive x that are neither tiny nor huge.
-
-    Newton's method: r (2 - x r), of which 2 - x r is rounded once. Additions and multiplications alone give the same
-    bits everywhere, at a small part of what a division costs a GPU.
-    """
-    found = (RECIPROCAL - values.view(torch.int32)).view(torch.float32)
-    for _ in range(NEWTON_STEPS):
-        found = found * (2.0 - values.double() * found.double()).to(torch.float32)
-    return found
-
-
 def read_error(state: dict[str, Tensor]) -> Tensor | None:
     """The kept error [chunks, groups, group] in fp32; None where none is kept."""
     if "error" not in state:
@@ -219,22 +196,9 @@ def keep_error(state: dict[str, Tensor], whole: Tensor, sent: Tensor, share: flo
     # kernel needs it no more once it knows what is to be sent.
     wide = state["error_scale"].unsqueeze(-1).to(torch.float32) * fp32(share / (1 - share))
     new = whole + state["error"].to(torch.float32) * wide - sent
-    codes, scale = encode(new, share)
+    codes, scale = encode_error(new, share)
     state["error"].copy_(torch.where(finite, codes, state["error"]))
     state["error_scale"].copy_(torch.where(finite.squeeze(-1), scale, state["error_scale"]))
-
-
-def encode(new: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Codes int8 [..., group] and scales bf16 [...] of (1 - share) * new.
-
-    No code is beyond 127: the scale is rounded by 1/512 of itself at most.
-    """
-    largest = new.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest >= TINY, largest * fp32((1 - share) / 127), 0.0).to(SCALE_DTYPE)
-    wide = scale.to(torch.float32)
-    inverse = torch.where(wide > 0, reciprocal(wide) * fp32(1 - share), 0.0)
-    codes = round_product(new, inverse)
-    return torch.where(codes.isfinite(), codes, 0.0).to(torch.int8), scale.squeeze(-1)  # a NaN has no int8
 
 
 # --- dequantize -----------------------------------------------------------------------------------------------------

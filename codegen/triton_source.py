@@ -34,8 +34,9 @@ import torch
 from torch import Tensor
 
 from zgraph.codegen.kernel_tables import ENTRY
-from zgraph.codegen.reference import NEWTON_STEPS, RECIPROCAL, RUN
+from zgraph.codegen.reference import RUN
 from zgraph.compression import HADAMARD, BlockMethod, Draw
+from zgraph.exact import NEWTON_STEPS, RECIPROCAL
 from zgraph.wire_format import BucketLayout
 
 IMPORTS = """\

@@ -141,7 +141,7 @@ def _begin(handles: Sequence[Tensor], kept: Sequence[Feedback]) -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Of a device; each module has the functions of the reference."""
+    """The kernels for a device; each module has the functions of the reference."""
 
     quantize: ModuleType
     dequantize: ModuleType

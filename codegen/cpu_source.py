@@ -76,7 +76,7 @@ def _error_shape(method: BlockMethod) -> str:
 
 
 def _error_bytes(method: BlockMethod) -> float:
-    """Of an element, read and written."""
+    """Bytes of error that an element reads and writes."""
     if method.old_share is None:
         return 0.0
     scale = 0.0 if method.error_dtype.is_floating_point else SCALE_DTYPE.itemsize / method.group
@@ -84,7 +84,7 @@ def _error_bytes(method: BlockMethod) -> float:
 
 
 def _wire_bytes(method: BlockMethod) -> float:
-    """Of an element."""
+    """Bytes that an element takes on the wire."""
     return method.bits / 8 + SCALE_DTYPE.itemsize / method.group
 
 

@@ -42,7 +42,7 @@ class LaunchOptions:
         return self.threads * stripes_of(method) // method.group
 
     def arguments(self) -> dict[str, int]:
-        """Of the kernel."""
+        """Arguments of the kernel."""
         return {"THREADS": self.threads, "num_warps": self.warps}
 
 

@@ -170,7 +170,7 @@ def _replace_by_differences(graph: fx.Graph, marker: fx.Node, method: BlockMetho
 
 
 def _numel(args: UnshardArgs, ctx: PassContext) -> int:
-    """Of the longest shard of any rank."""
+    """Elements of the longest shard of any rank."""
     return chunk_rows(args.shape[0], ctx.group_size(args.group_name)) * math.prod(args.shape[1:])
 
 

@@ -180,7 +180,7 @@ class FrameCompiler:
         return graphs
 
     def _curve(self, graphs: Graphs) -> MemoryCurve:
-        """Of the step that holds most."""
+        """Memory curve of the step that holds most."""
         if "inference" in graphs:
             return memory_curve(graphs["inference"].graph)
         assert self.ctx.user_outputs is not None

@@ -123,7 +123,7 @@ class _Ranks:
 
     @property
     def backend(self) -> str:
-        """Of the groups; of a process alone that which it would use."""
+        """Backend of the groups; for a process alone, the one that it would use."""
         if self.groups:
             return backend_of(self.groups[0], self.device)
         return "gloo" if self.device.type == "cpu" else "nccl"
@@ -222,7 +222,7 @@ def _launch_us(ranks: _Ranks) -> float:
 
 
 def _copy_us(ranks: _Ranks) -> float:
-    """Of a byte that is read or written, of tensors larger than caches."""
+    """Microseconds to read or write a byte of tensors larger than caches."""
     size = 64 * MIB if ranks.device.type == "cpu" else 1024 * MIB
     source = torch.ones(size // 4, device=ranks.device)
     target = torch.empty_like(source)
@@ -230,7 +230,7 @@ def _copy_us(ranks: _Ranks) -> float:
 
 
 def _product_us(ranks: _Ranks, dtype: torch.dtype) -> float:
-    """Of one flop of a large matrix product."""
+    """Microseconds for one flop of a large matrix product."""
     size = 768 if ranks.device.type == "cpu" else 8192
     a = torch.ones(size, size, device=ranks.device, dtype=dtype)
     out = torch.empty_like(a)
@@ -263,7 +263,7 @@ class _Axis:
 
 
 def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis | None:
-    """Of one group; both kinds of collectives together, for a plan has both, where they take equally long.
+    """Measure the link of one group, by both kinds of collectives: a plan has both, and they take equally long.
 
     Small ones are timed several at once, because the latency of one under way delays none behind it. One at a time they
     also take ten times as long on gloo where a rank has one core: its thread polls, for a tick of the scheduler, for a

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
@@ -15,7 +18,9 @@ from tests.graphs import fake_world
 from tests.ranks import Ranks
 from zgraph import calibration
 from zgraph.calibration import compute_share, fit_link, in_a_stream
+from zgraph.collectives import start_all_gather, start_all_to_all
 from zgraph.hardware import Hardware, Link
+from zgraph.torch_compat import wait
 
 
 def _calibrate(directory: str) -> str:
@@ -73,6 +78,77 @@ def test_ranks_that_have_kept_different_figures_measure_again(two_ranks: Ranks, 
     assert again == other
     assert "other" not in again
     assert kept.read_text() == again
+
+
+@dataclass
+class Wire:
+    """Stands for a link: real collectives, and a clock that goes on by what each takes, however many are under way.
+
+    Attributes:
+        now_us: of the clock.
+        under_way: results that nobody has waited for, with what one rank sends for them.
+        most: the most that were under way at once, by what one rank sends for each.
+    """
+
+    latency_us: float
+    bytes_per_us: float
+    now_us: float = 0.0
+    under_way: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
+    most: dict[int, int] = field(default_factory=dict[int, int])
+
+    def started(self, result: Tensor, sent_bytes: int) -> Tensor:
+        self.now_us += self.latency_us + sent_bytes / self.bytes_per_us
+        self.under_way.append((result, sent_bytes))
+        alike = sum(1 for _, size in self.under_way if size == sent_bytes)
+        self.most[sent_bytes] = max(self.most.get(sent_bytes, 0), alike)
+        return result
+
+    def gather(self, shard: Tensor, world: int, group_name: str) -> Tensor:
+        return self.started(start_all_gather(shard, world, group_name), shard.nbytes * (world - 1))
+
+    def exchange(self, pieces: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+        return self.started(
+            start_all_to_all(pieces, received, sent, group_name), pieces.nbytes - pieces.nbytes // len(sent)
+        )
+
+    def wait(self, result: Tensor) -> Tensor:
+        self.under_way = [each for each in self.under_way if each[0] is not result]
+        return wait(result)
+
+    def timed(self, ranks: object, run: Callable[[], object]) -> tuple[float, float]:
+        before = self.now_us
+        run()
+        return self.now_us - before, 0.5 * (self.now_us - before)
+
+
+def _link_on_a_wire() -> tuple[Link, float, float, dict[int, int]]:
+    """What is measured of a link that takes 100 us and 50 bytes in each microsecond, and how many were under way."""
+    group = dist.group.WORLD
+    assert group is not None
+    wire = Wire(latency_us=100.0, bytes_per_us=50.0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, stand_in in (
+            ("start_all_gather", wire.gather),
+            ("start_all_to_all", wire.exchange),
+            ("wait", wire.wait),
+            ("_timed", wire.timed),
+        ):
+            monkeypatch.setattr(calibration, name, stand_in)
+        ranks = calibration._Ranks.of(group)  # pyright: ignore[reportPrivateUsage]
+        axis = calibration._link_of(ranks, group, 1)  # pyright: ignore[reportPrivateUsage]
+    assert axis is not None and not wire.under_way
+    return axis.link, axis.cpu_us_per_collective, axis.cpu_us_per_byte, wire.most
+
+
+def test_small_collectives_are_timed_with_others_under_way(two_ranks: Ranks) -> None:
+    """One alone is, on gloo, the time that its thread polls for a lock; the time is that of each, not of all."""
+    first, second = two_ranks.run(_link_on_a_wire)
+    assert first == second
+    link, cpu_us_per_collective, cpu_us_per_byte, most = first
+    assert (link.latency_us, link.bytes_per_us) == pytest.approx((100.0, 50.0), rel=0.01)
+    assert (cpu_us_per_collective, cpu_us_per_byte) == pytest.approx((50.0, 0.01), rel=0.01)
+    # 64 and 1024 numbers and one more; then large ones alone, and those of a stream.
+    assert most == {260: 8, 4100: 8, 262_148: 1, 1_048_580: 1, 4_194_308: 1, 524_292: 3}
 
 
 def test_a_process_alone_has_no_links(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zgraph
 from tests import models
+from tests.graphs import fake_world
 from tests.ranks import Ranks
 from tests.replicated import whole
 from zgraph import kept_step, local_step
-from zgraph.torch_compat import DispatchMode, local_of
+from zgraph.torch_compat import DispatchMode, dtensor_like, local_of
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -82,7 +84,7 @@ def assert_same(found: Any, expected: Any, where: str) -> None:
             assert found.placements == expected.placements and found.shape == expected.shape, where
             assert found.stride() == expected.stride(), where
         assert found.dtype == expected.dtype and found.requires_grad == expected.requires_grad, where
-        assert torch.equal(whole(found), whole(expected)), where
+        assert torch.allclose(whole(found), whole(expected), rtol=0, atol=0, equal_nan=True), where
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), f"{where}: {list(found)}, not {list(expected)}"
         for key in expected:
@@ -208,7 +210,7 @@ def _move_the_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def _move_the_shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    local = local_of(_first(optimizer))
+    local = local_of(cast(DTensor, _first(optimizer)))
     local.data = local.data * 2
 
 
@@ -253,6 +255,18 @@ def _drop_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _first(optimizer).grad = None
 
 
+def _replace_a_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameter = _first(optimizer)
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 2
+
+
+def _replace_a_local_moment(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The same DTensor with another tensor inside, as `torch.utils.swap_tensors` leaves it."""
+    moment = optimizer.state[_first(optimizer)]["exp_avg"]
+    torch.utils.swap_tensors(moment, moment * 2)
+
+
 CHANGES: tuple[Callable[[nn.Module, torch.optim.Optimizer], None], ...] = (
     _replace_a_moment,
     _exchange_two_moments,
@@ -270,6 +284,8 @@ CHANGES: tuple[Callable[[nn.Module, torch.optim.Optimizer], None], ...] = (
     _add_a_group,
     _make_a_gradient_whole,
     _drop_gradients,
+    _replace_a_gradient,
+    _replace_a_local_moment,
 )
 
 
@@ -297,6 +313,175 @@ def change_both(position: int) -> None:
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_a_change_between_two_steps_is_seen(two_ranks: Ranks, change: Any) -> None:
     two_ranks.run(change_both, CHANGES.index(change))
+
+
+def freeze_both(set_to_none: bool) -> None:
+    """Two steps, of which the second is kept, two with a frozen parameter, and two with all of them again."""
+    runs: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+    for ours in (True, False):
+        model = sharded("mixed")
+        optimizer = OPTIMIZERS["adamw"](groups_of(model))
+        if ours:
+            zgraph.step_on_shards(optimizer)
+        frozen = _first(optimizer)
+        for step in (1, 2, 3, 5, 6, 7):
+            frozen.requires_grad_(step not in (3, 5))
+            backward(model, step)
+            assert (frozen.grad is None) == (set_to_none and not frozen.requires_grad)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+        runs.append((model, optimizer))
+    assert_same_runs(*runs)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_is_frozen_and_trained_again(two_ranks: Ranks, set_to_none: bool) -> None:
+    """Frozen it has no gradient, or one of zeros, with which weight decay goes on."""
+    two_ranks.run(freeze_both, set_to_none)
+
+
+def other_values(key: str, value: Any) -> list[Any]:
+    """What else an option of a parameter group may be."""
+    if value is None or isinstance(value, bool):
+        return [other for other in (None, True, False) if other is not value]
+    if isinstance(value, tuple):
+        return [tuple(part / 2 for part in cast("tuple[float, ...]", value))]
+    others = [value / 2] if value else [0.5, type(value)(1)]
+    if not isinstance(value, Tensor) and value:
+        others.append(0.0)
+    return [*others, torch.tensor(0.3)] if key == "lr" else others
+
+
+Change = Callable[[list[nn.Parameter], torch.optim.Optimizer], None]
+
+
+@dataclass
+class Stepped:
+    """Steps of an optimizer by itself, with gradients that are given.
+
+    Attributes:
+        failures: texts of the steps that raised.
+        tensors: local ones, of parameters and state.
+        made_anew: how many steps were put together, up to each step.
+    """
+
+    failures: list[str] = field(default_factory=list[str])
+    tensors: list[Any] = field(default_factory=list[Any])
+    made_anew: list[int] = field(default_factory=list[int])
+
+
+def steps_around(make: Make, ours: bool, change: Change, back: Change, without: int | None = None) -> Stepped:
+    """Three steps, of which the last is kept, two behind a change, and one when it is changed back.
+
+    Args:
+        make: the optimizer.
+        ours: it steps on shards of DTensors, and else on plain tensors of the shards' values.
+        change, back: what happens between gradients and step.
+        without: place of a parameter that has no gradient in the first three steps.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(5)
+    sizes = ((4, 3), (4, 3), (3,), (2, 2))
+
+    def drawn(size: tuple[int, ...]) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    # Gradients of one size share a layout, as those that DTensor's operators make do.
+    like = {size: DTensor.from_local(drawn(size), mesh, [Shard(0)]) for size in sizes}
+    parameters = [nn.Parameter(dtensor_like(drawn(size), like[size]) if ours else drawn(size)) for size in sizes]
+    groups: list[Any] = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+    optimizer, found = make(groups), Stepped()
+    made: list[object] = []
+
+    def keep(*given: Any) -> Any:
+        made.append(kept_step.keep_step(*given))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(local_step, "keep_step", keep)
+        if ours:
+            zgraph.step_on_shards(optimizer)
+        for step in range(6):
+            for place, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
+                grad = dtensor_like(drawn(size), like[size]) if ours else drawn(size)
+                parameter.grad = None if place == without and step < 3 else grad
+            if step in (3, 5):
+                (change if step == 3 else back)(parameters, optimizer)
+            try:
+                optimizer.step()
+            except Exception as failure:
+                found.failures.append(f"step {step}: {failure}")
+            found.made_anew.append(len(made))
+    state = [{name: _local(entry) for name, entry in optimizer.state[each].items()} for each in parameters]
+    found.tensors = [*(_local(parameter).detach() for parameter in parameters), *state]
+    return found
+
+
+def compare_steps(name: str, change: Change, back: Change, where: str, without: int | None = None) -> None:
+    make = OPTIMIZERS[name]
+    found, expected = (steps_around(make, ours, change, back, without) for ours in (True, False))
+    # SGD makes its momenta behind the step that would have to list them.
+    at_first = 2 if name in ("sgd_momentum", "sgd_nesterov_foreach") else 1
+    assert found.made_anew[1:3] == [at_first, at_first], f"{where}: the third step is not a kept one"
+    assert found.failures == expected.failures, where
+    assert_same(found.tensors, expected.tensors, where)
+
+
+def _local(value: Any) -> Any:
+    return local_of(value) if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_option_of_a_group_may_change_between_two_steps(optimizer: str) -> None:
+    """What the optimizer itself cannot go on with fails in the same step, and leaves the same."""
+    options = OPTIMIZERS[optimizer]([nn.Parameter(torch.ones(1))]).param_groups[0]
+
+    def setting(key: str, value: Any) -> Change:
+        return lambda _, optimizer: optimizer.param_groups[0].update({key: value})
+
+    with fake_world(2):
+        for key in sorted(set(options) - {"params"}):
+            for value in other_values(key, options[key]):
+                compare_steps(optimizer, setting(key, value), setting(key, options[key]), f"{key}={value}")
+
+
+def _exchange_alike_parameters(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """The state stays where it is."""
+    listed = optimizer.param_groups[0]["params"]
+    listed[0], listed[1] = listed[1], listed[0]
+
+
+def _exchange_owners(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Two parameters have each other's state; entries stand in the order in which they stood."""
+    (one, of_one), (other, of_other), *more = optimizer.state.items()
+    optimizer.state.clear()
+    optimizer.state.update([(other, of_one), (one, of_other), *more])
+
+
+def _forget_the_last_entry(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Which the optimizer itself cannot go on without."""
+    optimizer.state[parameters[-1]].pop("exp_avg_sq", None)
+
+
+def _exchange_who_has_a_gradient(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """As many as before; the second parameter had none so far."""
+    assert parameters[1].grad is not None
+    parameters[0].grad = None
+
+
+@pytest.mark.parametrize(
+    ("change", "without"),
+    [
+        (_exchange_alike_parameters, None),
+        (_exchange_owners, None),
+        (_forget_the_last_entry, None),
+        (_exchange_who_has_a_gradient, 1),
+    ],
+)
+def test_what_looks_alike_is_told_apart(change: Change, without: int | None) -> None:
+    """Parameters of one size whose gradients share a layout, and entries in the same order."""
+    with fake_world(2):
+        compare_steps("adamw", change, lambda *_: None, change.__name__, without)
 
 
 def test_a_step_on_replicas_is_a_step_on_dtensors(two_ranks: Ranks) -> None:

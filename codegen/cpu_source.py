@@ -98,6 +98,9 @@ def _constants(method: BlockMethod, name: str, dtype: torch.dtype) -> str:
     return f"""
 #include <stdint.h>
 #include <string.h>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 
 struct Bf16 {{ uint16_t bits; }};
 struct Half {{ uint16_t bits; }};
@@ -118,6 +121,7 @@ constexpr float UNIT = {_literal(book.unit)};
 constexpr bool EXACT_SUMS = {str(reference.sums_are_exact(method)).lower()};
 constexpr bool FEEDBACK = {str(feedback).lower()};
 constexpr bool ERROR_INT8 = {str(method.error_dtype == torch.int8).lower()};
+using Error = {"int8_t" if method.error_dtype == torch.int8 else "float"};
 constexpr float OLD_SHARE = {_literal(share)}, LOST_SHARE = {_literal(1 - share)};
 constexpr float OLD_OVER_LOST = {_literal(share / (1 - share))};
 constexpr float TINY = {_literal(reference.TINY)};
@@ -206,10 +210,14 @@ INLINE Floats load(const int8_t* from) { return __builtin_convertvector(ints_of(
 
 INLINE void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
 
-INLINE void store(Bf16* to, Floats values) {
+INLINE Words bf16_bits(Floats values) {
     const Words bits = (Words)values;
     const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Shorts shorts = __builtin_convertvector(values == values ? rounded : Words{} + BF16_NAN, Shorts);
+    return values == values ? rounded : Words{} + BF16_NAN;
+}
+
+INLINE void store(Bf16* to, Floats values) {
+    const Shorts shorts = __builtin_convertvector(bf16_bits(values), Shorts);
     memcpy(to, &shorts, sizeof shorts);
 }
 
@@ -229,49 +237,58 @@ INLINE float from_bf16(uint16_t bits) {
     return read<float>(&wide);
 }
 
-INLINE uint16_t to_bf16(float value) {
-    const uint32_t bits = read<uint32_t>(&value);
-    return value == value ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : BF16_NAN;
-}
-
-INLINE Ints magnitude_of(Floats values) { return (Ints)values & 0x7fffffff; }
-
 // 1.5 * 2^23, to which adding rounds to an integer, which then stands in the low bits of the sum.
 constexpr float ROUNDER = 12582912.0f;
 
-// value * by + more, rounded once; without such an instruction by way of doubles, which hold the product and that sum.
-INLINE Floats fused(Floats values, float by, float more) {
-    Floats sums;
-    UNROLL
-    for (int i = 0; i < LANES; i++) {
+// values * by + more, rounded once; without such an instruction by way of doubles, which hold the product and that sum.
 #ifdef __FMA__
-        sums[i] = __builtin_fmaf(values[i], by, more);
-#else
-        sums[i] = float(double(values[i]) * by + more);
+INLINE __m128 fused(__m128 values, __m128 by, __m128 more) { return _mm_fmadd_ps(values, by, more); }
+INLINE __m256 fused(__m256 values, __m256 by, __m256 more) { return _mm256_fmadd_ps(values, by, more); }
+#ifdef __AVX512F__
+INLINE __m512 fused(__m512 values, __m512 by, __m512 more) { return _mm512_fmadd_ps(values, by, more); }
 #endif
-    }
+template <class Vector> INLINE Vector fused(Vector values, Vector by, Vector more) {
+    Vector sums;
+    UNROLL
+    for (int i = 0; i < LANES; i++) sums[i] = __builtin_fmaf(values[i], by[i], more[i]);
     return sums;
+}
+#else
+typedef double Doubles __attribute__((vector_size(8 * LANES)));
+
+INLINE Doubles doubles_of(Floats values) { return __builtin_convertvector(values, Doubles); }
+
+INLINE Floats fused(Floats values, Floats by, Floats more) {
+    return __builtin_convertvector(doubles_of(values) * doubles_of(by) + doubles_of(more), Floats);
+}
+#endif
+
+INLINE Floats all(float value) { return Floats{} + value; }
+
+// values * by + more where rounding the product by itself changes nothing.
+INLINE Floats times_plus(Floats values, Floats by, Floats more) {
+#ifdef __FMA__
+    return fused(values, by, more);
+#else
+    return values * by + more;
+#endif
 }
 
 // The integer nearest to a product, which is not rounded before, plus ROUNDER.
 INLINE Floats rounded_product(Floats values, float by) {
 #ifdef __FMA__
-    return fused(values, by, ROUNDER);
+    return fused(values, all(by), all(ROUNDER));
 #else
     constexpr double WIDE = 6755399441055744.0;  // 1.5 * 2^52
-    Floats integers;
-    UNROLL
-    for (int i = 0; i < LANES; i++) integers[i] = float(double(values[i]) * by + WIDE - WIDE);
-    return integers + ROUNDER;
+    return __builtin_convertvector(doubles_of(values) * double(by) + WIDE - WIDE, Floats) + ROUNDER;
 #endif
 }
 
-// 1 / value by Newton's method, for positive numbers that are neither tiny nor huge.
-INLINE float reciprocal(float value) {
-    const int32_t bits = RECIPROCAL - read<int32_t>(&value);
-    float found = read<float>(&bits);
+// 1 / values by Newton's method, for positive numbers that are neither tiny nor huge; of others it is any number.
+INLINE Floats reciprocal(Floats values) {
+    Floats found = (Floats)(RECIPROCAL - (Ints)values);
     UNROLL
-    for (int step = 0; step < NEWTON_STEPS; step++) found *= float(2.0 - double(value) * found);
+    for (int step = 0; step < NEWTON_STEPS; step++) found *= fused(-values, found, all(2.0f));
     return found;
 }
 
@@ -284,33 +301,32 @@ INLINE Floats clamp(Floats values, float low, float high) {
     return (Floats)((Words)below < bottom ? (Words)below : bottom);
 }
 
-// Lanes i and i ^ distance change places.
-template <int distance, class Vector> INLINE Vector exchange(Vector values) {
+// As bits, negative numbers are below zero, too.
+INLINE Floats clamp_share(Floats values) {  // to 0 ... 1, and no NaN
+    const Ints above = (Ints)values > 0 ? (Ints)values : Ints{}, one = (Ints)all(1);
+    return (Floats)(above < one ? above : one);
+}
+
+// In two steps, too.
+INLINE Bytes low_bytes(Ints integers) {
+    return __builtin_convertvector(__builtin_convertvector(integers, SignedShorts), Bytes);
+}
+
+template <class Vector> INLINE Vector pick(Vector values, Words lane) {
 #ifdef __clang__
-    Vector other;
+    Vector picked;
     UNROLL
-    for (int i = 0; i < LANES; i++) other[i] = values[i ^ distance];
-    return other;
+    for (int i = 0; i < LANES; i++) picked[i] = values[lane[i]];
+    return picked;
 #else
-    return __builtin_shuffle(values, lanes() ^ distance);
+    return __builtin_shuffle(values, lane);
 #endif
 }
 
+// Lanes i and i ^ distance change places.
+template <int distance, class Vector> INLINE Vector exchange(Vector values) { return pick(values, lanes() ^ distance); }
+
 // --- sums ---
-
-template <int distance = LANES / 2> INLINE float sum_of(Floats values) {
-    if constexpr (distance == 0) return values[0];
-    else return sum_of<distance / 2>(values + exchange<distance>(values));
-}
-
-template <int parts = PARTS> INLINE Floats fold(Floats* values) {
-    if constexpr (parts == 1) return values[0];
-    else {
-        UNROLL
-        for (int p = 0; p < parts / 2; p++) values[p] += values[p + parts / 2];
-        return fold<parts / 2>(values);
-    }
-}
 
 // Elements, or sums of them, that are `distance` apart are added: of `parts` vectors remain half, or as many, in whose
 // lanes sums stand several times.
@@ -346,19 +362,6 @@ INLINE float ordered_sum(Floats* values) {
     return values[0][0];
 }
 
-INLINE float group_sum(Floats* values) {
-    if constexpr (EXACT_SUMS) return sum_of(fold(values));
-    else return ordered_sum(values);
-}
-
-template <int distance = LANES / 2> INLINE int32_t largest_of(Ints values) {
-    if constexpr (distance == 0) return values[0];
-    else {
-        const Ints other = exchange<distance>(values);
-        return largest_of<distance / 2>(values > other ? values : other);
-    }
-}
-
 // --- rotation ---
 
 template <class Word> INLINE Word hash_32(Word words) {
@@ -373,18 +376,29 @@ INLINE uint32_t sign_key(uint32_t step, uint32_t rank, uint32_t salt) {
     return hash_32<uint32_t>(step * 0x9E3779B1u + rank * 0x85EBCA77u + salt * 0xC2B2AE3Du + 1);
 }
 
+// Hashes of the numbers of blocks, from that of group `first` on, for `groups` of them.
+INLINE void hash_blocks(int64_t first, int groups, uint32_t key, uint32_t* hashes) {
+    for (int block = 0; block < groups * BLOCKS; block += LANES) {
+        const Words hashed = hash_32<Words>((lanes() + uint32_t(first * BLOCKS + block)) ^ key);
+        memcpy(hashes + block, &hashed, sizeof hashed);
+    }
+}
+
+constexpr int hashes_of(int groups) { return (groups * BLOCKS + LANES - 1) / LANES * LANES + LANES; }  // to reserve
+
 // The signs of a group: bit 31 - place of the hash of a block's number.
 struct Signs {
     Words words[WORDS];  // of the first ROW elements; what is a row further on is 8 places further on, too
 
-    INLINE Signs of(int64_t group, uint32_t key) {
+    INLINE Signs of(const uint32_t* hashes) {  // of its blocks
         Signs signs;
         UNROLL
         for (int w = 0; w < WORDS; w++) {
             const Words element = lanes() + uint32_t(LANES * w);
-            const Words block = element / RUN % BLOCKS + uint32_t(group * BLOCKS);
             const Words place = element % RUN + element / ROW * RUN;
-            signs.words[w] = hash_32<Words>(block ^ key) << place;
+            const int block = LANES * w / RUN;  // the first of them
+            const Words near = read<Words>(hashes + block / LANES * LANES);
+            signs.words[w] = pick(near, block % LANES + lanes() / RUN % BLOCKS) << place;
         }
         return signs;
     }
@@ -407,9 +421,9 @@ template <int distance = GROUP / 2> INLINE void hadamard(Floats* x) {
             x[p + apart] = first - second;
         }
     } else {
-        const Words minus = (Words)((lanes() & distance) != 0) & 0x80000000;  // of the second lane of each pair
+        const Floats sign = (lanes() & distance) != 0 ? all(-1) : all(1);  // of the second lane of each pair -1
         UNROLL
-        for (int p = 0; p < PARTS; p++) x[p] = exchange<distance>(x[p]) + (Floats)((Words)x[p] ^ minus);
+        for (int p = 0; p < PARTS; p++) x[p] = times_plus(x[p], sign, exchange<distance>(x[p]));
     }
     if constexpr (distance > 1) hadamard<distance == ROW ? RUN / 2 : distance / 2>(x);
 }
@@ -420,7 +434,7 @@ INLINE void decode(Floats* levels, float scale, const Signs& signs) {
     if constexpr (ROTATE) hadamard(levels);
     UNROLL
     for (int p = 0; p < PARTS; p++) {
-        const Floats sizes = Floats{} + scale;
+        const Floats sizes = all(scale);
         levels[p] = levels[p] * (ROTATE ? signs.times(sizes, p) : sizes);
     }
 }
@@ -463,8 +477,9 @@ INLINE void for_groups(const Member* members, int64_t count, int64_t chunks, int
 _QUANTIZE = r"""
 // --- quantize ---
 
-constexpr int AT_ONCE = GROUP <= 128 ? 2 : 1;  // groups; a long one keeps the processor busy alone
-#define EACH UNROLL for (int s = 0; s < SIDE; s++)  // of SIDE groups
+// Groups that are worked on side by side. What is known once of a group is then a lane of a vector; and the processor
+// finds work that does not wait for that of the same group. 2048 numbers of each kind stay in the nearest cache.
+constexpr int BATCH = GROUP * LANES <= 2048 ? LANES : GROUP <= 2048 ? 2048 / GROUP : 1;
 
 struct Place {
     const Grad* grad;
@@ -483,168 +498,203 @@ template <int clip> INLINE void levels_of(const Floats* integers, Floats* levels
             Floats grid = integers[p] + ROUNDER;
             float begin = ROUNDER;
             if constexpr (CLIPPED[clip]) {
-                // Less 1/2: clamp takes bounds of two signs. Both are exact.
-                const Floats share = fused(integers[p], SLOPES[clip], 0.5f);
-                const Floats inside = clamp(share - 0.5f, -0.5f, 0.5f) + 0.5f;
-                grid = rounded_product(inside, 2 * TOP + 1);
+                grid = rounded_product(clamp_share(fused(integers[p], all(SLOPES[clip]), all(0.5f))), 2 * TOP + 1);
                 begin += TOP + 1;
             }
-            const Floats floors = (Floats)((Ints)grid & -STEP) - begin;
-            levels[p] = floors * (1.0f / STEP) + AFTER;
+            levels[p] = times_plus((Floats)((Ints)grid & -STEP), all(1.0f / STEP), all(AFTER - begin / STEP));
         }
     }
 }
 
 INLINE void pack(const Floats* levels, uint8_t* to) {
     constexpr int bytes = CODE_BYTES / LANES;  // vectors of bytes: as many as the codes of a stretch fill
+    constexpr int half = 1 << (BITS - 1), ones = 255 / ((1 << BITS) - 1);  // a one for each code of a byte
     UNROLL
     for (int p = 0; p < bytes; p++) {
-        Ints packed = {};
+        Floats packed = levels[p + (8 / BITS - 1) * bytes];
         UNROLL
-        for (int place = 0; place < 8 / BITS; place++) {
-            const Ints code = __builtin_convertvector(levels[p + place * bytes] - AFTER, Ints);
-            packed |= (code & ((1 << BITS) - 1)) << (place * BITS);
-        }
-        const Bytes narrow = __builtin_convertvector(packed, Bytes);
+        for (int place = 8 / BITS - 2; place >= 0; place--)
+            packed = times_plus(packed, all(1 << BITS), levels[p + place * bytes]);
+        // Codes from 0 on, which do not borrow from one another; the top bit of each is then wrong.
+        const Floats integers = packed + (half - AFTER) * ones + ROUNDER;
+        const Bytes narrow = low_bytes((Ints)integers ^ (half * ones));
         memcpy(to + p * LANES, &narrow, LANES);
     }
 }
 
-INLINE int32_t largest_in(const Floats* values) {
+INLINE Ints larger(Ints one, Ints other) { return one > other ? one : other; }
+
+// Magnitudes, as bits: the largest of each lane.
+INLINE Ints largest_in(const Floats* values) {
     Ints largest = {};
     UNROLL
-    for (int p = 0; p < PARTS; p++) {
-        const Ints magnitude = magnitude_of(values[p]);
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    return largest_of(largest);
+    for (int p = 0; p < PARTS; p++) largest = larger((Ints)values[p] & 0x7fffffff, largest);
+    return largest;
 }
 
-struct Error {
-    int8_t* codes;
-    uint16_t* scale;
-    float* floats;
-
-    INLINE Error at(const Place& place, int64_t group) {
-        if constexpr (ERROR_INT8) return {(int8_t*)place.error + group * GROUP, place.error_scale + group, nullptr};
-        else return {nullptr, nullptr, (float*)place.error + group * GROUP};
+// Sums of each lane where no order changes them; else the sum, in every lane.
+INLINE Floats sum_of_products(const Floats* first, const Floats* second) {
+    if constexpr (EXACT_SUMS) {
+        Floats sum = first[0] * second[0];
+        UNROLL
+        for (int p = 1; p < PARTS; p++) sum = times_plus(first[p], second[p], sum);
+        return sum;
+    } else {
+        Floats products[PARTS];
+        UNROLL
+        for (int p = 0; p < PARTS; p++) products[p] = first[p] * second[p];
+        return all(ordered_sum(products));
     }
+}
 
-    inline __attribute__((always_inline)) Floats read(int part) const {  // without its scale
-        if constexpr (ERROR_INT8) return load(codes + part * LANES);
-        else return load(floats + part * LANES);
-    }
-
-    // Keep OLD_SHARE * old + LOST_SHARE * (whole - sent).
-    inline __attribute__((always_inline)) void write(
-        const Floats* old, float wide, const Floats* whole, const Floats* sent
-    ) const {
-        if constexpr (!ERROR_INT8) {
-            UNROLL
-            for (int p = 0; p < PARTS; p++)
-                store(floats + p * LANES, OLD_SHARE * old[p] + LOST_SHARE * (whole[p] - sent[p]));
-        } else {
-            // All of it is divided by LOST_SHARE, so that the code's size alone takes that factor.
-            Floats error[PARTS];
-            UNROLL
-            for (int p = 0; p < PARTS; p++) error[p] = whole[p] + old[p] * (wide * OLD_OVER_LOST) - sent[p];
-            const int32_t bits = largest_in(error);
-            const float largest = ::read<float>(&bits);
-            *scale = to_bf16(largest >= TINY ? largest * LOST_SHARE_127TH : 0.0f);
-            const float size = from_bf16(*scale);
-            const float inverse = size > 0 ? reciprocal(size) * LOST_SHARE : 0.0f;
-            UNROLL
-            for (int p = 0; p < PARTS; p++) {
-                const Chars narrow = __builtin_convertvector((Ints)rounded_product(error[p], inverse), Chars);
-                memcpy(codes + p * LANES, &narrow, LANES);
-            }
+// Lane s of the result is what merges all lanes of values[s].
+template <int distance = LANES / 2, class Vector, class Merge>
+INLINE Vector merge_lanes(Vector (&values)[BATCH], const Merge& merge) {
+    if constexpr (distance > 0) {
+        const Ints second = (lanes() & distance) != 0;
+        UNROLL
+        for (int s = 0; s < BATCH && s < distance; s++) {
+            if constexpr (distance < BATCH) {
+                const Vector one = values[s], other = values[s + distance];
+                values[s] = merge(second ? other : one, exchange<distance>(second ? one : other));
+            } else values[s] = merge(values[s], exchange<distance>(values[s]));
         }
+        return merge_lanes<distance / 2>(values, merge);
     }
-};
+    return values[0];
+}
 
-struct Group {  // where it comes from and goes to
+// The sums of all groups, a lane for each.
+INLINE Floats totals(Floats (&sums)[BATCH]) {
+    if constexpr (EXACT_SUMS) return merge_lanes(sums, [](Floats one, Floats other) { return one + other; });
+    Floats found = {};
+    UNROLL
+    for (int s = 0; s < BATCH; s++) found[s] = sums[s][0];
+    return found;
+}
+
+struct Batch {  // groups that follow one another: where they come from and go to
+    int count;
     const Grad* grad;
-    Error error;
-    Signs signs;
+    Error* error;
+    uint16_t* error_scale;
     uint8_t* codes;
-    uint16_t* scale;
+    uint16_t* scales;
 };
 
-// Groups side by side: each alone is a chain of steps that wait for one another. What is no finite number becomes codes
-// of 0, a scale of NaN, and leaves its error as it was.
-template <int clip = 0, int SIDE>
-INLINE void choose_levels(const Floats (*integers)[PARTS], Floats (*levels)[PARTS], float* along, float* square) {
+struct Tried {  // levels, and their sums
+    Floats levels[BATCH][PARTS];
+    Floats along[BATCH], square[BATCH];
+};
+
+template <int clip = 0> INLINE void try_levels(const Floats* integers, Tried* tried, int s) {
     if constexpr (clip < CLIPS) {
-        EACH {
-            Floats tried[PARTS], products[PARTS];
-            levels_of<clip>(integers[s], tried);
-            UNROLL
-            for (int p = 0; p < PARTS; p++) products[p] = integers[s][p] * tried[p];
-            const float this_along = group_sum(products);
-            float this_square = 0.0f;
-            if constexpr (CLIPS > 1 || !UNBIASED) {
-                UNROLL
-                for (int p = 0; p < PARTS; p++) products[p] = tried[p] * tried[p];
-                this_square = group_sum(products);
-            }
-            if (clip == 0 || this_along * this_along * square[s] > along[s] * along[s] * this_square) {
-                along[s] = this_along, square[s] = this_square;
-                UNROLL
-                for (int p = 0; p < PARTS; p++) levels[s][p] = tried[p];
-            }
-        }
-        choose_levels<clip + 1, SIDE>(integers, levels, along, square);
+        Floats levels[PARTS];
+        levels_of<clip>(integers, levels);
+        tried[clip].along[s] = sum_of_products(integers, levels);
+        if constexpr (CLIPS > 1 || !UNBIASED) tried[clip].square[s] = sum_of_products(levels, levels);
+        memcpy(tried[clip].levels[s], levels, sizeof levels);
+        try_levels<clip + 1>(integers, tried, s);
     }
 }
 
-template <int SIDE> INLINE void quantize_groups(const Group* group) {
-    Floats whole[SIDE][PARTS], old[SIDE][PARTS], integers[SIDE][PARTS], levels[SIDE][PARTS];
-    float wide[SIDE], along[SIDE], square[SIDE], scale[SIDE], largest[SIDE];
-    bool finite[SIDE], used[SIDE];
+// What is no finite number becomes codes of 0, a scale of NaN, and leaves its error as it was.
+INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
+    // The error is kept in 8 bits divided by LOST_SHARE, so that the code's size alone takes that factor. Then `whole`
+    // has a share of the old one added.
+    Floats whole[BATCH][PARTS], square[BATCH] = {};
+    Ints top[BATCH] = {};
+    Tried tried[CLIPS];
+    float numbers[LANES], errors_inverse[LANES];
+    int32_t finite[LANES], chosen[LANES];
 
-    EACH {
-        wide[s] = FEEDBACK && ERROR_INT8 ? from_bf16(*group[s].error.scale) : 1.0f;
+    for (int s = 0; s < batch.count; s++) {
+        const Signs signs = ROTATE ? Signs::of(hashes + s * BLOCKS) : Signs{};
+        const float wide = FEEDBACK && ERROR_INT8 ? from_bf16(batch.error_scale[s]) : 1.0f;
+        Floats rotated[PARTS];
         UNROLL
         for (int p = 0; p < PARTS; p++) {
-            whole[s][p] = load(group[s].grad + p * LANES);
+            const int at = s * GROUP + p * LANES;
+            rotated[p] = load(batch.grad + at);
             if constexpr (FEEDBACK) {
-                old[s][p] = group[s].error.read(p);
-                whole[s][p] += ERROR_INT8 ? old[s][p] * wide[s] : old[s][p];
+                const Floats old = load(batch.error + at);
+                rotated[p] += ERROR_INT8 ? old * wide : old;
+                whole[s][p] = ERROR_INT8 ? rotated[p] + old * (wide * OLD_OVER_LOST) : rotated[p];
             }
-            integers[s][p] = ROTATE ? group[s].signs.times(whole[s][p], p) : whole[s][p];
+            if constexpr (ROTATE) rotated[p] = signs.times(rotated[p], p);
         }
+        if constexpr (ROTATE) hadamard(rotated);
+        top[s] = largest_in(rotated);
+        memcpy(tried[0].levels[s], rotated, sizeof rotated);
     }
-    if constexpr (ROTATE) EACH hadamard(integers[s]);
+    const Ints top_bits = merge_lanes(top, larger);
+    const Floats largest = (Floats)top_bits;
+    const Ints is_finite = top_bits < HUGE_BITS, used = is_finite & (largest >= TINY);
+    store(numbers, used ? reciprocal(largest) * TOP : Floats{});
 
-    EACH {
-        const int32_t bits = largest_in(integers[s]);
-        largest[s] = read<float>(&bits);
-        finite[s] = bits < HUGE_BITS;
-        used[s] = finite[s] && largest[s] >= TINY;
-        const float inverse = used[s] ? reciprocal(largest[s]) * TOP : 0.0f;
+    for (int s = 0; s < batch.count; s++) {
+        Floats integers[PARTS];
         UNROLL
-        for (int p = 0; p < PARTS; p++)
-            integers[s][p] = used[s] ? rounded_product(integers[s][p], inverse) - ROUNDER : Floats{};
-    }
-    choose_levels<0, SIDE>(integers, levels, along, square);
-
-    EACH {
-        pack(levels[s], group[s].codes);
-        float over = along[s], under = square[s];
-        if constexpr (UNBIASED) {
-            UNROLL
-            for (int p = 0; p < PARTS; p++) integers[s][p] = integers[s][p] * integers[s][p];
-            over = group_sum(integers[s]), under = along[s];
+        for (int p = 0; p < PARTS; p++) {
+            const Floats rounded = rounded_product(tried[0].levels[s][p], numbers[s]) - ROUNDER;
+            integers[p] = numbers[s] != 0 ? rounded : Floats{};
         }
-        const float ratio = used[s] ? over * reciprocal(under) * (largest[s] * UNIT) : 0.0f;
-        const uint16_t rounded = finite[s] ? to_bf16(ratio) : NO_NUMBER;
-        *group[s].scale = rounded;
-        scale[s] = from_bf16(rounded);
+        try_levels(integers, tried, s);
+        if constexpr (UNBIASED) square[s] = sum_of_products(integers, integers);
     }
+    Floats best_along = totals(tried[0].along), best_square = {};
+    Ints best = {};
+    if constexpr (CLIPS > 1 || !UNBIASED) best_square = totals(tried[0].square);
+    UNROLL
+    for (int clip = 1; clip < CLIPS; clip++) {
+        const Floats along = totals(tried[clip].along), square = totals(tried[clip].square);
+        const Ints better = along * along * best_square > best_along * best_along * square;
+        best = better ? Ints{} + clip : best;
+        best_along = better ? along : best_along, best_square = better ? square : best_square;
+    }
+    const Floats over = UNBIASED ? totals(square) : best_along, under = UNBIASED ? best_along : best_square;
+    const Floats ratio = used ? over * reciprocal(under) * (largest * UNIT) : Floats{};
+    const Words scales = is_finite ? bf16_bits(ratio) : Words{} + NO_NUMBER;
+    store(numbers, (Floats)(scales << 16));
+    memcpy(chosen, &best, sizeof best);
+    memcpy(finite, &is_finite, sizeof is_finite);
 
-    if constexpr (FEEDBACK) {
-        EACH decode(levels[s], scale[s], group[s].signs);
-        EACH if (finite[s]) group[s].error.write(old[s], wide[s], whole[s], levels[s]);
+    for (int s = 0; s < batch.count; s++) {
+        Floats levels[PARTS];
+        memcpy(levels, tried[chosen[s]].levels[s], sizeof levels);
+        pack(levels, batch.codes + s * CODE_BYTES);
+        const uint32_t scale = read<uint32_t>(&numbers[s]) >> 16;
+        batch.scales[s] = scale;
+        if constexpr (FEEDBACK) {
+            decode(levels, numbers[s], ROTATE ? Signs::of(hashes + s * BLOCKS) : Signs{});
+            UNROLL
+            for (int p = 0; p < PARTS; p++) levels[p] = whole[s][p] - levels[p];
+            if constexpr (ERROR_INT8) {
+                top[s] = largest_in(levels);
+                memcpy(whole[s], levels, sizeof levels);
+            } else if (finite[s]) {
+                float* error = (float*)batch.error + s * GROUP;
+                UNROLL
+                for (int p = 0; p < PARTS; p++)
+                    store(error + p * LANES, OLD_SHARE * load(error + p * LANES) + LOST_SHARE * levels[p]);
+            }
+        }
+    }
+    if constexpr (FEEDBACK && ERROR_INT8) {
+        const Floats largest = (Floats)merge_lanes(top, larger);
+        const Words scales = bf16_bits(largest >= TINY ? largest * LOST_SHARE_127TH : Floats{});
+        const Floats sizes = (Floats)(scales << 16);
+        store(numbers, sizes);
+        store(errors_inverse, sizes > 0 ? reciprocal(sizes) * LOST_SHARE : Floats{});
+        for (int s = 0; s < batch.count; s++) {
+            if (!finite[s]) continue;
+            batch.error_scale[s] = read<uint32_t>(&numbers[s]) >> 16;
+            UNROLL
+            for (int p = 0; p < PARTS; p++) {
+                const Bytes narrow = low_bytes((Ints)rounded_product(whole[s][p], errors_inverse[s]));
+                memcpy(batch.error + s * GROUP + p * LANES, &narrow, LANES);
+            }
+        }
     }
 }
 
@@ -658,35 +708,31 @@ extern "C" void quantize(
         const Place& place = places[m];
         const int64_t groups = member.groups();
         uint8_t* row = payload + chunk % world * row_bytes;  // chunk s * world + d is stretch s of row d
-        const auto group_at = [&](int64_t g) {
-            const int64_t at = chunk / world * groups + g;
-            return Group{
-                place.grad + chunk * member.numel + g * GROUP,
-                FEEDBACK ? Error::at(place, chunk * groups + g) : Error{},
-                ROTATE ? Signs::of(g, key) : Signs{},
-                row + member.codes_at + at * CODE_BYTES,
-                (uint16_t*)(row + member.scales_at) + at,
-            };
-        };
         // Groups that neither the chunk nor the gradient ends in.
         int64_t present = place.present - chunk * member.numel;
         if (present > member.numel) present = member.numel;
         const int64_t full = present < 0 ? 0 : present / GROUP;
-        int64_t g = first;
-        for (; g + AT_ONCE <= last && g + AT_ONCE <= full; g += AT_ONCE) {
-            Group side[AT_ONCE];
-            for (int s = 0; s < AT_ONCE; s++) side[s] = group_at(g + s);
-            quantize_groups<AT_ONCE>(side);
-        }
-        for (; g < last; g++) {
-            Group group = group_at(g);
+        for (int64_t g = first, count; g < last; g += count) {
+            const int64_t many = (g < full && full < last ? full : last) - g;
+            count = g >= full ? 1 : many < BATCH ? many : BATCH;
+            const int64_t at = chunk / world * groups + g, error_at = chunk * groups + g;
+            Batch batch = {
+                int(count),
+                place.grad + chunk * member.numel + g * GROUP,
+                (Error*)place.error + error_at * GROUP,
+                place.error_scale + error_at,
+                row + member.codes_at + at * CODE_BYTES,
+                (uint16_t*)(row + member.scales_at) + at,
+            };
             Grad filled[GROUP];
             if (g >= full) {
                 memset(filled, 0, sizeof filled);
-                if (g * GROUP < present) memcpy(filled, group.grad, (present - g * GROUP) * sizeof(Grad));
-                group.grad = filled;
+                if (g * GROUP < present) memcpy(filled, batch.grad, (present - g * GROUP) * sizeof(Grad));
+                batch.grad = filled;
             }
-            quantize_groups<1>(&group);
+            uint32_t hashes[hashes_of(BATCH)];
+            if constexpr (ROTATE) hash_blocks(g, count, key, hashes);
+            quantize_batch(batch, hashes);
         }
     });
 }
@@ -736,12 +782,14 @@ extern "C" void dequantize_sum(
         const Member& member = members[m];
         for (int64_t g = first; g < last; g++) {
             const int64_t at = stretch * member.groups() + g;
+            uint32_t hashes[hashes_of(1)];
             Floats sums[PARTS], values[PARTS];
             for (int64_t rank = 0; rank < ranks; rank++) {
                 const uint8_t* row = received + rank * row_bytes;
                 const float scale = from_bf16(((const uint16_t*)(row + member.scales_at))[at]);
                 unpack(row + member.codes_at + at * CODE_BYTES, values);
-                decode(values, scale, ROTATE ? Signs::of(g, sign_key(step, first_rank + rank, salt)) : Signs{});
+                if constexpr (ROTATE) hash_blocks(g, 1, sign_key(step, first_rank + rank, salt), hashes);
+                decode(values, scale, ROTATE ? Signs::of(hashes) : Signs{});
                 UNROLL
                 for (int p = 0; p < PARTS; p++) sums[p] = rank == 0 ? values[p] : sums[p] + values[p];
             }

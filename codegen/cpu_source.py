@@ -98,7 +98,7 @@ def _constants(method: BlockMethod, name: str, dtype: torch.dtype) -> str:
     return f"""
 #include <stdint.h>
 #include <string.h>
-#ifdef __FMA__
+#if defined(__FMA__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -187,6 +187,8 @@ INLINE Words lanes() {  // 0, 1, 2, ...
     return lane;
 }
 
+INLINE Floats all(float value) { return Floats{} + value; }
+
 INLINE Words words_of(Shorts shorts) { return __builtin_convertvector(shorts, Words); }
 
 INLINE Floats load(const float* from) { return read<Floats>(from); }
@@ -203,6 +205,12 @@ INLINE Floats load(const Half* from) {
 
 // In two steps: GCC takes one that widens fourfold apart, element by element.
 INLINE Ints ints_of(Chars chars) {
+#ifdef __AVX512F__
+    if constexpr (LANES == 16) {
+        const __m512i wide = _mm512_cvtepi8_epi32(read<__m128i>(&chars));
+        return read<Ints>(&wide);
+    }
+#endif
     return __builtin_convertvector(__builtin_convertvector(chars, SignedShorts), Ints);
 }
 
@@ -237,6 +245,8 @@ INLINE float from_bf16(uint16_t bits) {
     return read<float>(&wide);
 }
 
+INLINE uint16_t upper_half(float value) { return read<uint32_t>(&value) >> 16; }
+
 // 1.5 * 2^23, to which adding rounds to an integer, which then stands in the low bits of the sum.
 constexpr float ROUNDER = 12582912.0f;
 
@@ -256,16 +266,13 @@ template <class Vector> INLINE Vector fused(Vector values, Vector by, Vector mor
 #else
 typedef double Doubles __attribute__((vector_size(8 * LANES)));
 
-INLINE Doubles doubles_of(Floats values) { return __builtin_convertvector(values, Doubles); }
-
 INLINE Floats fused(Floats values, Floats by, Floats more) {
-    return __builtin_convertvector(doubles_of(values) * doubles_of(by) + doubles_of(more), Floats);
+    const Doubles product = __builtin_convertvector(values, Doubles) * __builtin_convertvector(by, Doubles);
+    return __builtin_convertvector(product + __builtin_convertvector(more, Doubles), Floats);
 }
 #endif
 
-INLINE Floats all(float value) { return Floats{} + value; }
-
-// values * by + more where rounding the product by itself changes nothing.
+// values * by + more, where the product is exact: then it does not matter whether that is rounded first.
 INLINE Floats times_plus(Floats values, Floats by, Floats more) {
 #ifdef __FMA__
     return fused(values, by, more);
@@ -280,7 +287,8 @@ INLINE Floats rounded_product(Floats values, float by) {
     return fused(values, all(by), all(ROUNDER));
 #else
     constexpr double WIDE = 6755399441055744.0;  // 1.5 * 2^52
-    return __builtin_convertvector(doubles_of(values) * double(by) + WIDE - WIDE, Floats) + ROUNDER;
+    const Doubles product = __builtin_convertvector(values, Doubles) * double(by);
+    return __builtin_convertvector(product + WIDE - WIDE, Floats) + ROUNDER;
 #endif
 }
 
@@ -295,23 +303,30 @@ INLINE Floats reciprocal(Floats values) {
 // For low < 0 < high, and no NaN. As bits, positive numbers are ordered as signed integers, whose negative numbers stay
 // below; negative ones as unsigned integers, whose positive numbers stay below. GCC has one instruction for each.
 INLINE Floats clamp(Floats values, float low, float high) {
-    const Ints top = (Ints)(Floats{} + high);
-    const Words bottom = (Words)(Floats{} + low);
+    const Ints top = (Ints)all(high);
+    const Words bottom = (Words)all(low);
     const Ints below = (Ints)values < top ? (Ints)values : top;
     return (Floats)((Words)below < bottom ? (Words)below : bottom);
 }
 
-// As bits, negative numbers are below zero, too.
-INLINE Floats clamp_share(Floats values) {  // to 0 ... 1, and no NaN
+// To the numbers from 0 to 1, for no NaN; as signed integers, too, all negative numbers are below 0.
+INLINE Floats clamp_share(Floats values) {
     const Ints above = (Ints)values > 0 ? (Ints)values : Ints{}, one = (Ints)all(1);
     return (Floats)(above < one ? above : one);
 }
 
-// In two steps, too.
+// The lowest byte of each; in two steps, too.
 INLINE Bytes low_bytes(Ints integers) {
+#ifdef __AVX512F__
+    if constexpr (LANES == 16) {
+        const __m128i narrow = _mm512_cvtepi32_epi8(read<__m512i>(&integers));
+        return read<Bytes>(&narrow);
+    }
+#endif
     return __builtin_convertvector(__builtin_convertvector(integers, SignedShorts), Bytes);
 }
 
+// Lane i of the result is that of `values` which lane[i] says.
 template <class Vector> INLINE Vector pick(Vector values, Words lane) {
 #ifdef __clang__
     Vector picked;
@@ -352,14 +367,54 @@ template <int distance, int last> INLINE int halve_down_to(Floats* values, int p
     } else return parts;
 }
 
-// The sum of a group, where its order matters: of each block, and then of all blocks; in each case the second half is
-// added to the first, again and again.
-INLINE float ordered_sum(Floats* values) {
-    int parts = halve_down_to<GROUP / 2, ROW>(values, PARTS);
-    parts = halve_down_to<RUN / 2, 1>(values, parts);
-    constexpr int between = LANES < RUN ? LANES : RUN;  // blocks, now
-    halve_down_to<between * BLOCKS / 2, between>(values, parts);
-    return values[0][0];
+// Merges lanes that are `distance` apart, in two vectors at once. Lanes whose number has that bit are then those of the
+// other vector.
+template <int distance, class Vector, class Merge> INLINE Vector merge_pair(Vector one, Vector other, Merge merge) {
+    const Ints second = (lanes() & distance) != 0;
+    return merge(second ? other : one, exchange<distance>(second ? one : other));
+}
+
+INLINE Floats add(Floats one, Floats other) { return one + other; }
+
+// Adds lanes that are `distance` apart; of `parts` vectors half remain, or one.
+template <int distance, int parts> INLINE void halve_runs(Floats* values) {
+    UNROLL
+    for (int p = 0; p < (parts + 1) / 2; p++) {
+        if constexpr (parts > 1) values[p] = merge_pair<distance>(values[p], values[p + parts / 2], add);
+        else values[p] += exchange<distance>(values[p]);
+    }
+}
+
+// The sum over a group of products, where its order matters: of each block, and then of all blocks; in each case the
+// second half is added to the first, again and again.
+INLINE float ordered_sum(const Floats* first, const Floats* second) {
+    if constexpr (GROUP == 4 * ROW && RUN <= LANES && LANES <= ROW) {
+        constexpr int parts = ROW / LANES, left = parts > 8 ? parts / 8 : 1;
+        Floats sums[parts];
+        UNROLL
+        for (int p = 0; p < parts; p++) {
+            const auto product = [&](int row) { return first[row * parts + p] * second[row * parts + p]; };
+            sums[p] = (product(0) + product(2)) + (product(1) + product(3));
+        }
+        halve_runs<4, parts>(sums);
+        halve_runs<2, (parts + 1) / 2>(sums);
+        halve_runs<1, (parts + 3) / 4>(sums);
+        // Sums of blocks now. Those blocks are farthest apart whose vectors became one first.
+        if constexpr (parts > 1) halve<4>(sums, left);
+        if constexpr (parts > 2) halve<2>(sums, left);
+        if constexpr (parts > 4) halve<1>(sums, left);
+        halve_down_to<LANES * left / 2, RUN>(sums, left);
+        return sums[0][0];
+    } else {  // vectors shorter than a run, or longer than a row
+        Floats products[PARTS];
+        UNROLL
+        for (int p = 0; p < PARTS; p++) products[p] = first[p] * second[p];
+        int parts = halve_down_to<GROUP / 2, ROW>(products, PARTS);
+        parts = halve_down_to<RUN / 2, 1>(products, parts);
+        constexpr int between = LANES < RUN ? LANES : RUN;  // blocks, now
+        halve_down_to<between * BLOCKS / 2, between>(products, parts);
+        return products[0][0];
+    }
 }
 
 // --- rotation ---
@@ -376,7 +431,7 @@ INLINE uint32_t sign_key(uint32_t step, uint32_t rank, uint32_t salt) {
     return hash_32<uint32_t>(step * 0x9E3779B1u + rank * 0x85EBCA77u + salt * 0xC2B2AE3Du + 1);
 }
 
-// Hashes of the numbers of blocks, from that of group `first` on, for `groups` of them.
+// The hashes of all blocks of some groups, from group `first` on.
 INLINE void hash_blocks(int64_t first, int groups, uint32_t key, uint32_t* hashes) {
     for (int block = 0; block < groups * BLOCKS; block += LANES) {
         const Words hashed = hash_32<Words>((lanes() + uint32_t(first * BLOCKS + block)) ^ key);
@@ -384,7 +439,8 @@ INLINE void hash_blocks(int64_t first, int groups, uint32_t key, uint32_t* hashe
     }
 }
 
-constexpr int hashes_of(int groups) { return (groups * BLOCKS + LANES - 1) / LANES * LANES + LANES; }  // to reserve
+// Words to reserve for them: whole vectors are written, and read from any group's first block on.
+constexpr int hashes_of(int groups) { return groups * BLOCKS + 2 * LANES; }
 
 // The signs of a group: bit 31 - place of the hash of a block's number.
 struct Signs {
@@ -477,9 +533,9 @@ INLINE void for_groups(const Member* members, int64_t count, int64_t chunks, int
 _QUANTIZE = r"""
 // --- quantize ---
 
-// Groups that are worked on side by side. What is known once of a group is then a lane of a vector; and the processor
-// finds work that does not wait for that of the same group. 2048 numbers of each kind stay in the nearest cache.
-constexpr int BATCH = GROUP * LANES <= 2048 ? LANES : GROUP <= 2048 ? 2048 / GROUP : 1;
+// Groups that go through each step together. A group alone is a chain of steps that wait for one another; and what
+// there is once for each group, such as its scale, is a lane of a vector. Of 2048 elements all stays in the L1 cache.
+constexpr int BATCH = GROUP * LANES <= 2048 ? LANES : 2048 / GROUP;
 
 struct Place {
     const Grad* grad;
@@ -489,21 +545,15 @@ struct Place {
 };
 
 // Levels c + b of integers u.
-template <int clip> INLINE void levels_of(const Floats* integers, Floats* levels) {
-    UNROLL
-    for (int p = 0; p < PARTS; p++) {
-        if constexpr (!ROTATE) {
-            levels[p] = clamp(rounded_product(integers[p], SLOPES[clip]) - ROUNDER, LOW, HIGH);
-        } else {
-            Floats grid = integers[p] + ROUNDER;
-            float begin = ROUNDER;
-            if constexpr (CLIPPED[clip]) {
-                grid = rounded_product(clamp_share(fused(integers[p], all(SLOPES[clip]), all(0.5f))), 2 * TOP + 1);
-                begin += TOP + 1;
-            }
-            levels[p] = times_plus((Floats)((Ints)grid & -STEP), all(1.0f / STEP), all(AFTER - begin / STEP));
-        }
+template <int clip> INLINE Floats levels_of(Floats integers) {
+    if constexpr (!ROTATE) return clamp(rounded_product(integers, SLOPES[clip]) - ROUNDER, LOW, HIGH);
+    Floats grid = integers + ROUNDER;
+    float begin = ROUNDER;
+    if constexpr (CLIPPED[clip]) {
+        grid = rounded_product(clamp_share(fused(integers, all(SLOPES[clip]), all(0.5f))), 2 * TOP + 1);
+        begin += TOP + 1;
     }
+    return times_plus((Floats)((Ints)grid & -STEP), all(1.0f / STEP), all(AFTER - begin / STEP));
 }
 
 INLINE void pack(const Floats* levels, uint8_t* to) {
@@ -515,7 +565,7 @@ INLINE void pack(const Floats* levels, uint8_t* to) {
         UNROLL
         for (int place = 8 / BITS - 2; place >= 0; place--)
             packed = times_plus(packed, all(1 << BITS), levels[p + place * bytes]);
-        // Codes from 0 on, which do not borrow from one another; the top bit of each is then wrong.
+        // Codes plus `half`, so that none is negative and borrows from the next; that flips the top bit of each.
         const Floats integers = packed + (half - AFTER) * ones + ROUNDER;
         const Bytes narrow = low_bytes((Ints)integers ^ (half * ones));
         memcpy(to + p * LANES, &narrow, LANES);
@@ -524,7 +574,7 @@ INLINE void pack(const Floats* levels, uint8_t* to) {
 
 INLINE Ints larger(Ints one, Ints other) { return one > other ? one : other; }
 
-// Magnitudes, as bits: the largest of each lane.
+// The bits of the largest magnitude in each lane.
 INLINE Ints largest_in(const Floats* values) {
     Ints largest = {};
     UNROLL
@@ -532,41 +582,34 @@ INLINE Ints largest_in(const Floats* values) {
     return largest;
 }
 
-// Sums of each lane where no order changes them; else the sum, in every lane.
+// The sum of each lane, for `totals` to add up, where no order changes it; else the whole sum.
 INLINE Floats sum_of_products(const Floats* first, const Floats* second) {
     if constexpr (EXACT_SUMS) {
         Floats sum = first[0] * second[0];
         UNROLL
         for (int p = 1; p < PARTS; p++) sum = times_plus(first[p], second[p], sum);
         return sum;
-    } else {
-        Floats products[PARTS];
-        UNROLL
-        for (int p = 0; p < PARTS; p++) products[p] = first[p] * second[p];
-        return all(ordered_sum(products));
     }
+    return all(ordered_sum(first, second));
 }
 
-// Lane s of the result is what merges all lanes of values[s].
+// Lane s of the result is values[s], of which all lanes are merged. `values` is overwritten.
 template <int distance = LANES / 2, class Vector, class Merge>
 INLINE Vector merge_lanes(Vector (&values)[BATCH], const Merge& merge) {
     if constexpr (distance > 0) {
-        const Ints second = (lanes() & distance) != 0;
         UNROLL
         for (int s = 0; s < BATCH && s < distance; s++) {
-            if constexpr (distance < BATCH) {
-                const Vector one = values[s], other = values[s + distance];
-                values[s] = merge(second ? other : one, exchange<distance>(second ? one : other));
-            } else values[s] = merge(values[s], exchange<distance>(values[s]));
+            if constexpr (distance < BATCH) values[s] = merge_pair<distance>(values[s], values[s + distance], merge);
+            else values[s] = merge(values[s], exchange<distance>(values[s]));
         }
         return merge_lanes<distance / 2>(values, merge);
     }
     return values[0];
 }
 
-// The sums of all groups, a lane for each.
+// Lane s of the result is the sum over group s.
 INLINE Floats totals(Floats (&sums)[BATCH]) {
-    if constexpr (EXACT_SUMS) return merge_lanes(sums, [](Floats one, Floats other) { return one + other; });
+    if constexpr (EXACT_SUMS) return merge_lanes(sums, add);
     Floats found = {};
     UNROLL
     for (int s = 0; s < BATCH; s++) found[s] = sums[s][0];
@@ -579,39 +622,32 @@ struct Batch {  // groups that follow one another: where they come from and go t
     Error* error;
     uint16_t* error_scale;
     uint8_t* codes;
-    uint16_t* scales;
+    uint16_t* scale;
 };
 
-struct Tried {  // levels, and their sums
+struct Tried {  // of a clipping level: c + b, <u, c + b> and |c + b|^2
     Floats levels[BATCH][PARTS];
-    Floats along[BATCH], square[BATCH];
+    Floats along[BATCH] = {}, square[BATCH] = {};
 };
 
-template <int clip = 0> INLINE void try_levels(const Floats* integers, Tried* tried, int s) {
+template <int clip = 0> INLINE void try_levels(Floats integers, Tried* tried, int s, int p) {
     if constexpr (clip < CLIPS) {
-        Floats levels[PARTS];
-        levels_of<clip>(integers, levels);
-        tried[clip].along[s] = sum_of_products(integers, levels);
-        if constexpr (CLIPS > 1 || !UNBIASED) tried[clip].square[s] = sum_of_products(levels, levels);
-        memcpy(tried[clip].levels[s], levels, sizeof levels);
-        try_levels<clip + 1>(integers, tried, s);
+        tried[clip].levels[s][p] = levels_of<clip>(integers);
+        try_levels<clip + 1>(integers, tried, s, p);
     }
 }
 
 // What is no finite number becomes codes of 0, a scale of NaN, and leaves its error as it was.
 INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
-    // The error is kept in 8 bits divided by LOST_SHARE, so that the code's size alone takes that factor. Then `whole`
-    // has a share of the old one added.
-    Floats whole[BATCH][PARTS], square[BATCH] = {};
+    Floats lost[BATCH][PARTS];  // first all that is to be sent
+    Floats power[BATCH] = {};  // |u|^2
     Ints top[BATCH] = {};
     Tried tried[CLIPS];
-    float numbers[LANES], errors_inverse[LANES];
-    int32_t finite[LANES], chosen[LANES];
 
     for (int s = 0; s < batch.count; s++) {
         const Signs signs = ROTATE ? Signs::of(hashes + s * BLOCKS) : Signs{};
         const float wide = FEEDBACK && ERROR_INT8 ? from_bf16(batch.error_scale[s]) : 1.0f;
-        Floats rotated[PARTS];
+        Floats* const rotated = tried[0].levels[s];  // until there are levels
         UNROLL
         for (int p = 0; p < PARTS; p++) {
             const int at = s * GROUP + p * LANES;
@@ -619,32 +655,39 @@ INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
             if constexpr (FEEDBACK) {
                 const Floats old = load(batch.error + at);
                 rotated[p] += ERROR_INT8 ? old * wide : old;
-                whole[s][p] = ERROR_INT8 ? rotated[p] + old * (wide * OLD_OVER_LOST) : rotated[p];
+                // Kept is OLD_SHARE * old + LOST_SHARE * (whole - sent); in 8 bits all of it is divided by LOST_SHARE,
+                // so that the code's size alone takes that factor.
+                lost[s][p] = ERROR_INT8 ? rotated[p] + old * (wide * OLD_OVER_LOST) : rotated[p];
             }
             if constexpr (ROTATE) rotated[p] = signs.times(rotated[p], p);
         }
         if constexpr (ROTATE) hadamard(rotated);
         top[s] = largest_in(rotated);
-        memcpy(tried[0].levels[s], rotated, sizeof rotated);
     }
-    const Ints top_bits = merge_lanes(top, larger);
+    const Ints top_bits = merge_lanes(top, larger), is_finite = top_bits < HUGE_BITS;
     const Floats largest = (Floats)top_bits;
-    const Ints is_finite = top_bits < HUGE_BITS, used = is_finite & (largest >= TINY);
-    store(numbers, used ? reciprocal(largest) * TOP : Floats{});
+    const Ints used = is_finite & (largest >= TINY);
+    float inverse[LANES];
+    store(inverse, used ? reciprocal(largest) * TOP : Floats{});
 
     for (int s = 0; s < batch.count; s++) {
         Floats integers[PARTS];
         UNROLL
         for (int p = 0; p < PARTS; p++) {
-            const Floats rounded = rounded_product(tried[0].levels[s][p], numbers[s]) - ROUNDER;
-            integers[p] = numbers[s] != 0 ? rounded : Floats{};
+            const Floats rounded = rounded_product(tried[0].levels[s][p], inverse[s]) - ROUNDER;
+            integers[p] = inverse[s] != 0 ? rounded : Floats{};
+            try_levels(integers[p], tried, s, p);
         }
-        try_levels(integers, tried, s);
-        if constexpr (UNBIASED) square[s] = sum_of_products(integers, integers);
+        UNROLL
+        for (int clip = 0; clip < CLIPS; clip++) {
+            const Floats* const levels = tried[clip].levels[s];
+            tried[clip].along[s] = sum_of_products(integers, levels);
+            if constexpr (CLIPS > 1 || !UNBIASED) tried[clip].square[s] = sum_of_products(levels, levels);
+        }
+        if constexpr (UNBIASED) power[s] = sum_of_products(integers, integers);
     }
-    Floats best_along = totals(tried[0].along), best_square = {};
     Ints best = {};
-    if constexpr (CLIPS > 1 || !UNBIASED) best_square = totals(tried[0].square);
+    Floats best_along = totals(tried[0].along), best_square = totals(tried[0].square);
     UNROLL
     for (int clip = 1; clip < CLIPS; clip++) {
         const Floats along = totals(tried[clip].along), square = totals(tried[clip].square);
@@ -652,46 +695,43 @@ INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
         best = better ? Ints{} + clip : best;
         best_along = better ? along : best_along, best_square = better ? square : best_square;
     }
-    const Floats over = UNBIASED ? totals(square) : best_along, under = UNBIASED ? best_along : best_square;
+    const Floats over = UNBIASED ? totals(power) : best_along, under = UNBIASED ? best_along : best_square;
     const Floats ratio = used ? over * reciprocal(under) * (largest * UNIT) : Floats{};
-    const Words scales = is_finite ? bf16_bits(ratio) : Words{} + NO_NUMBER;
-    store(numbers, (Floats)(scales << 16));
+    const Words scale_bits = is_finite ? bf16_bits(ratio) : Words{} + NO_NUMBER;
+    float scale[LANES];
+    int32_t chosen[LANES], finite[LANES];
+    store(scale, (Floats)(scale_bits << 16));
     memcpy(chosen, &best, sizeof best);
     memcpy(finite, &is_finite, sizeof is_finite);
 
     for (int s = 0; s < batch.count; s++) {
-        Floats levels[PARTS];
-        memcpy(levels, tried[chosen[s]].levels[s], sizeof levels);
+        Floats* const levels = tried[chosen[s]].levels[s];
         pack(levels, batch.codes + s * CODE_BYTES);
-        const uint32_t scale = read<uint32_t>(&numbers[s]) >> 16;
-        batch.scales[s] = scale;
+        batch.scale[s] = upper_half(scale[s]);
         if constexpr (FEEDBACK) {
-            decode(levels, numbers[s], ROTATE ? Signs::of(hashes + s * BLOCKS) : Signs{});
+            decode(levels, scale[s], ROTATE ? Signs::of(hashes + s * BLOCKS) : Signs{});
             UNROLL
-            for (int p = 0; p < PARTS; p++) levels[p] = whole[s][p] - levels[p];
-            if constexpr (ERROR_INT8) {
-                top[s] = largest_in(levels);
-                memcpy(whole[s], levels, sizeof levels);
-            } else if (finite[s]) {
-                float* error = (float*)batch.error + s * GROUP;
+            for (int p = 0; p < PARTS; p++) lost[s][p] -= levels[p];
+            if constexpr (ERROR_INT8) top[s] = largest_in(lost[s]);
+            else if (finite[s]) {
+                float* const error = (float*)batch.error + s * GROUP;
                 UNROLL
                 for (int p = 0; p < PARTS; p++)
-                    store(error + p * LANES, OLD_SHARE * load(error + p * LANES) + LOST_SHARE * levels[p]);
+                    store(error + p * LANES, OLD_SHARE * load(error + p * LANES) + LOST_SHARE * lost[s][p]);
             }
         }
     }
     if constexpr (FEEDBACK && ERROR_INT8) {
-        const Floats largest = (Floats)merge_lanes(top, larger);
-        const Words scales = bf16_bits(largest >= TINY ? largest * LOST_SHARE_127TH : Floats{});
-        const Floats sizes = (Floats)(scales << 16);
-        store(numbers, sizes);
-        store(errors_inverse, sizes > 0 ? reciprocal(sizes) * LOST_SHARE : Floats{});
+        const Floats most = (Floats)merge_lanes(top, larger);
+        const Floats sizes = (Floats)(bf16_bits(most >= TINY ? most * LOST_SHARE_127TH : Floats{}) << 16);
+        store(scale, sizes);
+        store(inverse, sizes > 0 ? reciprocal(sizes) * LOST_SHARE : Floats{});
         for (int s = 0; s < batch.count; s++) {
             if (!finite[s]) continue;
-            batch.error_scale[s] = read<uint32_t>(&numbers[s]) >> 16;
+            batch.error_scale[s] = upper_half(scale[s]);
             UNROLL
             for (int p = 0; p < PARTS; p++) {
-                const Bytes narrow = low_bytes((Ints)rounded_product(whole[s][p], errors_inverse[s]));
+                const Bytes narrow = low_bytes((Ints)rounded_product(lost[s][p], inverse[s]));
                 memcpy(batch.error + s * GROUP + p * LANES, &narrow, LANES);
             }
         }
@@ -713,8 +753,8 @@ extern "C" void quantize(
         if (present > member.numel) present = member.numel;
         const int64_t full = present < 0 ? 0 : present / GROUP;
         for (int64_t g = first, count; g < last; g += count) {
-            const int64_t many = (g < full && full < last ? full : last) - g;
-            count = g >= full ? 1 : many < BATCH ? many : BATCH;
+            const int64_t many = (full < last ? full : last) - g;
+            count = many < 1 ? 1 : many < BATCH ? many : BATCH;
             const int64_t at = chunk / world * groups + g, error_at = chunk * groups + g;
             Batch batch = {
                 int(count),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import warnings
@@ -108,7 +110,7 @@ def methods(draw: st.DrawFn) -> BlockMethod:
     rotate = draw(st.booleans())
     return kind(
         bits=draw(st.sampled_from((2, 4, 8))),
-        group=draw(st.sampled_from((32, 64, 128, 512) if rotate else (8, 16, 32, 128))),
+        group=draw(st.sampled_from((32, 64, 128, 512, 1024) if rotate else (8, 16, 32, 128, 512))),
         rotate=rotate,
         clip_search=draw(st.booleans()),
         error_dtype=draw(st.sampled_from((torch.int8, torch.float32))),
@@ -122,6 +124,25 @@ def methods(draw: st.DrawFn) -> BlockMethod:
 def test_any_method_equals_the_reference(method: BlockMethod, dtype: torch.dtype, world: int, seed: int) -> None:
     layout = BucketLayout(method, (*SIZES, *SIZES, 300, 200), world, stretches=2)
     check_steps(layout, list(KINDS), [dtype] * 10, lacking=2, seed=seed)
+
+
+# Eight kernels are compiled, in half a second each and more, by a compiler whose command differs from run to run.
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="these are features of x86")
+@pytest.mark.parametrize(("lacking", "beta"), [("avx512f", 0.640625), ("avx", 0.578125)])
+def test_processors_with_shorter_vectors_make_the_same_bits(lacking: str, beta: float, tmp_path: Path) -> None:
+    """Without "avx" nothing multiplies and adds at once, either. `beta` is that of no other test: kernels are kept."""
+    from torch._inductor import config
+
+    compiler = shutil.which("g++") or "g++"
+    script = tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\nexec {compiler} "$@" -mno-{lacking}\n')
+    script.chmod(0o700)
+    with config.patch({"cpp.cxx": (str(script),)}), warnings.catch_warnings():
+        warnings.simplefilter("error")  # where nothing is compiled the reference would meet itself
+        for method in (LoCo(beta=beta), LoCo(beta=beta, bits=8, group=512, rotate=False)):
+            layout = BucketLayout(method, (*SIZES, *SIZES, 300, 200), 2)
+            check_steps(layout, list(KINDS), [torch.bfloat16] * 10, lacking=2)
 
 
 # No example compiles: sizes, ranks and steps are arguments.

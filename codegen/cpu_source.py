@@ -499,7 +499,7 @@ INLINE void decode(Floats* levels, float scale, const Signs& signs) {
 
 struct Member {  // a gradient of the bucket
     int64_t numel;      // of a chunk
-    int64_t codes_at;   // bytes from the begin of a row, of its first stretch
+    int64_t codes_at;   // bytes from the start of a row, of its first stretch
     int64_t scales_at;
 
     int64_t groups() const { return (numel + GROUP - 1) / GROUP; }
@@ -748,16 +748,16 @@ extern "C" void quantize(
         const Place& place = places[m];
         const int64_t groups = member.groups();
         uint8_t* row = payload + chunk % world * row_bytes;  // chunk s * world + d is stretch s of row d
-        // Groups that neither the chunk nor the gradient ends in.
         int64_t present = place.present - chunk * member.numel;
         if (present > member.numel) present = member.numel;
+        // Groups in which neither the chunk nor the gradient ends; one in which it does is a batch by itself.
         const int64_t full = present < 0 ? 0 : present / GROUP;
-        for (int64_t g = first, count; g < last; g += count) {
-            const int64_t many = (full < last ? full : last) - g;
-            count = many < 1 ? 1 : many < BATCH ? many : BATCH;
+        for (int64_t g = first, size; g < last; g += size) {
+            const int64_t left = (full < last ? full : last) - g;
+            size = left < 1 ? 1 : left < BATCH ? left : BATCH;
             const int64_t at = chunk / world * groups + g, error_at = chunk * groups + g;
             Batch batch = {
-                int(count),
+                int(size),
                 place.grad + chunk * member.numel + g * GROUP,
                 (Error*)place.error + error_at * GROUP,
                 place.error_scale + error_at,
@@ -771,7 +771,7 @@ extern "C" void quantize(
                 batch.grad = filled;
             }
             uint32_t hashes[hashes_of(BATCH)];
-            if constexpr (ROTATE) hash_blocks(g, count, key, hashes);
+            if constexpr (ROTATE) hash_blocks(g, size, key, hashes);
             quantize_batch(batch, hashes);
         }
     });

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from netns import FRAME_BYTES, INTERFACE, TCP_PAYLOAD_BYTES, NetworkError, ShapedNetwork, parse_rate
+from provenance import commit, processor
 from rank_process import Plan
 from strategies import Strategy, strategies
 from workload import LanguageModel, ModelConfig
@@ -142,7 +143,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "rate": arguments.rate,
         "ranks": arguments.ranks,
         "nodes": arguments.nodes,
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "commit": commit(),
         "model": asdict(arguments.model),
         "lowering": arguments.lowering,
         "parameters": _count_parameters(arguments.model),

@@ -17,6 +17,7 @@ from zgraph.runtime.window import state_behind
 from zgraph.unit import closes_window
 
 _DEVICES = ("cpu", "cuda")
+_ALIGNMENT_BYTES = 64  # of what torch allocates on a CPU
 SLOT = "inside"  # under which a parameter keeps the error of its whole gradient, as for codes
 
 
@@ -125,12 +126,21 @@ def next_right(right: Tensor, before: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Batched products; on a CPU one by one, so that no bit depends on who shares the batch."""
+    """Batched products; on a CPU one by one, so that no bit depends on who shares the batch.
+
+    Nor on where in the batch they lie: MKL multiplies by a thin matrix in another order where one does not begin at a
+    multiple of 16 bytes (seen on an AMD EPYC).
+    """
     if out.device.type == "cpu":
         for one, other, product in zip(left, right, out, strict=True):
-            torch.mm(one, other, out=product)
+            product.copy_(torch.mm(_aligned(one), _aligned(other)))
     else:
         torch.bmm(left, right, out=out)
+
+
+def _aligned(operand: Tensor) -> Tensor:
+    """The operand, copied where it does not begin as memory of its own does."""
+    return operand if operand.data_ptr() % _ALIGNMENT_BYTES == 0 else operand.clone()
 
 
 def _subtract_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -104,6 +104,7 @@ def main() -> int:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Build the network, run the ranks in it, and join what they measured with the floors."""
     chosen = choose_strategies(arguments.strategies)
+    measured_commit = commit()  # before the run: it takes minutes, in which a checkout may go on
     with tempfile.TemporaryDirectory() as directory, ShapedNetwork(arguments.nodes, arguments.rate) as network:
         node_of = [rank * arguments.nodes // arguments.ranks for rank in range(arguments.ranks)]
         plan = Plan(
@@ -145,7 +146,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "nodes": arguments.nodes,
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "commit": commit(),
+        "commit": measured_commit,
         "model": asdict(arguments.model),
         "lowering": arguments.lowering,
         "parameters": _count_parameters(arguments.model),

@@ -7,13 +7,13 @@ every forward, and each gradient is made a DTensor of its own, with a new specif
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from zgraph.torch_compat import dtensor_like, dynamo_fake
+from zgraph.torch_compat import checkpoint_operator, dtensor_like, dynamo_fake
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -22,7 +22,8 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
     """Compile Dynamo's graph with local shards in the place of its DTensor inputs.
 
     Args:
-        gm: changed in place. An input that is read in another way than by `to_local()` stays a DTensor.
+        gm: changed in place, and so are the bodies of its checkpointed regions. An input that is read in another way
+            than by `to_local()` stays a DTensor.
         inputs: its example inputs.
         compile: called with the changed graph and the example inputs that fit it.
 
@@ -51,18 +52,51 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
 def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
     """Let users of `input.to_local()` read the input itself; for each input that this settles, its fake local shard."""
     settled: dict[int, Tensor] = {}
+    changed: dict[fx.GraphModule, None] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = dynamo_fake(node)
-        if not isinstance(value, DTensor) or not all(map(_is_to_local, node.users)):
+        if not isinstance(value, DTensor) or (reads := _local_reads(gm, node)) is None:
             continue
-        for taken in list(node.users):
-            taken.replace_all_uses_with(node)
-            gm.graph.erase_node(taken)
+        for reader, taken in reads:
+            taken.replace_all_uses_with(taken.all_input_nodes[0])
+            reader.graph.erase_node(taken)
+            changed[reader] = None
         with torch.no_grad():
             settled[position] = value.to_local().detach().requires_grad_(value.requires_grad)
-    if settled:
-        gm.recompile()
+    for reader in changed:
+        reader.recompile()
     return settled
+
+
+def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, fx.Node]] | None:
+    """Every `to_local()` of an input and the graph it stands in; None where the input is read in another way, too.
+
+    Dynamo leaves a checkpointed region as a graph of its own, which takes parameters as operands.
+    """
+    found: list[tuple[fx.GraphModule, fx.Node]] = []
+    for user in node.users:
+        if _is_to_local(user):
+            found.append((gm, user))
+            continue
+        body = _checkpointed_body(gm, user)
+        if body is None or node in user.kwargs.values():
+            return None
+        operands = zip(user.args[1:], body.graph.find_nodes(op="placeholder"), strict=True)
+        for inner in [_local_reads(body, read) for operand, read in operands if operand is node]:
+            if inner is None:
+                return None
+            found.extend(inner)
+    return found
+
+
+def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The graph of a checkpointed region, where this node is its only caller; None for anything else."""
+    body = node.args[0] if node.op == "call_function" and node.target is checkpoint_operator() else None
+    if not isinstance(body, fx.Node) or len(body.users) > 1:
+        return None
+    if len(gm.graph.find_nodes(op="get_attr", target=body.target)) > 1:
+        return None
+    return cast(fx.GraphModule, gm.get_submodule(cast(str, body.target)))
 
 
 def _is_to_local(node: fx.Node) -> bool:

@@ -489,6 +489,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that this thread is running has come to its end (2.11 - 2.13)."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def second_derivatives_vanish() -> bool:
     """Whether what `DTensor.to_local` passes to its tensor as gradient has no graph of its own.
 
@@ -674,6 +679,11 @@ def rng_state_operators() -> tuple[object, object]:
     from torch._prims import rng_prims
 
     return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
+
+
+def checkpoint_operator() -> object:
+    """What calls a checkpointed region in a Dynamo graph: `(body, *operands, **options of checkpoint)`; 2.11 - 2.13."""
+    return torch.ops.higher_order.tag_activation_checkpoint
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

@@ -9,16 +9,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zgraph.codegen import cpu_blocks, dequantize_blocks, quantize_blocks
-from zgraph.compressed_ops import layout_of, shard_bytes
-from zgraph.compression import BlockMethod, Draw, from_text
-from zgraph.handle import name_of
-from zgraph.ops import divisor_beside
-from zgraph.runtime.feedback import Feedback
+from zgraph.codegen.kernels.cpu import blocks as cpu_blocks
+from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
+from zgraph.compression.methods import BlockMethod, Draw, from_text
+from zgraph.compression.payload import BucketLayout
+from zgraph.dialect.compressed import layout_of, shard_bytes
+from zgraph.dialect.sum_ranks import divisor_beside
+from zgraph.runtime.error_feedback import Feedback
+from zgraph.runtime.handle import name_of
 from zgraph.runtime.host_copies import copies_of
-from zgraph.runtime.window import state_behind
-from zgraph.unit import closes_window
-from zgraph.wire_format import BucketLayout
+from zgraph.runtime.window_state import state_behind
+from zgraph.sharding.unit import closes_window
 
 _DEVICES = ("cpu", "cuda")
 _ALWAYS = Draw(0)  # a parameter that is gathered twice is to be the same

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from zgraph import meta
 from zgraph.codegen.islands import Island, cut_out, find_islands
-from zgraph.codegen.lower import lower_fx
-from zgraph.meter import GraphMeter
-from zgraph.torch_compat import compile_with_inductor
+from zgraph.codegen.lower_fx import lower_fx
+from zgraph.graph import meta
+from zgraph.runtime.profiler import GraphMeter
+from zgraph.torch_compat.inductor import compile_with_inductor
 
 Compiled = Callable[[list[Any]], Any]
 

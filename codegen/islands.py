@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from zgraph import nodes
-from zgraph.torch_compat import OpOverload, returns_alias, written_arguments
+from zgraph.graph import nodes
+from zgraph.torch_compat.operators import OpOverload, returns_alias, written_arguments
 
 LEAST_FUSIBLE = 2  # with fewer there is nothing to fuse
 

@@ -8,19 +8,20 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from zgraph import meta, nodes
-from zgraph.codegen import cpu_source, dequantize_blocks, quantize_blocks
-from zgraph.codegen.dequantize_blocks import Task
-from zgraph.codegen.kernel_tables import are_aligned
-from zgraph.codegen.reference import RUN
-from zgraph.compressed_ops import layout_of
-from zgraph.compression import BlockMethod
-from zgraph.torch_compat import arguments_by_name
-from zgraph.wire_format import BucketLayout
+from zgraph.codegen.kernels.cpu import source as cpu_source
+from zgraph.codegen.kernels.reference import RUN
+from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
+from zgraph.codegen.kernels.triton.dequantize_blocks import Task
+from zgraph.codegen.kernels.triton.tables import are_aligned
+from zgraph.compression.methods import BlockMethod
+from zgraph.compression.payload import BucketLayout
+from zgraph.dialect.compressed import layout_of
+from zgraph.graph import meta, nodes
+from zgraph.torch_compat.operators import arguments_by_name
 
 
 def sources_of(graph: fx.Graph) -> dict[str, str]:
-    """By file name, one file for each node of `zgraph.compressed_ops`; none for the methods of users."""
+    """By file name, one file for each node of `zgraph.dialect.compressed`; none for the methods of users."""
     found: dict[str, str] = {}
     for node in nodes.call_functions(graph, _has_kernel):
         launches = [launch for launch in _launches(node) if isinstance(launch.layout.method, BlockMethod)]

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zgraph.codegen.orthonormal import orthonormalize
-from zgraph.handle import name_of
-from zgraph.low_rank import FactorLayout, LowRank, state_of_matrix
-from zgraph.low_rank_ops import layout_of
-from zgraph.runtime.feedback import Feedback
-from zgraph.runtime.window import state_behind
-from zgraph.unit import closes_window
+from zgraph.codegen.kernels.orthonormal import orthonormalize
+from zgraph.compression.low_rank import FactorLayout, LowRank, state_of_matrix
+from zgraph.dialect.low_rank import layout_of
+from zgraph.runtime.error_feedback import Feedback
+from zgraph.runtime.handle import name_of
+from zgraph.runtime.window_state import state_behind
+from zgraph.sharding.unit import closes_window
 
 _DEVICES = ("cpu", "cuda")
 _ALIGNMENT_BYTES = 64  # of what torch allocates on a CPU

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph import nodes
-from zgraph.nodes import LowRankArgs, QuantizeArgs
-from zgraph.runtime.window import state_behind
-from zgraph.torch_compat import boxed
-from zgraph.unit import closes_window
+from zgraph.graph import nodes
+from zgraph.graph.nodes import LowRankArgs, QuantizeArgs
+from zgraph.runtime.window_state import state_behind
+from zgraph.sharding.unit import closes_window
+from zgraph.torch_compat.aot import boxed
 
 
 def switch_after(

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from zgraph import GraphPass, PassContext, Pipeline, meta, passes
+from zgraph import GraphPass, PassContext, Pipeline, passes
+from zgraph.graph import meta
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
-from zgraph.torch_compat import graph_breaks
+from zgraph.torch_compat.dynamo import graph_breaks
 
 LOWERINGS = ("fx", "inductor")
 STEPS = 5

@@ -1,7 +1,7 @@
 """The passes, one per file; `presets.default()` is the list that runs when no pipeline is given."""
 
-from zgraph.compression import CompressionMethod, Draw, ErrorFeedback, LoCo, NoFeedback, TwoHop
-from zgraph.low_rank import LowRank
+from zgraph.compression.low_rank import LowRank
+from zgraph.compression.methods import CompressionMethod, Draw, ErrorFeedback, LoCo, NoFeedback, TwoHop
 from zgraph.passes import presets
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes

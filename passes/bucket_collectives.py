@@ -10,17 +10,17 @@ from typing import ClassVar, Literal, cast, get_args
 import torch
 from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
-from zgraph.cost import COMPUTE, CostModel, NodeCost
+from zgraph.analysis.cost import COMPUTE, CostModel, NodeCost
+from zgraph.analysis.liveness import curve_of
+from zgraph.analysis.storages import agreed_storages, rows_of_its_own
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.errors import PreconditionError
-from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.liveness import curve_of
-from zgraph.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
-from zgraph.ops import MIB
-from zgraph.replicated_gradients import ReplicatedReduction
-from zgraph.storages import agreed_storages, rows_of_its_own
-from zgraph.traffic import transfers_of
+from zgraph.graph import meta, nodes
+from zgraph.graph.traffic import transfers_of
+from zgraph.passes.common.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
+from zgraph.passes.common.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
+from zgraph.passes.common.replicated_gradients import ReplicatedReduction
+from zgraph.runtime.chunks import MIB
 
 Gathers = Literal["auto", Mode]
 ETHERNET_BYTES = 2 * MIB  # a bucket of which latency is a small part

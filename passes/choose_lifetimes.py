@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.cost import NodeCost
-from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.lifetime_model import Look, Model
-from zgraph.nodes import UnshardArgs
-from zgraph.plan_lifetimes import walk
-from zgraph.simulate import Sharing
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.simulate import Sharing
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
+from zgraph.graph import meta, nodes
+from zgraph.graph.nodes import UnshardArgs
+from zgraph.scheduling.lifetime_model import Look, Model
+from zgraph.scheduling.plan_lifetimes import walk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,18 +13,21 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.build_low_rank import build_low_rank
-from zgraph.build_reduction import ReductionBuilder
-from zgraph.collectives import nodes_of
-from zgraph.compression import BlockMethod, CompressionMethod, LoCo, TwoHop, from_text, to_text
-from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.low_rank import LowRank
-from zgraph.nodes import ReduceArgs
-from zgraph.ops import Chunk, accumulate_dtype, chunk_rows, gradients_wait, wire_dtype_of
-from zgraph.runtime.window import OPEN
-from zgraph.torch_compat import all_gather_op, all_to_all_op, resolve_group, wait_op
-from zgraph.wire_format import chunk_unit
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.compression.low_rank import LowRank
+from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo, TwoHop, from_text, to_text
+from zgraph.compression.payload import chunk_unit
+from zgraph.dialect.window_ops import gradients_wait
+from zgraph.dialect.wire_dtypes import accumulate_dtype, wire_dtype_of
+from zgraph.graph import meta, nodes
+from zgraph.graph.nodes import ReduceArgs
+from zgraph.passes.common.build_low_rank import build_low_rank
+from zgraph.passes.common.build_reduction import ReductionBuilder
+from zgraph.runtime.chunks import Chunk, chunk_rows
+from zgraph.runtime.collectives import nodes_of
+from zgraph.runtime.window_state import OPEN
+from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, wait_op
+from zgraph.torch_compat.groups import resolve_group
 
 aten = torch.ops.aten
 MEANS = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,7 +48,7 @@ class CompressGradients(GraphPass):
 
     Attributes:
         method: LoCo, ErrorFeedback, NoFeedback, TwoHop, LowRank, or one of your own: a subclass of
-            `zgraph.compression.CompressionMethod`.
+            `zgraph.compression.methods.CompressionMethod`.
         min_numel, min_dims: of a parameter whose gradient is compressed.
         skip: names of parameters that are not, as shell patterns ("*.embed*"). Blocks that share one compiled graph are
             treated as the one it was compiled for: a pattern that tells them apart needs the whole model compiled.

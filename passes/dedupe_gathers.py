@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.nodes import ReduceArgs, UnshardArgs
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
+from zgraph.graph import meta, nodes
+from zgraph.graph.nodes import ReduceArgs, UnshardArgs
 
 aten = torch.ops.aten
 

@@ -10,11 +10,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.nodes import UnshardArgs
-from zgraph.ops import Chunk, chunk_rows, keeps_gathered
-from zgraph.torch_compat import all_gather_op, wait_op
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.dialect.window_ops import keeps_gathered
+from zgraph.graph import meta, nodes
+from zgraph.graph.nodes import UnshardArgs
+from zgraph.runtime.chunks import Chunk, chunk_rows
+from zgraph.torch_compat.collectives import all_gather_op, wait_op
 
 aten = torch.ops.aten
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from zgraph import nodes
-from zgraph.build_reduction import ReductionBuilder, plan_algorithms
-from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.nodes import ReduceArgs
-from zgraph.reduction_algorithms import ALGORITHMS, Algorithm
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.graph import nodes
+from zgraph.graph.nodes import ReduceArgs
+from zgraph.passes.common.build_reduction import ReductionBuilder, plan_algorithms
+from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class LowerReductions(GraphPass):
             "all_reduce" is one collective instead of two where each rank needs the whole mean (stage 0, replicas), and
             a reduce_scatter elsewhere; its means are not rounded to `mean_dtype`.
             "auto": "all_to_all" on gloo; on NCCL what costs least on the context's hardware, or on the machine at hand,
-            see `zgraph.reduction_algorithms`, never a narrow sum; where neither is known a reduce_scatter.
+            see `zgraph.passes.common.reduction_algorithms`, never a narrow sum; where neither is known a reduce_scatter.
     """
 
     algorithm: Algorithm = "auto"

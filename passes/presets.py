@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zgraph.compression import BlockMethod, CompressionMethod, TwoHop
-from zgraph.graph_pass import GraphPass
-from zgraph.hardware import Hardware
-from zgraph.low_rank import LowRank
+from zgraph.analysis.hardware import Hardware
+from zgraph.compiler.graph_pass import GraphPass
+from zgraph.compression.low_rank import LowRank
+from zgraph.compression.methods import BlockMethod, CompressionMethod, TwoHop
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
 from zgraph.passes.compress_gradients import CompressGradients

@@ -10,16 +10,17 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.compressed_ops import layout_of
-from zgraph.compression import BlockMethod, NoFeedback, to_text
-from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.nodes import UnshardArgs
-from zgraph.ops import Chunk, chunk_rows, keeps_gathered
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.compression.methods import BlockMethod, NoFeedback, to_text
+from zgraph.compression.payload import ALIGNMENT, chunk_unit
+from zgraph.dialect.compressed import layout_of
+from zgraph.dialect.window_ops import keeps_gathered
+from zgraph.graph import meta, nodes
+from zgraph.graph.nodes import UnshardArgs
 from zgraph.passes.lower_gathers import plan_narrow_cast, replace_marker
-from zgraph.runtime.window import OPEN
-from zgraph.torch_compat import all_gather_op, wait_op
-from zgraph.wire_format import ALIGNMENT, chunk_unit
+from zgraph.runtime.chunks import Chunk, chunk_rows
+from zgraph.runtime.window_state import OPEN
+from zgraph.torch_compat.collectives import all_gather_op, wait_op
 
 aten = torch.ops.aten
 QUANTIZED = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,7 +62,7 @@ class QuantizeGathers(GraphPass):
         min_numel, min_dims: of a parameter that is quantized.
         skip: names of parameters that are not, as shell patterns, see `CompressGradients`.
 
-    Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (codes of 8 bits); `zgraph.weight_differences`.
+    Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (codes of 8 bits); `zgraph.dialect.weight_differences`.
     """
 
     method: BlockMethod | WeightDifferences = field(default_factory=lambda: NoFeedback(bits=8))

@@ -8,16 +8,16 @@ from typing import ClassVar
 
 from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.cost import NodeCost
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.simulate import Sharing, Timeline, simulate
+from zgraph.analysis.storages import Storage, agreed_storages, rows_of_its_own
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.errors import PreconditionError
-from zgraph.exposure import why_exposed
-from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.ops import MIB
-from zgraph.plan_schedule import plan_schedule
-from zgraph.schedule import Builder, Limits, Score, is_movable, is_no_better, problem_of
-from zgraph.simulate import Sharing, Timeline, simulate
-from zgraph.storages import Storage, agreed_storages, rows_of_its_own
+from zgraph.graph import meta, nodes
+from zgraph.runtime.chunks import MIB
+from zgraph.scheduling.exposure import why_exposed
+from zgraph.scheduling.plan_schedule import plan_schedule
+from zgraph.scheduling.schedule import Builder, Limits, Score, is_movable, is_no_better, problem_of
 
 NOTES = 5  # exposed collectives that are explained, the longest first
 

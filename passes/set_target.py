@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from torch import fx
 
-from zgraph import nodes
-from zgraph.cost import CostModel, group_stride
-from zgraph.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.hardware import Hardware
-from zgraph.nodes import ReduceArgs, UnshardArgs
-from zgraph.ops import reduction_group
-from zgraph.simulate import Sharing
-from zgraph.timed_costs import TimedCosts
+from zgraph.analysis.cost import CostModel, group_stride
+from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.simulate import Sharing
+from zgraph.analysis.timed_costs import TimedCosts
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
+from zgraph.graph import nodes
+from zgraph.graph.nodes import ReduceArgs, UnshardArgs
+from zgraph.runtime.groups import reduction_group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import ClassVar, cast
 
 from torch import fx
 
-from zgraph import meta, nodes
-from zgraph.graph_pass import Fact, GraphPass, PassContext
-from zgraph.ops import MIB
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.graph import meta, nodes
+from zgraph.runtime.chunks import MIB
 
 
 @dataclass(frozen=True, kw_only=True)

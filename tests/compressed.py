@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from zgraph.codegen import reference
-from zgraph.compression import BlockMethod, Draw, TwoHop
+from zgraph.codegen.kernels import reference
+from zgraph.compression.methods import BlockMethod, Draw, TwoHop
 
 
 @dataclass

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.compiled import with_fx
-from zgraph.compression import CompressionMethod, TwoHop
+from zgraph.compression.methods import CompressionMethod, TwoHop
 from zgraph.passes import CompressGradients, presets
-from zgraph.runtime.feedback import Feedback
-from zgraph.unit import sharded_parameters
+from zgraph.runtime.error_feedback import Feedback
+from zgraph.sharding.unit import sharded_parameters
 
 
 def compressing(model: nn.Module, method: CompressionMethod | TwoHop, **options: Any) -> nn.Module:

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from tests.graphs import Drawing
-from zgraph import nodes
-from zgraph.cost import NodeCost
+from zgraph.analysis.cost import NodeCost
+from zgraph.graph import nodes
 
 aten = torch.ops.aten
 

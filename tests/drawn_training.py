@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 from tests.graphs import Drawing
-from zgraph import meta, nodes
-from zgraph.cost import NodeCost
-from zgraph.lifetime_model import Model
-from zgraph.simulate import Sharing
-from zgraph.torch_compat import min_cut_partition
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.simulate import Sharing
+from zgraph.graph import meta, nodes
+from zgraph.scheduling.lifetime_model import Model
+from zgraph.torch_compat.aot import min_cut_partition
 
 aten = torch.ops.aten
 unshard, reduce_grad = torch.ops.zgraph.unshard.default, torch.ops.zgraph.reduce_grad.default

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from zgraph.ops import OF_REDUCTIONS
-from zgraph.torch_compat import find_group
+from zgraph.runtime.groups import OF_REDUCTIONS
+from zgraph.torch_compat.groups import find_group
 
 TRIES = 100
 

@@ -20,13 +20,14 @@ from torch.testing._internal.distributed import fake_pg
 
 import zgraph
 from tests.compiled import with_fx
-from zgraph import meta
-from zgraph.graph_pass import Direction, GraphPass, PassContext, Phase
-from zgraph.ops import separate_reductions
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
+from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.verify import Snapshot, Where, verify
+from zgraph.graph import meta
 from zgraph.passes import ChooseLifetimes, DedupeGathers
-from zgraph.pipeline import Pipeline
-from zgraph.torch_compat import all_gather_op, all_to_all_op, resolve_group, wait_op
-from zgraph.verify import Snapshot, Where, verify
+from zgraph.runtime.groups import separate_reductions
+from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, wait_op
+from zgraph.torch_compat.groups import resolve_group
 
 aten = torch.ops.aten
 JOINT_PASSES: tuple[GraphPass, ...] = (DedupeGathers(), ChooseLifetimes())

@@ -20,9 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.benchmarks.loopback import Transfer
-from zgraph.codegen import inductor, lower
-from zgraph.meter import Program
-from zgraph.torch_compat import compile_with_inductor, returns_alias, storage_key, tree_flatten, written_tensors
+from zgraph.codegen import inductor
+from zgraph.codegen import lower_fx as lower
+from zgraph.runtime.profiler import Program
+from zgraph.torch_compat.inductor import compile_with_inductor
+from zgraph.torch_compat.memory import storage_key
+from zgraph.torch_compat.modules import tree_flatten
+from zgraph.torch_compat.operators import returns_alias, written_tensors
 
 # They look at shape, dtype and device (aten names).
 _READ_NO_VALUES = frozenset(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from tests.graphs import inputs_for, tensors_in
-from zgraph import nodes
+from zgraph.graph import nodes
 
 Step = Generator[tuple[fx.Node, list[Any]], Any, list[Any]]
 

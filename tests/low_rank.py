@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
+from zgraph.codegen.kernels.low_rank_reference import low_rank_mean
 from zgraph.codegen.low_rank_kernels import first_right
-from zgraph.codegen.low_rank_reference import low_rank_mean
-from zgraph.low_rank import LowRank, matrix_shape
+from zgraph.compression.low_rank import LowRank, matrix_shape
 from zgraph.passes import CompressGradients, presets
 
 

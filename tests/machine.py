@@ -1,6 +1,6 @@
 """A second account of the machine that schedules are simulated on: the world goes on from one change to the next.
 
-A judge of `zgraph.simulate`: exact fractions, one loop for the program and all lanes, memory counted anew at each node.
+A judge of `zgraph.analysis.simulate`: exact fractions, one loop for the program and all lanes, memory counted anew at each node.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from zgraph import nodes
-from zgraph.cost import NodeCost
-from zgraph.simulate import Sharing
-from zgraph.storages import Storage
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.simulate import Sharing
+from zgraph.analysis.storages import Storage
+from zgraph.graph import nodes
 
 
 @dataclass

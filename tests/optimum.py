@@ -1,4 +1,4 @@
-"""The best order of a small graph by exhaustive search (OR-tools CP-SAT), on the machine of `zgraph.simulate`.
+"""The best order of a small graph by exhaustive search (OR-tools CP-SAT), on the machine of `zgraph.analysis.simulate`.
 
 A judge of the scheduler that shares none of its code: every node has a place, any two have an order, and what the
 machine does follows from these.
@@ -14,8 +14,8 @@ from ortools.sat.python import cp_model
 from torch import fx
 
 from tests.drawn_steps import Step
-from zgraph import nodes
-from zgraph.storages import Storage
+from zgraph.analysis.storages import Storage
+from zgraph.graph import nodes
 
 
 class Model:

@@ -14,7 +14,7 @@ from torch.distributed import HashStore, PrefixStore
 import zgraph
 from tests.compiled import with_fx
 from tests.ranks import Ranks, fresh_ranks
-from zgraph.agreement import Signature, _Board, agree
+from zgraph.compiler.agreement import Signature, _Board, agree
 
 
 def different_models() -> str:

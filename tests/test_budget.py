@@ -19,8 +19,8 @@ from tests.compiled import with_fx
 from tests.graphs import Keep, by_rank, fake_world
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph.fit_budget import LEAST, agreed_peak, fit, smallest_feasible
-from zgraph.liveness import memory_curve, step_curve
+from zgraph.analysis.liveness import memory_curve, step_curve
+from zgraph.compiler.fit_budget import LEAST, agreed_peak, fit, smallest_feasible
 from zgraph.passes import presets
 
 STEPS = 3

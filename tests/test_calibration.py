@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.graphs import fake_world
 from tests.ranks import Ranks
-from zgraph import calibration
-from zgraph.calibration import compute_share, fit_link, in_a_stream
-from zgraph.collectives import start_all_gather, start_all_to_all
-from zgraph.hardware import Hardware, Link
-from zgraph.torch_compat import wait
+from zgraph.analysis import calibration
+from zgraph.analysis.calibration import compute_share, fit_link, in_a_stream
+from zgraph.analysis.hardware import Hardware, Link
+from zgraph.runtime.collectives import start_all_gather, start_all_to_all
+from zgraph.torch_compat.collectives import wait
 
 
 def _calibrate(directory: str) -> str:

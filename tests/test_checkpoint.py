@@ -31,9 +31,9 @@ from tests.compiled import with_fx
 from tests.peak import SLACK_BYTES, WIDTH, Peak
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph.handle import name_of
-from zgraph.runtime.window import state_behind
-from zgraph.unit import state_of
+from zgraph.runtime.handle import name_of
+from zgraph.runtime.window_state import state_behind
+from zgraph.sharding.unit import state_of
 
 
 class Noisy(nn.Module):

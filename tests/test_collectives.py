@@ -17,8 +17,12 @@ from tests.compiled import with_fx
 from tests.graphs import Drawing, fake_world
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph.agreement import Signature
-from zgraph.collectives import (
+from zgraph.analysis.hardware import Hardware
+from zgraph.compiler.agreement import Signature
+from zgraph.graph.collective_dispatch import order_of_waits
+from zgraph.graph.traffic import transfers
+from zgraph.passes import presets
+from zgraph.runtime.collectives import (
     finish_group,
     goes_by_node,
     start_all_gather,
@@ -27,11 +31,7 @@ from zgraph.collectives import (
     start_grouped_gather,
     uses_messages,
 )
-from zgraph.hardware import Hardware
-from zgraph.passes import presets
-from zgraph.starters import order_of_waits
-from zgraph.torch_compat import all_gather_into, all_to_all_op, wait, works_waited_for
-from zgraph.traffic import transfers
+from zgraph.torch_compat.collectives import all_gather_into, all_to_all_op, wait, works_waited_for
 
 WORLD = "0"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -206,7 +206,7 @@ def trained_by_node() -> int:
         return start_gather_by_node(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zgraph.collectives.start_gather_by_node", counted)
+        patch.setattr("zgraph.runtime.collectives.start_gather_by_node", counted)
         for is_compiled in (False, True):
             torch.manual_seed(0)
             model: Any = zgraph.shard(models.Uneven(), zero_stage=3)
@@ -231,7 +231,7 @@ def test_a_compiled_step_gathers_by_node_where_its_hardware_says_so(ranks: Ranks
 
 def test_ranks_agree_on_where_gathers_by_node_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """gather a, gather b, wait a, exchange, wait b: anybody who waited otherwise would wait forever."""
-    monkeypatch.setattr("zgraph.collectives.uses_messages", lambda group, device: True)
+    monkeypatch.setattr("zgraph.runtime.collectives.uses_messages", lambda group, device: True)
     with fake_world(4):
         drawing = Drawing()
         starts = [drawing.start_gather(drawing.input(name, 4), name) for name in "ab"]

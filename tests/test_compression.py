@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zgraph.compression import (
+from zgraph.compression.methods import (
     BlockMethod,
     CompressionMethod,
     Draw,
@@ -20,7 +20,7 @@ from zgraph.compression import (
     from_text,
     to_text,
 )
-from zgraph.wire_format import BucketLayout
+from zgraph.compression.payload import BucketLayout
 
 METHODS = [
     LoCo(),

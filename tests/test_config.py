@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from zgraph.config import CompileOptions
+from zgraph.compiler.pipeline import Pipeline
+from zgraph.options import CompileOptions
 from zgraph.passes import presets
-from zgraph.pipeline import Pipeline
-from zgraph.report.summary import Report
+from zgraph.reporting.summary import Report
 
 
 @dataclass

@@ -14,16 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.graphs import Drawing, Keep, compile_model, deep, fake_world, inputs_for, mlp, traced
 from tests.ranks import Ranks
 from tests.test_hardware import NODES
-from zgraph import meta, nodes
-from zgraph.compression import to_text
-from zgraph.cost import FREE, NodeCost, Totals, costs_of, node_cost
-from zgraph.formula import Formula, formula
-from zgraph.hardware import Hardware
-from zgraph.node_times import measure_nodes
+from zgraph.analysis.cost import FREE, NodeCost, Totals, costs_of, node_cost
+from zgraph.analysis.formula import Formula, formula
+from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.node_times import measure_nodes
+from zgraph.compiler.pipeline import Pipeline
+from zgraph.compression.methods import to_text
+from zgraph.graph import meta, nodes
+from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, LoCo, LowerGathers, LowerReductions, NoFeedback, presets
-from zgraph.pipeline import Pipeline
-from zgraph.torch_compat import reduce_scatter_op
-from zgraph.traffic import transfers
+from zgraph.torch_compat.collectives import reduce_scatter_op
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -339,7 +339,7 @@ def test_measured_times_replace_estimates(world: int) -> None:
     assert {node: found for node, found in after.items() if node is not start} == {
         node: found for node, found in before.items() if node is not start
     }
-    with pytest.raises(ValueError, match=f"zgraph.cost: {start.name} was measured to take -1.0 us"):
+    with pytest.raises(ValueError, match=f"zgraph.analysis.cost: {start.name} was measured to take -1.0 us"):
         costs_of(graph, NODES, {start.name: -1.0})
 
 

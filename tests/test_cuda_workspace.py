@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import zgraph
 from tests.graphs import Drawing, aten
-from zgraph import meta
-from zgraph.liveness import CUDA, CUDA_AT_WORST
-from zgraph.workspace import workspace_bytes
+from zgraph.analysis.liveness import CUDA, CUDA_AT_WORST
+from zgraph.analysis.workspace import workspace_bytes
+from zgraph.graph import meta
 
 BF16 = torch.bfloat16
 

@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 from tests.graphs import Drawing, aten, fake_world, mlp, traced
-from zgraph import nodes
-from zgraph.cost import NodeCost
-from zgraph.exposure import why_exposed
-from zgraph.schedule import Limits
-from zgraph.simulate import simulate
-from zgraph.torch_compat import wait_op
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.simulate import simulate
+from zgraph.graph import nodes
+from zgraph.scheduling.exposure import why_exposed
+from zgraph.scheduling.schedule import Limits
+from zgraph.torch_compat.collectives import wait_op
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import zgraph
 from tests.compressing import compressing, feedback_of, kept_tensors
 from tests.ranks import Ranks
 from zgraph.passes import LoCo
-from zgraph.runtime.feedback import Feedback, Feedbacks
+from zgraph.runtime.error_feedback import Feedback, Feedbacks
 
 SPEC = {"error": ((2, 1, 32), torch.int8), "error_scale": ((2, 1), torch.bfloat16)}
 

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.compressing import compressing, feedback_of, kept_tensors
 from tests.ranks import Ranks, fresh_ranks
-from zgraph.checkpoint.kept_errors import cut_error, facts_of, flat_error, plan_restore, sizes_of, tensors_of
+from zgraph.checkpoint.error_feedback import cut_error, facts_of, flat_error, plan_restore, sizes_of, tensors_of
 from zgraph.checkpoint.safe_reader import read_metadata
-from zgraph.codegen import reference
-from zgraph.compression import CompressionMethod, TwoHop
+from zgraph.codegen.kernels import reference
+from zgraph.compression.methods import CompressionMethod, TwoHop
 from zgraph.passes import ErrorFeedback, LoCo, NoFeedback
 
 SHAPES = {"first.weight": (13, 6), "second.weight": (5, 13)}  # nothing divides them

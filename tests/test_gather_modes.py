@@ -19,9 +19,9 @@ from tests.lockstep import assert_same_results
 from tests.models import Uneven
 from tests.ranks import Ranks, fresh_ranks
 from tests.replicated import whole
-from zgraph import Hardware, Pipeline, nodes
-from zgraph.liveness import memory_curve, step_curve
-from zgraph.merge_collectives import Mode
+from zgraph import Hardware, Pipeline
+from zgraph.analysis.liveness import memory_curve, step_curve
+from zgraph.graph import nodes
 from zgraph.passes import (
     BucketCollectives,
     HoistStarts,
@@ -32,6 +32,7 @@ from zgraph.passes import (
     SinkWaits,
     presets,
 )
+from zgraph.passes.common.merge_collectives import Mode
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MIB = 2**20

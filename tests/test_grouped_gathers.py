@@ -12,18 +12,19 @@ import zgraph
 from tests.graphs import Drawing, by_rank, fake_world, mlp, traced
 from tests.lockstep import assert_same_results
 from tests.ranks import Ranks
-from zgraph import Hardware, Pipeline, meta, nodes
-from zgraph.cost import costs_of
+from zgraph import Hardware, Pipeline
+from zgraph.analysis.cost import costs_of
+from zgraph.analysis.formula import formula
+from zgraph.analysis.liveness import memory_curve
+from zgraph.analysis.storages import agreed_storages, rows_of_its_own
+from zgraph.compiler.fit_budget import agreed_peak
+from zgraph.compiler.verify import Where, check_waits_sunk
+from zgraph.dialect.grouped_gathers import cast_each
 from zgraph.errors import VerifyError
-from zgraph.fit_budget import agreed_peak
-from zgraph.formula import formula
-from zgraph.grouped_gathers import cast_each
-from zgraph.liveness import memory_curve
-from zgraph.merge_collectives import Bucket, merge
-from zgraph.ops import pad_rows
+from zgraph.graph import meta, nodes
 from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, SinkWaits, presets
-from zgraph.storages import agreed_storages, rows_of_its_own
-from zgraph.verify import Where, check_waits_sunk
+from zgraph.passes.common.merge_collectives import Bucket, merge
+from zgraph.runtime.chunks import pad_rows
 
 aten = torch.ops.aten
 GROUPED = (LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=2**20, gathers="grouped"))

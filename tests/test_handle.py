@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.compiled import with_fx
-from zgraph.handle import HANDLE_BYTES, make_handle, name_of
+from zgraph.runtime.handle import HANDLE_BYTES, make_handle, name_of
 
 
 @pytest.mark.parametrize("name", ["weight", "h.11.attn.qkv.weight", "größe.w", "x" * HANDLE_BYTES])

@@ -11,7 +11,7 @@ import sympy
 import torch
 
 import zgraph
-from zgraph.hardware import Hardware, Link
+from zgraph.analysis.hardware import Hardware, Link
 
 # Two ranks a node; 100 bytes/us and 1 us inside, 10 bytes/us and 5 us outside.
 NODES = Hardware(

@@ -14,8 +14,8 @@ import zgraph
 from examples.benchmarks.loopback import Wire, loopback
 from tests.compressing import compressing, feedback_of
 from zgraph.codegen import compressed_kernels
-from zgraph.compression import LoCo
-from zgraph.runtime.feedback import Feedback
+from zgraph.compression.methods import LoCo
+from zgraph.runtime.error_feedback import Feedback
 
 
 @dataclass(eq=False)

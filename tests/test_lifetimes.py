@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.graphs import Drawing, Leaky, aten, fake_world, mlp, traced
-from zgraph.graph_pass import GraphPass
-from zgraph.lifetimes import Lifetime, lifetimes_of
+from zgraph.compiler.graph_pass import GraphPass
 from zgraph.passes import presets
+from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
 
 LOWERED = presets.default()[2:]
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight")

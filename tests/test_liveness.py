@@ -25,11 +25,12 @@ from tests import gloo, models
 from tests.allocations import counted
 from tests.graphs import Drawing, Keep, Traced, aten, fake_world, inputs_for, mlp, traced
 from tests.ranks import Ranks
-from zgraph import nodes
-from zgraph.graph_pass import PassContext
-from zgraph.liveness import CUDA, EXACT, GLIBC, Allocator, MemoryCurve, live_ranges, memory_curve, step_curve
+from zgraph.analysis.liveness import CUDA, EXACT, GLIBC, Allocator, MemoryCurve, live_ranges, memory_curve, step_curve
+from zgraph.compiler.graph_pass import PassContext
+from zgraph.graph import nodes
 from zgraph.passes import presets
-from zgraph.torch_compat import reduce_scatter_op, tangents_outlive_backward
+from zgraph.torch_compat.autograd import tangents_outlive_backward
+from zgraph.torch_compat.collectives import reduce_scatter_op
 
 INPUTS = 3  # of a random graph
 
@@ -117,7 +118,7 @@ def test_a_collective_in_flight_holds_what_it_reads() -> None:
 
 
 def test_gloo_stages_two_scatters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zgraph.workspace.group_backend", lambda name, device: "gloo")
+    monkeypatch.setattr("zgraph.analysis.workspace.group_backend", lambda name, device: "gloo")
     with fake_world(2):
         drawing = Drawing()
         sums = [drawing.input(name, 8) for name in "abcd"]

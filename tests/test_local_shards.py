@@ -17,7 +17,7 @@ import zgraph
 from tests.compiled import with_fx
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph import meta
+from zgraph.graph import meta
 
 
 class Watch(zgraph.GraphPass):

@@ -21,8 +21,9 @@ from tests import models
 from tests.graphs import fake_world
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph import kept_step, local_step
-from zgraph.torch_compat import DispatchMode, dtensor_like, local_of
+from zgraph.optimizers import kept_step, local_step
+from zgraph.torch_compat.dtensor import dtensor_like, local_of
+from zgraph.torch_compat.memory import DispatchMode
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -24,17 +24,11 @@ from examples.benchmarks.loopback import Wire, loopback
 from tests import models
 from tests.allocations import poisoned
 from tests.happens_before import HappensBefore, judging
-from zgraph import nodes
-from zgraph.codegen.lower import lower_fx
+from zgraph.codegen.lower_fx import lower_fx
+from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, CompressGradients, LoCo, NoFeedback, presets
-from zgraph.torch_compat import (
-    all_gather_op,
-    all_to_all_op,
-    grouped_gather_op,
-    reduce_scatter_op,
-    resolve_group,
-    wait,
-)
+from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, grouped_gather_op, reduce_scatter_op, wait
+from zgraph.torch_compat.groups import resolve_group
 
 aten = torch.ops.aten
 WORLD = 4
@@ -81,7 +75,7 @@ def test_groups_made_from_it_are_loopbacks_too(backend: str, beside: str) -> Non
         local = mesh.get_group("local").group_name
         for name, ranks in ((NAME, 4), (local, 2), (f"{local}.{beside}", 2)):
             assert resolve_group(name).size() == ranks
-            assert zgraph.ops.group_backend(name, torch.device("cpu")) == backend
+            assert zgraph.runtime.groups.group_backend(name, torch.device("cpu")) == backend
 
 
 def test_a_collective_is_complete_when_it_is_waited_for_and_not_before() -> None:

@@ -14,7 +14,7 @@ import zgraph
 from tests.compressing import feedback_of, kept_tensors
 from tests.low_rank import compile_low_rank
 from tests.ranks import Ranks, fresh_ranks
-from zgraph.low_rank import LowRank
+from zgraph.compression.low_rank import LowRank
 
 METHOD = LowRank(rank=2, least_saving=1.0)
 

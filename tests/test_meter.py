@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zgraph.meter import Allocations, Call, GraphMeter, Measured, Meter
+from zgraph.runtime.profiler import Allocations, Call, GraphMeter, Measured, Meter
 
 
 def meter_of(*calls: Call) -> GraphMeter:

@@ -13,11 +13,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
-from zgraph import ops
-from zgraph.ops import reduction_group
-from zgraph.sharding import _separate_reductions  # pyright: ignore[reportPrivateUsage]
-from zgraph.torch_compat import fake_world, make_beside, resolve_group
-from zgraph.unit import sharded_parameters
+from zgraph.runtime.groups import make_node_groups, reduction_group, separate_reductions
+from zgraph.sharding.shard import _separate_reductions  # pyright: ignore[reportPrivateUsage]
+from zgraph.sharding.unit import sharded_parameters
+from zgraph.torch_compat.groups import fake_world, make_beside, resolve_group
 
 CUDA = torch.device("cuda", 0)
 
@@ -70,7 +69,7 @@ def test_gathers_get_a_bound_and_connected_group_of_high_priority(recorded: Reco
         recorded.events.clear()
         claim_nccl(group)
         for _ in range(2):  # models share it
-            assert ops.separate_reductions(group, CUDA) == "0.gathers"
+            assert separate_reductions(group, CUDA) == "0.gathers"
         assert recorded.events == [
             ("made", "0.gathers"),
             ("connected", "0", CUDA),
@@ -88,7 +87,7 @@ def test_groups_of_nodes_are_connected_too(recorded: Recorded) -> None:
         group: Any = resolve_group("0")
         claim_nccl(group)
         recorded.events.clear()
-        inside, across = ops.make_node_groups("0", 2)
+        inside, across = make_node_groups("0", 2)
         assert recorded.events == [
             ("made", inside),
             ("connected", inside, CUDA),
@@ -108,7 +107,7 @@ def test_an_unbound_world_binds_nothing(recorded: Recorded) -> None:
 def test_a_model_gathers_on_it_and_reduces_on_the_meshs_own(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zgraph.sharding.backend_of", lambda group, device: "nccl")
+    monkeypatch.setattr("zgraph.sharding.shard.backend_of", lambda group, device: "nccl")
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         assert _separate_reductions(mesh) == mesh.get_group().group_name + ".gathers"
@@ -123,7 +122,7 @@ def test_a_model_gathers_on_it_and_reduces_on_the_meshs_own(
 def test_part_of_a_world_makes_no_group_that_all_ranks_would_have_to_split(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zgraph.sharding.backend_of", lambda group, device: "nccl")
+    monkeypatch.setattr("zgraph.sharding.shard.backend_of", lambda group, device: "nccl")
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "dp"))["dp"]
         before = len(recorded.events)

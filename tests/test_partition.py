@@ -15,8 +15,9 @@ import zgraph
 from tests import models
 from tests.ranks import Ranks
 from tests.replicated import Case, Replicated, assert_equal, batches, token_batch, whole
-from zgraph import meta, nodes
-from zgraph.torch_compat import OpOverload, rng_state_operators
+from zgraph.graph import meta, nodes
+from zgraph.torch_compat.aot import rng_state_operators
+from zgraph.torch_compat.operators import OpOverload
 
 WIDTH = 12
 

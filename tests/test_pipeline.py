@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from tests.graphs import compile_model, fake_world, mlp, traced
-from zgraph import Fact, GraphPass, Hardware, PassContext, Pipeline, PreconditionError, Report, VerifyError, meta
-from zgraph.graph_pass import Phase
+from zgraph import Fact, GraphPass, Hardware, PassContext, Pipeline, PreconditionError, Report, VerifyError
+from zgraph.compiler.graph_pass import Phase
+from zgraph.graph import meta
 from zgraph.passes import ChooseLifetimes, DedupeGathers, LoCo, LowerGathers, NoFeedback, SinkWaits, presets
 
 aten = torch.ops.aten

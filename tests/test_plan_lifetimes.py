@@ -13,14 +13,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.drawn_training import draw_training, model_of
 from tests.graphs import Drawing, fake_world
-from zgraph import nodes
-from zgraph.cost import NodeCost
-from zgraph.lifetime_model import Look, Model
-from zgraph.liveness import step_curve
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.liveness import step_curve
+from zgraph.analysis.simulate import Sharing
+from zgraph.graph import nodes
 from zgraph.passes.choose_lifetimes import apply
-from zgraph.plan_lifetimes import walk
-from zgraph.simulate import Sharing
-from zgraph.torch_compat import min_cut_partition
+from zgraph.scheduling.lifetime_model import Look, Model
+from zgraph.scheduling.plan_lifetimes import walk
+from zgraph.torch_compat.aot import min_cut_partition
 
 aten = torch.ops.aten
 COMPUTE = NodeCost("compute", 1.0)

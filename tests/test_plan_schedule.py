@@ -14,13 +14,13 @@ from tests.drawn_steps import Step, draw_step
 from tests.graphs import fake_world
 from tests.machine import peak_bytes, replay
 from tests.optimum import Model
-from zgraph import nodes
-from zgraph.ops import MIB
+from zgraph.analysis.simulate import Sharing, simulate
+from zgraph.analysis.storages import Storage, storages_of
+from zgraph.graph import nodes
 from zgraph.passes.schedule_overlap import Plan, plan_overlap
-from zgraph.plan_schedule import FRUGAL, STYLES, Greedy, Skyline
-from zgraph.schedule import Limits, Problem, problem_of
-from zgraph.simulate import Sharing, simulate
-from zgraph.storages import Storage, storages_of
+from zgraph.runtime.chunks import MIB
+from zgraph.scheduling.plan_schedule import FRUGAL, STYLES, Greedy, Skyline
+from zgraph.scheduling.schedule import Limits, Problem, problem_of
 
 WITHIN, SHARE = 1.05, 0.95
 ANY = 1 << 60  # bytes

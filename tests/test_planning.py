@@ -13,8 +13,8 @@ import zgraph
 from tests.compiled import with_fx
 from tests.graphs import fake_world
 from tests.ranks import Ranks
-from zgraph import nodes
-from zgraph.cuda_workspace import COMMUNICATOR_BYTES
+from zgraph.analysis.cuda_workspace import COMMUNICATOR_BYTES
+from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, presets
 from zgraph.planning import Plan
 

@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.graphs import Traced, apply, by_rank, copy_of, fake_world, inputs_for, mlp, tensors_in, traced
 from tests.lockstep import assert_same_results, run_together
-from zgraph import Hardware, meta, nodes, ops
+from zgraph import Hardware
+from zgraph.dialect.sum_ranks import sum_pieces
+from zgraph.graph import meta, nodes
+from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, CompressGradients, LoCo, LowerGathers, LowerReductions, TwoHop
-from zgraph.reduction_algorithms import Reduction, choose_algorithm
-from zgraph.traffic import transfers
+from zgraph.passes.common.reduction_algorithms import Reduction, choose_algorithm
 
 BF16, F32 = torch.bfloat16, torch.float32
 H100 = Hardware.preset("h100")
@@ -152,7 +154,7 @@ class _Divisors(TorchDispatchMode):
 def test_cuda_divides_and_does_not_multiply_by_the_reciprocal() -> None:
     """torch's CUDA kernel multiplies where the divisor is a number, or lies on the host."""
     with FakeTensorMode(), _Divisors() as divisors:
-        ops.sum_pieces(torch.empty(12, device="cuda"), 3, 3, F32)
+        sum_pieces(torch.empty(12, device="cuda"), 3, 3, F32)
     (divisor,) = divisors.found
     assert isinstance(divisor, Tensor) and divisor.device.type == "cuda"
 

@@ -13,14 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.graphs import fake_world, mlp, traced
 from tests.ranks import fresh_ranks
-from zgraph import Hardware, PassContext, nodes, torch_compat
-from zgraph.agreement import Signature
-from zgraph.cost import costs_of
-from zgraph.ops import reduction_group
+from zgraph import Hardware, PassContext
+from zgraph.analysis.cost import costs_of
+from zgraph.analysis.simulate import simulate
+from zgraph.compiler.agreement import Signature
+from zgraph.graph import nodes
+from zgraph.graph.traffic import transfers
 from zgraph.passes import LowerGathers, LowerReductions, SetTarget
-from zgraph.simulate import simulate
-from zgraph.torch_compat import find_group, resolve_group
-from zgraph.traffic import transfers
+from zgraph.runtime.groups import reduction_group
+from zgraph.torch_compat.groups import fake_world, find_group, resolve_group
 
 BESIDE = "0.reductions"
 
@@ -74,10 +75,10 @@ def test_each_group_gets_one_for_reductions_however_many_models_use_it() -> None
 
 
 def test_it_goes_with_the_process_group_and_one_rank_needs_none() -> None:
-    with torch_compat.fake_world(2):
+    with fake_world(2):
         zgraph.shard(nn.Linear(4, 4))
         assert reduction_group("0") == BESIDE
-    with torch_compat.fake_world(1):
+    with fake_world(1):
         assert find_group(BESIDE) is None
         zgraph.shard(nn.Linear(4, 4))
         assert reduction_group("0") == "0"

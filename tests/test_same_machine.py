@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.graphs import apply, deep, fake_world, traced
 from tests.ranks import Ranks
-from zgraph import Hardware, nodes
+from zgraph import Hardware
+from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
-from zgraph.same_machine import agreed_machine, gathered, machine_behind, preset_of
+from zgraph.sharding.same_machine import agreed_machine, gathered, machine_behind, preset_of
 
 LOWERED = (LowerGathers(), LowerReductions())
 

@@ -14,11 +14,11 @@ from torch import fx
 from tests.drawn_steps import draw_step
 from tests.graphs import Drawing, fake_world
 from tests.machine import peak_bytes, replay
-from zgraph import nodes
-from zgraph.cost import NodeCost
-from zgraph.simulate import Sharing, Timeline, simulate
-from zgraph.storages import storages_of
-from zgraph.torch_compat import wait_op
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.simulate import Sharing, Timeline, simulate
+from zgraph.analysis.storages import storages_of
+from zgraph.graph import nodes
+from zgraph.torch_compat.collectives import wait_op
 
 aten = torch.ops.aten
 

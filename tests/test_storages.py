@@ -12,11 +12,11 @@ from torch import Tensor, fx
 
 from tests.drawn_steps import draw_step
 from tests.graphs import Drawing, deep, fake_world, inputs_for, mlp, traced
-from zgraph import nodes
-from zgraph.cost import NodeCost
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.simulate import simulate
+from zgraph.analysis.storages import storages_of
+from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
-from zgraph.simulate import simulate
-from zgraph.storages import storages_of
 
 aten = torch.ops.aten
 

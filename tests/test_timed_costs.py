@@ -17,12 +17,12 @@ import zgraph
 from tests import models
 from tests.graphs import Drawing, Keep, fake_world
 from tests.ranks import Ranks
-from zgraph import nodes
-from zgraph.compression import to_text
-from zgraph.cost import CostModel
-from zgraph.hardware import Hardware
+from zgraph.analysis.cost import CostModel
+from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.timed_costs import TimedCosts
+from zgraph.compression.methods import to_text
+from zgraph.graph import nodes
 from zgraph.passes import LoCo, presets
-from zgraph.timed_costs import TimedCosts
 
 aten = torch.ops.aten
 CPU = Hardware.preset("cpu")

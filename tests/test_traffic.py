@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.graphs import Drawing, fake_world, mlp, traced
-from zgraph import meta
-from zgraph.torch_compat import reduce_scatter_op
-from zgraph.traffic import Transfer, transfers
+from zgraph.graph import meta
+from zgraph.graph.traffic import Transfer, transfers
+from zgraph.torch_compat.collectives import reduce_scatter_op
 
 funcol = torch.ops._c10d_functional
 

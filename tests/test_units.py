@@ -18,9 +18,9 @@ from tests import models
 from tests.compiled import with_fx
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph.handle import name_of
-from zgraph.torch_compat import is_functional_collective
-from zgraph.unit import state_of
+from zgraph.runtime.handle import name_of
+from zgraph.sharding.unit import state_of
+from zgraph.torch_compat.collectives import is_functional_collective
 
 
 class CountGraphs(zgraph.GraphPass):

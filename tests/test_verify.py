@@ -12,11 +12,12 @@ import torch
 from torch import fx
 
 from tests.graphs import Drawing, Traced, fake_world, mlp, names_of, traced
-from zgraph import Fact, GraphPass, PassContext, Pipeline, VerifyError, meta, nodes
-from zgraph.graph_pass import Direction
+from zgraph import Fact, GraphPass, PassContext, Pipeline, VerifyError
+from zgraph.compiler.graph_pass import Direction
+from zgraph.compiler.verify import Snapshot, Where, check_waits_sunk, verify
+from zgraph.graph import meta, nodes
 from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, LowerReductions, SinkWaits, presets
-from zgraph.torch_compat import wait_op
-from zgraph.verify import Snapshot, Where, check_waits_sunk, verify
+from zgraph.torch_compat.collectives import wait_op
 
 aten = torch.ops.aten
 Rewrite = Callable[[fx.Graph], object]
@@ -138,7 +139,7 @@ def test_wrong_value_of_a_new_node_is_caught() -> None:
 
     text = caught(lie)
     assert "t_default yields float32[7, 6] strides [1, 7], but its meta says float32[6, 7] strides [7, 1]" in text
-    assert "create nodes with zgraph.meta.create, or set the value after changing arguments." in text
+    assert "create nodes with zgraph.graph.meta.create, or set the value after changing arguments." in text
     assert "--> t_default: f32[6, 7] = aten.t(addmm)" in text
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zgraph import torch_compat
-from zgraph.torch_compat import require_supported_torch
+from zgraph.torch_compat import NEWEST, OLDEST, require_supported_torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,7 +66,7 @@ def test_import_refuses_an_unsupported_torch():
 
 def test_package_metadata_asks_for_the_same_versions():
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    (oldest, newest) = torch_compat.OLDEST, torch_compat.NEWEST
+    (oldest, newest) = OLDEST, NEWEST
     assert f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in requirements
 
 

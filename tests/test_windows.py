@@ -24,8 +24,8 @@ from tests.gloo import settled
 from tests.ranks import Ranks, fresh_ranks
 from tests.replicated import whole
 from tests.test_memory import live_tensors, local, storage_bytes
-from zgraph.collectives import start_all_gather
-from zgraph.ops import reduction_group
+from zgraph.runtime.collectives import start_all_gather
+from zgraph.runtime.groups import reduction_group
 
 ROWS, LAYERS = 48, 3  # 48 rows divide by 1, 2, 3 and 4, so that the formulas are exact
 PARAMETER_BYTES = LAYERS * ROWS * ROWS * 4

@@ -14,10 +14,10 @@ from tests import gloo
 from tests.allocations import counted
 from tests.graphs import Drawing, aten, fake_world
 from tests.ranks import Ranks
-from zgraph import meta
-from zgraph.collectives import start_all_gather, start_all_to_all
-from zgraph.torch_compat import all_gather_op, all_to_all_op, reduce_scatter_op, wait
-from zgraph.workspace import remaining_bytes, staging_bytes, workspace_bytes
+from zgraph.analysis.workspace import remaining_bytes, staging_bytes, workspace_bytes
+from zgraph.graph import meta
+from zgraph.runtime.collectives import start_all_gather, start_all_to_all
+from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, reduce_scatter_op, wait
 
 F32, BF16 = torch.float32, torch.bfloat16
 A_FEW_KIB = 4096  # what a kernel takes whatever the size, and the table leaves out
@@ -176,7 +176,7 @@ def staged(kind: str) -> int:
 def test_messages_need_nothing_and_gloo_scatters_out_of_a_copy(two_ranks: Ranks) -> None:
     expected: dict[str, int] = {}
     with fake_world(2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zgraph.workspace.group_backend", lambda name, device: "gloo")
+        patch.setattr("zgraph.analysis.workspace.group_backend", lambda name, device: "gloo")
         drawing = Drawing()
         x = drawing.input("x", 1024, 256)
         starts = {

@@ -6,13 +6,10 @@ from zgraph.torch_compat import require_supported_torch
 
 require_supported_torch(torch.__version__)
 
-from zgraph import compressed_ops as compressed_ops  # noqa: E402  (registers the dialect)
-from zgraph import grouped_gathers as grouped_gathers  # noqa: E402  (and here)
-from zgraph import low_rank_ops as low_rank_ops  # noqa: E402  (here as well)
 from zgraph import ops  # noqa: E402
 from zgraph import passes as passes  # noqa: E402
-from zgraph import weight_differences as weight_differences  # noqa: E402  (here as well)
-from zgraph.calibration import calibrate  # noqa: E402
+from zgraph.analysis.calibration import calibrate  # noqa: E402
+from zgraph.analysis.hardware import Hardware  # noqa: E402
 from zgraph.checkpoint import (  # noqa: E402
     Checkpoint,
     SafePlanner,
@@ -24,7 +21,15 @@ from zgraph.checkpoint import (  # noqa: E402
 )
 from zgraph.codegen import compressed_kernels as compressed_kernels  # noqa: E402  (registers them)
 from zgraph.codegen import low_rank_kernels as low_rank_kernels  # noqa: E402  (these too)
-from zgraph.codegen import sum_blocks as sum_blocks  # noqa: E402  (registers it)
+from zgraph.codegen.kernels.triton import sum_blocks  # noqa: E402  (registers it)
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
+from zgraph.compiler.pipeline import Pipeline  # noqa: E402
+from zgraph.dialect import compressed as compressed_ops  # noqa: E402  (registers the dialect)
+from zgraph.dialect import (
+    grouped_gathers,
+    weight_differences,
+)
+from zgraph.dialect import low_rank as low_rank_ops  # noqa: E402  (here as well)
 from zgraph.errors import (  # noqa: E402
     AgreementError,
     CheckpointError,
@@ -34,19 +39,16 @@ from zgraph.errors import (  # noqa: E402
     ZgraphError,
     ZgraphWarning,
 )
-from zgraph.gradients import GradScaler, clip_grad_norm_  # noqa: E402
-from zgraph.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
-from zgraph.hardware import Hardware  # noqa: E402
-from zgraph.local_step import step_on_shards  # noqa: E402
-from zgraph.loss_scale import forget_errors, set_loss_scale  # noqa: E402
-from zgraph.materialization import materialize  # noqa: E402
-from zgraph.pipeline import Pipeline  # noqa: E402
+from zgraph.optimizers.gradients import GradScaler, clip_grad_norm_  # noqa: E402
+from zgraph.optimizers.local_step import step_on_shards  # noqa: E402
+from zgraph.optimizers.loss_scale import forget_errors, set_loss_scale  # noqa: E402
 from zgraph.planning import plan  # noqa: E402
-from zgraph.report.of_model import explain, measure, summary  # noqa: E402
-from zgraph.report.summary import Report  # noqa: E402
-from zgraph.sharding import shard  # noqa: E402
-from zgraph.state_dict import follow_compiled_modules, full_state_dict  # noqa: E402
-from zgraph.window import no_sync  # noqa: E402
+from zgraph.reporting.of_model import explain, measure, summary  # noqa: E402
+from zgraph.reporting.summary import Report  # noqa: E402
+from zgraph.sharding.materialize import materialize  # noqa: E402
+from zgraph.sharding.no_sync import no_sync  # noqa: E402
+from zgraph.sharding.shard import shard  # noqa: E402
+from zgraph.sharding.state_dict import follow_compiled_modules, full_state_dict  # noqa: E402
 
 follow_compiled_modules()
 

@@ -12,31 +12,35 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from zgraph import meta, nodes, torch_compat
-from zgraph.agreement import Signature, agree
+from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.liveness import MemoryCurve, memory_curve, step_curve
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.kernel_sources import sources_of
-from zgraph.codegen.lower import lower_fx
+from zgraph.codegen.lower_fx import lower_fx
 from zgraph.codegen.warm_up import switch_after
-from zgraph.config import CompileOptions
+from zgraph.compiler.agreement import Signature, agree
+from zgraph.compiler.fit_budget import agreed_peak, explain, fit, smallest_feasible
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
+from zgraph.compiler.partition import partition as split_joint_graph
+from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphWarning
-from zgraph.fit_budget import agreed_peak, explain, fit, smallest_feasible
-from zgraph.graph_pass import Direction, GraphPass, PassContext
-from zgraph.handle import name_of
-from zgraph.hardware import Hardware
-from zgraph.liveness import MemoryCurve, memory_curve, step_curve
-from zgraph.local_shards import compile_on_local_shards
-from zgraph.meter import GraphMeter
-from zgraph.partition import partition as split_joint_graph
+from zgraph.graph import meta, nodes
+from zgraph.graph.collective_dispatch import order_of_waits
+from zgraph.graph.traffic import transfers
+from zgraph.options import CompileOptions
 from zgraph.passes import presets
-from zgraph.pipeline import Pipeline
-from zgraph.report.collective_numbers import with_numbers
-from zgraph.report.dump import Dumper
-from zgraph.report.of_graph import describe
-from zgraph.report.summary import Report
-from zgraph.starters import order_of_waits
-from zgraph.traffic import transfers
-from zgraph.unit import Scope, scope_behind
+from zgraph.reporting.collective_numbers import with_numbers
+from zgraph.reporting.dump import Dumper
+from zgraph.reporting.of_graph import describe
+from zgraph.reporting.summary import Report
+from zgraph.runtime.handle import name_of
+from zgraph.runtime.profiler import GraphMeter
+from zgraph.sharding.local_shards import compile_on_local_shards
+from zgraph.sharding.unit import Scope, scope_behind
+from zgraph.torch_compat.aot import aot_autograd, aot_input_index
+from zgraph.torch_compat.dynamo import compile_id, dynamo_example, raise_through_dynamo, recompile_reason
+from zgraph.torch_compat.fake_values import without_fake_mode
+from zgraph.torch_compat.groups import is_distributed_ready
 
 Graphs = dict[Direction, fx.GraphModule]
 MeterOf = Callable[[], GraphMeter | None]
@@ -50,7 +54,7 @@ def zgraph(
     Args:
         gm: one frame's graph.
         example_inputs: its inputs in the call that is being compiled.
-        options: see `zgraph.config.CompileOptions`.
+        options: see `zgraph.options.CompileOptions`.
 
     Raises:
         ValueError: an option is unknown or cannot be honoured.
@@ -58,7 +62,7 @@ def zgraph(
     try:
         parsed = CompileOptions.parse(options)
     except ValueError as error:
-        torch_compat.raise_through_dynamo(str(error))
+        raise_through_dynamo(str(error))
     return FrameCompiler(gm, parsed).compile(gm, example_inputs)
 
 
@@ -68,12 +72,12 @@ class FrameCompiler:
     def __init__(self, gm: fx.GraphModule, options: CompileOptions) -> None:
         self.options = options
         self.pipeline = options.pipeline or Pipeline(presets.default())
-        self.frame = torch_compat.compile_id()
-        self.reason = torch_compat.recompile_reason()
+        self.frame = compile_id()
+        self.reason = recompile_reason()
         self.ctx = PassContext(machine=_machine_of(gm))
         self.names = _handle_names(gm)
         self.report = _report_of(gm, options.report)
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if torch_compat.is_distributed_ready() else (0, 1)
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         self.dumper: Dumper | None = None
         if options.dump is not None:
             self.dumper = Dumper(directory=options.dump, rank=rank, frame=self.frame)
@@ -88,7 +92,7 @@ class FrameCompiler:
             return compile_on_local_shards(gm, example_inputs, self._backend())
 
     def _backend(self) -> Callable[..., Any]:
-        return torch_compat.aot_autograd(
+        return aot_autograd(
             compile_forward=partial(self.lower, "forward"),
             compile_backward=partial(self.lower, "backward"),
             compile_inference=self.compile_inference,
@@ -171,7 +175,7 @@ class FrameCompiler:
         if fit(peak_of, budget) is None:
             least = smallest_feasible(peak_of, peaks)
             where = explained[max(peak for peak in explained if peak <= least)]
-            torch_compat.raise_through_dynamo(
+            raise_through_dynamo(
                 f"zgraph: the step of frame {self.frame} does not fit into budget_bytes={budget}. The smallest budget "
                 f"that it was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; "
                 "or take smaller buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks."
@@ -194,7 +198,7 @@ class FrameCompiler:
     def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         meter_of = partial(self.report.meter_of, self.frame, direction)
         with self.report.phase("lowering"):
-            rank = dist.get_rank() if torch_compat.is_distributed_ready() else 0
+            rank = dist.get_rank() if is_distributed_ready() else 0
             main = with_numbers(self._lowered(gm, meter_of), gm.graph, f"{self.frame} {direction}", rank)
             if direction != "backward" or self.warm_backward is None:
                 return main
@@ -253,7 +257,7 @@ class FrameCompiler:
             self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in self.ctx.notes)
         self.report.graphs.extend(found)
         if self.dumper is not None:
-            with torch_compat.without_fake_mode():  # they are emitted with torch's own roundings
+            with without_fake_mode():  # they are emitted with torch's own roundings
                 for gm in graphs.values():
                     self.dumper.kernels(sources_of(gm.graph))
 
@@ -261,7 +265,7 @@ class FrameCompiler:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""
         names: dict[str, str] = {}
         for node in graph.find_nodes(op="placeholder"):
-            index = torch_compat.aot_input_index(node)
+            index = aot_input_index(node)
             if index in self.names:
                 names[node.name] = self.names[index]
         self.ctx.parameters = names
@@ -273,7 +277,7 @@ class FrameCompiler:
 
 def _scopes_of(gm: fx.GraphModule) -> list[Scope]:
     """Scopes of the models whose parameters the frame reads."""
-    handles = [torch_compat.dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
+    handles = [dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
     return [scope for scope in map(scope_behind, handles) if scope is not None]
 
 
@@ -294,16 +298,16 @@ def _handle_names(gm: fx.GraphModule) -> dict[int, str]:
     """Parameter names by the position of their handle among the frame's inputs."""
     found: dict[int, str] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        name = name_of(torch_compat.dynamo_example(node))
+        name = name_of(dynamo_example(node))
         if name != "?":
             found[position] = name
     return found
 
 
 def _warn_if_replicas_drift(gm: fx.GraphModule) -> None:
-    if not torch_compat.is_distributed_ready() or dist.get_world_size() == 1:
+    if not is_distributed_ready() or dist.get_world_size() == 1:
         return
-    inputs = [torch_compat.dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
+    inputs = [dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
     trainable = [value for value in inputs if isinstance(value, nn.Parameter) and value.requires_grad]
     if trainable and not any(isinstance(value, DTensor) for value in trainable):
         warnings.warn(

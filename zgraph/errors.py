@@ -23,7 +23,7 @@ class CollectiveError(ZgraphError):
     """A collective failed or timed out; says which one, and for which parameters.
 
     On gloo, and on NCCL where TORCH_NCCL_BLOCKING_WAIT=1 makes waits block. NCCL's own way is that a wait only queues,
-    and that torch's watchdog ends the process; `zgraph.report.collective_numbers` then says which one it was.
+    and that torch's watchdog ends the process; `zgraph.reporting.collective_numbers` then says which one it was.
     """
 
 

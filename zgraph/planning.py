@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from zgraph.cost import CostModel
-from zgraph.cuda_workspace import resting_bytes
+from zgraph.analysis.cost import CostModel
+from zgraph.analysis.cuda_workspace import resting_bytes
+from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.liveness import EXACT, Allocator, MemoryCurve, memory_curve, step_curve
+from zgraph.analysis.simulate import Timeline, simulate
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
+from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
-from zgraph.graph_pass import Direction, GraphPass, PassContext, Phase
-from zgraph.hardware import Hardware
-from zgraph.liveness import EXACT, Allocator, MemoryCurve, memory_curve, step_curve
+from zgraph.graph.traffic import transfers
 from zgraph.passes import SetTarget, presets
-from zgraph.pipeline import Pipeline
-from zgraph.sharding import shard
-from zgraph.simulate import Timeline, simulate
-from zgraph.torch_compat import fake_mode, fake_world, groups_of_ranks, is_distributed_ready
-from zgraph.traffic import transfers
+from zgraph.sharding.shard import shard
+from zgraph.torch_compat.fake_values import fake_mode
+from zgraph.torch_compat.groups import fake_world, groups_of_ranks, is_distributed_ready
 
 GIB = 2**30
 ADAM_MOMENTS = 2  # of each trained element, in its parameter's dtype

@@ -40,9 +40,9 @@ from simulated_factors import HookMean, LowRankMean
 from simulated_ranks import CompressedMean
 from torch import Tensor
 
-from zgraph.codegen import reference
-from zgraph.compression import CompressionMethod, ErrorFeedback, LoCo, NoFeedback, TwoHop
-from zgraph.low_rank import LowRank
+from zgraph.codegen.kernels import reference
+from zgraph.compression.low_rank import LowRank
+from zgraph.compression.methods import CompressionMethod, ErrorFeedback, LoCo, NoFeedback, TwoHop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_sources
@@ -118,7 +118,7 @@ class Run:
 def load_kernels() -> ModuleType:
     """The CPU kernels where there are any; they equal the reference bit for bit."""
     try:
-        from zgraph.codegen import cpu_blocks  # pyright: ignore
+        from zgraph.codegen.kernels.cpu import blocks as cpu_blocks  # pyright: ignore
     except ImportError:
         return reference
     return cpu_blocks  # pyright: ignore

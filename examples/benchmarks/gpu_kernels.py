@@ -11,7 +11,7 @@ from dataclasses import replace
 from gpu_setting import HERE, Row, Setting
 from kernels import Bucket, differences, implementations, rows
 
-from zgraph.compression import Draw
+from zgraph.compression.methods import Draw
 
 
 def run_kernels(setting: Setting) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from workload import LanguageModel, ModelConfig, make_batch
 
 import zgraph
-from zgraph.hardware import Hardware, Link
+from zgraph.analysis.hardware import Hardware, Link
 from zgraph.passes import SetTarget, presets
 
 

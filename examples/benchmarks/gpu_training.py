@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from workload import LanguageModel, ModelConfig, make_batch
 
 import zgraph
-from zgraph.collectives import start_all_gather, start_all_to_all, start_grouped_gather
-from zgraph.torch_compat import reduce_scatter_op, wait
+from zgraph.runtime.collectives import start_all_gather, start_all_to_all, start_grouped_gather
+from zgraph.torch_compat.collectives import reduce_scatter_op, wait
 
 
 @dataclass(frozen=True)

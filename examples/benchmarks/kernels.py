@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.codegen import reference
-from zgraph.compression import Draw, LoCo
-from zgraph.wire_format import BucketLayout
+from zgraph.codegen.kernels import reference
+from zgraph.compression.methods import Draw, LoCo
+from zgraph.compression.payload import BucketLayout
 
 Implementation = tuple[Callable[..., None], Callable[..., None]]
 
@@ -73,14 +73,14 @@ class Bucket:
 def implementations(device: torch.device) -> dict[str, Implementation]:
     """What can run on the device, by name."""
     if device.type == "cuda":
-        quantize: Any = importlib.import_module("zgraph.codegen.quantize_blocks")
-        dequantize: Any = importlib.import_module("zgraph.codegen.dequantize_blocks")
+        quantize: Any = importlib.import_module("zgraph.codegen.kernels.triton.quantize_blocks")
+        dequantize: Any = importlib.import_module("zgraph.codegen.kernels.triton.dequantize_blocks")
         return {"triton": (quantize.quantize_bucket, dequantize.dequantize_sum_bucket)}
     found: dict[str, Implementation] = {
         "reference": (reference.quantize_bucket, reference.dequantize_sum_bucket),
     }
     try:
-        blocks: Any = importlib.import_module("zgraph.codegen.cpu_blocks")
+        blocks: Any = importlib.import_module("zgraph.codegen.kernels.cpu.blocks")
     except ModuleNotFoundError as error:
         print(f"cpu_blocks is left out: {error}")
     else:

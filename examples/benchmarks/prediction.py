@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from zgraph import Fact, GraphPass, PassContext, nodes
-from zgraph.cost import COMPUTE
-from zgraph.simulate import simulate
+from zgraph import Fact, GraphPass, PassContext
+from zgraph.analysis.cost import COMPUTE
+from zgraph.analysis.simulate import simulate
+from zgraph.graph import nodes
 
 
 @dataclass(frozen=True)

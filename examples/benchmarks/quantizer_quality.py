@@ -13,7 +13,7 @@ mean           of 2, 8 and 64 ranks, against the true mean: ranks with equal gra
                by one half, and eight ranks of the GPT, each with its own batch
 more           what more clipping levels would bring, and a rotation over the whole group
 
-All runs on `zgraph.codegen.reference`, which other kernels equal bit for bit. Nothing is timed.
+All runs on `zgraph.codegen.kernels.reference`, which other kernels equal bit for bit. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import torch
 from simulated_ranks import wire_bits
 from torch import Tensor
 
-from zgraph.codegen import reference
-from zgraph.compression import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.codegen.kernels import reference
+from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import GPT, cut, lr_factor, make_optimizer, read_sources

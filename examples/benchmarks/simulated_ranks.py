@@ -9,8 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zgraph.compression import BlockMethod, CompressionMethod, Draw, TwoHop
-from zgraph.wire_format import BucketLayout
+from zgraph.compression.methods import BlockMethod, CompressionMethod, Draw, TwoHop
+from zgraph.compression.payload import BucketLayout
 
 States = list[dict[str, Tensor]]
 
@@ -75,7 +75,7 @@ class CompressedMean:
         method: with one hop, or two.
         numels: elements of each gradient.
         world: N.
-        kernels: `zgraph.codegen.reference`, or a module that equals it.
+        kernels: `zgraph.codegen.kernels.reference`, or a module that equals it.
     """
 
     def __init__(

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.codegen.kernels import BF16, F32, Compiled, compiled
-from zgraph.codegen import triton_source
-from zgraph.codegen.dequantize_blocks import Task, emit_dequantize
-from zgraph.codegen.launch_options import LaunchOptions
-from zgraph.codegen.quantize_blocks import emit_quantize, may_contract
-from zgraph.compression import BlockMethod, LoCo, NoFeedback
+from zgraph.codegen.kernels.triton import source as triton_source
+from zgraph.codegen.kernels.triton.dequantize_blocks import Task, emit_dequantize
+from zgraph.codegen.kernels.triton.launch_options import LaunchOptions
+from zgraph.codegen.kernels.triton.quantize_blocks import emit_quantize, may_contract
+from zgraph.compression.methods import BlockMethod, LoCo, NoFeedback
 
 CAPABILITIES = (80, 90)
 WHOLE_VECTOR = 16  # bytes: the most that a thread moves with one instruction

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zgraph.codegen import reference
-from zgraph.codegen.launch_options import LaunchOptions
-from zgraph.compression import BlockMethod, Draw, LoCo
-from zgraph.wire_format import BucketLayout
+from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.triton.launch_options import LaunchOptions
+from zgraph.compression.methods import BlockMethod, Draw, LoCo
+from zgraph.compression.payload import BucketLayout
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no wheels for this platform"

@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zgraph.codegen import cpu_blocks, reference
-from zgraph.compression import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.cpu import blocks as cpu_blocks
+from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.compression.payload import BucketLayout
 from zgraph.errors import ZgraphWarning
-from zgraph.wire_format import BucketLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 63, 1000, 4096 + 5)

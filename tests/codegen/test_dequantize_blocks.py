@@ -22,10 +22,12 @@ from tests.codegen.kernels import (
     with_special_values,
     within,
 )
-from zgraph.codegen import dequantize_blocks, reference, triton_source
-from zgraph.codegen.dequantize_blocks import Task, emit_dequantize
-from zgraph.codegen.launch_options import LaunchOptions
-from zgraph.compression import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.triton import dequantize_blocks
+from zgraph.codegen.kernels.triton import source as triton_source
+from zgraph.codegen.kernels.triton.dequantize_blocks import Task, emit_dequantize
+from zgraph.codegen.kernels.triton.launch_options import LaunchOptions
+from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
 
 pytestmark = needs_triton
 

@@ -20,7 +20,7 @@ from tests.compiled import with_fx
 from tests.graphs import Keep, fake_world
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph.liveness import step_curve
+from zgraph.analysis.liveness import step_curve
 from zgraph.passes import presets
 
 pytestmark = pytest.mark.slow  # a C++ compiler takes seconds for each kernel

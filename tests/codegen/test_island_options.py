@@ -9,7 +9,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zgraph.torch_compat import compile_with_inductor, fake_mode
+from zgraph.torch_compat.fake_values import fake_mode
+from zgraph.torch_compat.inductor import compile_with_inductor
 
 pytestmark = pytest.mark.slow  # a C++ compiler takes seconds for each kernel
 

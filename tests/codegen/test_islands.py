@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from tests.graphs import Drawing, deep, fake_world, inputs_for, mlp, traced
-from zgraph import nodes
 from zgraph.codegen.inductor import place_islands
 from zgraph.codegen.islands import cut_out, find_islands, is_compute
-from zgraph.graph_pass import Direction
+from zgraph.compiler.graph_pass import Direction
+from zgraph.graph import nodes
 from zgraph.passes import presets
 
 aten = torch.ops.aten

@@ -13,12 +13,12 @@ from tests.compiled import with_fx
 from tests.graphs import apply, fake_world, mlp, traced
 from tests.ranks import Ranks
 from zgraph import Pipeline, shard
-from zgraph.codegen import cpu_source
-from zgraph.codegen.dequantize_blocks import Task
 from zgraph.codegen.kernel_sources import Dequantize, Quantize, sources_of
-from zgraph.compression import CompressionMethod
+from zgraph.codegen.kernels.cpu import source as cpu_source
+from zgraph.codegen.kernels.triton.dequantize_blocks import Task
+from zgraph.compression.methods import CompressionMethod
+from zgraph.compression.payload import BucketLayout
 from zgraph.passes import CompressGradients, LoCo, LowerGathers, LowerReductions, NoFeedback, QuantizeGathers, presets
-from zgraph.wire_format import BucketLayout
 
 SMALL = LoCo(group=32)
 

@@ -15,12 +15,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.codegen.kernels import needs_triton
-from zgraph.codegen import compressed_kernels, dequantize_blocks, quantize_blocks, reference, triton_source
+from zgraph.codegen import compressed_kernels
 from zgraph.codegen.compressed_kernels import Kernels
-from zgraph.codegen.launch_options import OPTIONS, LaunchOptions, compile_all, drawn, start
-from zgraph.compressed_ops import shard_bytes
-from zgraph.compression import Draw, LoCo, NoFeedback, to_text
-from zgraph.wire_format import BucketLayout
+from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
+from zgraph.codegen.kernels.triton import source as triton_source
+from zgraph.codegen.kernels.triton.launch_options import OPTIONS, LaunchOptions, compile_all, drawn, start
+from zgraph.compression.methods import Draw, LoCo, NoFeedback, to_text
+from zgraph.compression.payload import BucketLayout
+from zgraph.dialect.compressed import shard_bytes
 
 SECOND_GPU = torch.device("cuda", 1)
 

@@ -13,13 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import zgraph  # noqa: F401  (registers the operators)
 from tests.ranks import Ranks
+from zgraph.codegen.kernels.low_rank_reference import in_rank_order, low_rank_mean, orthonormal_rows
+from zgraph.codegen.kernels.orthonormal import orthonormalize, sum_in_blocks
 from zgraph.codegen.low_rank_kernels import first_right, next_right
-from zgraph.codegen.low_rank_reference import in_rank_order, low_rank_mean, orthonormal_rows
-from zgraph.codegen.orthonormal import orthonormalize, sum_in_blocks
-from zgraph.handle import make_handle
-from zgraph.low_rank import FactorLayout, matrix_shape
-from zgraph.runtime.feedback import Feedback
-from zgraph.runtime.window import ALONE, attach_state, state_behind
+from zgraph.compression.low_rank import FactorLayout, matrix_shape
+from zgraph.runtime.error_feedback import Feedback
+from zgraph.runtime.handle import make_handle
+from zgraph.runtime.window_state import ALONE, attach_state, state_behind
 
 SIZES = [(33, 70), (70, 33), (33, 70), (16, 16), (1100, 3), (33, 70)]  # three of a size, one longer than a block
 ROUNDING = 2.0**-24

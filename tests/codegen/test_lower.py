@@ -15,10 +15,10 @@ import zgraph
 from tests.compiled import with_fx
 from tests.graphs import Drawing, fake_world, names_of
 from tests.ranks import Ranks
-from zgraph import meta
-from zgraph.codegen.lower import lower_fx
-from zgraph.handle import make_handle
-from zgraph.torch_compat import all_gather_op, wait_op
+from zgraph.codegen.lower_fx import lower_fx
+from zgraph.graph import meta
+from zgraph.runtime.handle import make_handle
+from zgraph.torch_compat.collectives import all_gather_op, wait_op
 
 aten = torch.ops.aten
 # What a gather runs as where no messages can be sent.

@@ -22,12 +22,14 @@ from tests.codegen.kernels import (
     same_bits,
     with_special_values,
 )
-from zgraph.codegen import quantize_blocks, reference, triton_source
-from zgraph.codegen.dequantize_blocks import Task, emit_dequantize
-from zgraph.codegen.kernel_tables import entries_of
-from zgraph.codegen.launch_options import OPTIONS, LaunchOptions
-from zgraph.codegen.quantize_blocks import emit_quantize, may_contract
-from zgraph.compression import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.triton import quantize_blocks
+from zgraph.codegen.kernels.triton import source as triton_source
+from zgraph.codegen.kernels.triton.dequantize_blocks import Task, emit_dequantize
+from zgraph.codegen.kernels.triton.launch_options import OPTIONS, LaunchOptions
+from zgraph.codegen.kernels.triton.quantize_blocks import emit_quantize, may_contract
+from zgraph.codegen.kernels.triton.tables import entries_of
+from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
 
 pytestmark = needs_triton
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zgraph.codegen import reference
-from zgraph.compression import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
-from zgraph.exact import reciprocal
-from zgraph.wire_format import BucketLayout
+from zgraph.codegen.kernels import reference
+from zgraph.compression.exact_arithmetic import reciprocal
+from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.compression.payload import BucketLayout
 
 FP32 = torch.float32
 FIRST = Draw(0)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.codegen.kernels import BF16, F16, F32, POINTERS, needs_triton, same_bits, within
-from zgraph import ops
-from zgraph.codegen import sum_blocks, triton_source
+from zgraph.codegen.kernels.triton import source as triton_source
+from zgraph.codegen.kernels.triton import sum_blocks
+from zgraph.dialect.sum_ranks import sum_pieces
 
 pytestmark = needs_triton
 
@@ -21,7 +22,7 @@ def compare(ranks: int, numel: int, wire: torch.dtype, dtype: torch.dtype, divis
     received = within((torch.randn(ranks * numel, generator=generator) * 3).to(wire))
     received[0], received[-1], received[numel // 2] = torch.inf, -0.0, torch.nan
     found = sum_blocks.sum_pieces(received, ranks, divisor, dtype)
-    expected = ops.sum_pieces(received, ranks, divisor, dtype)
+    expected = sum_pieces(received, ranks, divisor, dtype)
     assert torch.equal(found.isnan(), expected.isnan())
     assert same_bits(found.nan_to_num(0.0), expected.nan_to_num(0.0))
 

@@ -17,8 +17,8 @@ from typing import Any
 from tests.cuda.llama import Shape
 from tests.cuda.pretended_gpu import pretended_gpu, why_not
 from tests.cuda.tracing import Counts, Step, trace
-from zgraph.graph_pass import GraphPass
-from zgraph.hardware import Hardware
+from zgraph.analysis.hardware import Hardware
+from zgraph.compiler.graph_pass import GraphPass
 from zgraph.passes import presets
 
 PATH = Path(__file__).parent / "golden.json"

@@ -12,7 +12,7 @@ import torch
 
 from tests.cuda.llama import SMALL
 from tests.cuda.tracing import Counts, Step, trace
-from zgraph.compression import LoCo, NoFeedback
+from zgraph.compression.methods import LoCo, NoFeedback
 from zgraph.passes import presets
 
 pytestmark = pytest.mark.slow  # Inductor and Triton compile for ten seconds each

@@ -19,13 +19,17 @@ from torch import Tensor, fx, nn
 import zgraph
 from tests.cuda import triton_driver
 from tests.cuda.llama import Llama, Shape
-from zgraph import meta, nodes, torch_compat
 from zgraph.backend import FrameCompiler
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.islands import Island
-from zgraph.config import CompileOptions
-from zgraph.graph_pass import Direction, GraphPass
-from zgraph.traffic import transfers
+from zgraph.compiler.graph_pass import Direction, GraphPass
+from zgraph.graph import meta, nodes
+from zgraph.graph.traffic import transfers
+from zgraph.options import CompileOptions
+from zgraph.torch_compat.aot import boxed, rng_state_operators
+from zgraph.torch_compat.fake_values import fake_mode
+from zgraph.torch_compat.groups import fake_world
+from zgraph.torch_compat.operators import OpOverload, returns_alias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +130,7 @@ class CountingCompiler(FrameCompiler):
             args.clear()
             return [torch.empty_like(each) if isinstance(each, Tensor) else each for each in outputs]
 
-        return torch_compat.boxed(run)
+        return boxed(run)
 
     def _count(self, direction: Direction, gm: fx.GraphModule) -> Counts:
         sent = list(transfers(gm.graph))
@@ -148,11 +152,11 @@ class CountingCompiler(FrameCompiler):
                 body = code_of[node.target].partition("def call(")[2]
                 triton += len(LAUNCH.findall(body))
                 library.update(first or second for first, second in LIBRARY.findall(body))
-            elif isinstance(node.target, torch_compat.OpOverload) and not _is_free(node):
+            elif isinstance(node.target, OpOverload) and not _is_free(node):
                 name = node.target.overloadpacket.__name__
                 (library if _is_in_a_library(name) else eager)[name] += 1
-            elif node.target in torch_compat.rng_state_operators():
-                wrapped = next(given for given in node.args if isinstance(given, torch_compat.OpOverload))
+            elif node.target in rng_state_operators():
+                wrapped = next(given for given in node.args if isinstance(given, OpOverload))
                 eager[f"wrapped {wrapped.overloadpacket.__name__}"] += 1
         return Counts(
             direction=direction,
@@ -169,7 +173,7 @@ class CountingCompiler(FrameCompiler):
 
 
 def _is_free(node: fx.Node) -> bool:
-    return nodes.is_start(node) or nodes.is_wait(node) or torch_compat.returns_alias(node.target)
+    return nodes.is_start(node) or nodes.is_wait(node) or returns_alias(node.target)
 
 
 def _is_in_a_library(name: str) -> bool:
@@ -202,13 +206,13 @@ def trace(step: Step) -> list[Counts]:
         return CountingCompiler(gm, parsed, found).compile(gm, inputs)
 
     with (
-        torch_compat.fake_world(step.world),
+        fake_world(step.world),
         mock.patch.object(AsyncCompile, "triton", compile_only),
         config.patch(compile_threads=1, fx_graph_cache=False),
         # Else torch runs checkpointed blocks of a compiled model uncompiled: see the README.
         torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True),
     ):
-        mode = torch_compat.fake_mode()
+        mode = fake_mode()
         with mode, torch.device("cuda"):
             model: nn.Module = Llama(step.shape)
             tokens = torch.zeros(1, step.tokens, dtype=torch.long)

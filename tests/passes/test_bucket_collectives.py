@@ -30,11 +30,12 @@ from tests.graphs import (
     traced,
 )
 from tests.lockstep import assert_same_results, run_together
-from zgraph import PassContext, Pipeline, PreconditionError, meta, nodes
-from zgraph.graph_pass import Direction
+from zgraph import PassContext, Pipeline, PreconditionError
+from zgraph.analysis.storages import storages_of
+from zgraph.compiler.graph_pass import Direction
+from zgraph.graph import meta, nodes
+from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
-from zgraph.report.text import graph_text
-from zgraph.storages import storages_of
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())

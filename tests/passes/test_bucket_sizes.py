@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from tests.graphs import Drawing, Traced, apply, deep, fake_world, traced
-from zgraph import Hardware, PassContext, Pipeline, PreconditionError, meta, nodes
-from zgraph.bucket_costs import link_bytes
-from zgraph.cost import NodeCost
-from zgraph.graph_pass import GraphPass
-from zgraph.hardware import Link
-from zgraph.liveness import memory_curve
+from zgraph import Hardware, PassContext, Pipeline, PreconditionError
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.hardware import Link
+from zgraph.analysis.liveness import memory_curve
+from zgraph.compiler.graph_pass import GraphPass
+from zgraph.graph import meta, nodes
 from zgraph.passes import (
     BucketCollectives,
     HoistStarts,
@@ -27,6 +27,7 @@ from zgraph.passes import (
     SinkWaits,
     presets,
 )
+from zgraph.passes.common.bucket_costs import link_bytes
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())

@@ -20,9 +20,11 @@ from tests.compressed import Codec, Hybrid, OneHop, TwoHops, local_gradients
 from tests.graphs import Twice, apply, fake_world, mlp, traced
 from tests.ranks import RankFailure, Ranks, fresh_ranks
 from tests.replicated import assert_equal, whole
-from zgraph import PreconditionError, meta, nodes
-from zgraph.compression import Draw
-from zgraph.graph_pass import GraphPass
+from zgraph import PreconditionError
+from zgraph.compiler.graph_pass import GraphPass
+from zgraph.compression.methods import Draw
+from zgraph.graph import meta, nodes
+from zgraph.graph.traffic import transfers
 from zgraph.passes import (
     BucketCollectives,
     CompressGradients,
@@ -34,10 +36,9 @@ from zgraph.passes import (
     TwoHop,
     presets,
 )
-from zgraph.runtime.feedback import Feedback
-from zgraph.runtime.window import state_behind
-from zgraph.traffic import transfers
-from zgraph.unit import state_of
+from zgraph.runtime.error_feedback import Feedback
+from zgraph.runtime.window_state import state_behind
+from zgraph.sharding.unit import state_of
 
 SMALL = LoCo(group=32)
 LEAST = 100  # elements of a compressed gradient here

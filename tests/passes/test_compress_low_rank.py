@@ -20,10 +20,10 @@ from tests.graphs import Twice, apply, fake_world, traced
 from tests.low_rank import Paper, compile_low_rank
 from tests.ranks import Ranks
 from tests.replicated import assert_equal, whole
-from zgraph import meta, nodes
-from zgraph.low_rank import LowRank
+from zgraph.compression.low_rank import LowRank
+from zgraph.graph import meta, nodes
+from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, CompressGradients, LoCo, LowerReductions, SinkWaits, presets
-from zgraph.traffic import transfers
 
 METHOD = LowRank(rank=2, bucket_bytes=9000)  # three buckets of the model below
 

@@ -10,7 +10,8 @@ from torch import fx
 
 from tests.graphs import Drawing, Traced, Twice, apply, by_rank, copy_of, fake_world, mlp, traced
 from tests.lockstep import assert_same_results
-from zgraph import Pipeline, PreconditionError, meta, nodes
+from zgraph import Pipeline, PreconditionError
+from zgraph.graph import meta, nodes
 from zgraph.passes import DedupeGathers, LowerGathers
 
 aten = torch.ops.aten

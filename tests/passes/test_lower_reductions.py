@@ -12,9 +12,10 @@ from torch.testing import FileCheck
 
 from tests.graphs import Autocast, Drawing, Traced, apply, by_rank, copy_of, fake_world, mlp, traced
 from tests.lockstep import assert_same_results
-from zgraph import Pipeline, PreconditionError, meta, nodes
+from zgraph import Pipeline, PreconditionError
+from zgraph.graph import meta, nodes
+from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
-from zgraph.report.text import graph_text
 
 aten = torch.ops.aten
 

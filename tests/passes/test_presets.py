@@ -10,10 +10,11 @@ import torch
 from tests.graphs import Autocast, Twice, apply, by_rank, deep, fake_world, mlp, traced
 from tests.hash_seeds import printed_under_two_hash_seeds
 from tests.lockstep import assert_same_results
-from zgraph import Pipeline, meta, nodes
+from zgraph import Pipeline
+from zgraph.graph import meta, nodes
+from zgraph.graph.text import graph_text
+from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, HoistStarts, SinkWaits, presets
-from zgraph.report.text import graph_text
-from zgraph.traffic import transfers
 
 GRAPH_PASSES = tuple(Pipeline(presets.default()).of("graph"))
 

@@ -32,12 +32,17 @@ from tests.replicated import (
     token_batch,
     whole,
 )
-from zgraph import Pipeline, VerifyError, meta, nodes
-from zgraph.codegen import reference
-from zgraph.compression import BlockMethod, Draw
-from zgraph.fit_budget import agreed_peak
-from zgraph.formula import formula
-from zgraph.liveness import memory_curve
+from zgraph import Pipeline, VerifyError
+from zgraph.analysis.formula import formula
+from zgraph.analysis.liveness import memory_curve
+from zgraph.analysis.storages import storages_of
+from zgraph.codegen.kernels import reference
+from zgraph.compiler.fit_budget import agreed_peak
+from zgraph.compiler.verify import Where, check_gathers_released
+from zgraph.compression.methods import BlockMethod, Draw
+from zgraph.graph import meta, nodes
+from zgraph.graph.text import graph_text
+from zgraph.graph.traffic import transfers
 from zgraph.passes import (
     BucketCollectives,
     LoCo,
@@ -50,11 +55,7 @@ from zgraph.passes import (
     WeightDifferences,
     presets,
 )
-from zgraph.report.text import graph_text
-from zgraph.storages import storages_of
-from zgraph.traffic import transfers
-from zgraph.unit import state_of
-from zgraph.verify import Where, check_gathers_released
+from zgraph.sharding.unit import state_of
 
 EIGHT = NoFeedback(bits=8, group=32)
 FOUR = NoFeedback(bits=4, group=32, rotate=True, clip_search=True)

@@ -22,14 +22,15 @@ from tests.lockstep import assert_same_results
 from tests.machine import peak_bytes, replay
 from tests.ranks import Ranks
 from tests.replicated import whole
-from zgraph import PassContext, Pipeline, PreconditionError, meta, nodes
-from zgraph.cost import NodeCost
-from zgraph.graph_pass import GraphPass
+from zgraph import PassContext, Pipeline, PreconditionError
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.simulate import Sharing
+from zgraph.analysis.storages import storages_of
+from zgraph.compiler.graph_pass import GraphPass
+from zgraph.graph import meta, nodes
+from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, ScheduleOverlap, SinkWaits
 from zgraph.passes.sink_waits import is_exchange
-from zgraph.report.text import graph_text
-from zgraph.simulate import Sharing
-from zgraph.storages import storages_of
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())

@@ -8,8 +8,8 @@ import pytest
 
 from tests.graphs import deep, fake_world, traced
 from zgraph import Hardware, PassContext
-from zgraph.cost import costs_of
-from zgraph.hardware import Link
+from zgraph.analysis.cost import costs_of
+from zgraph.analysis.hardware import Link
 from zgraph.passes import ScheduleOverlap, SetTarget, presets
 
 CPU = Hardware.preset("cpu")

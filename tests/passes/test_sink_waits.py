@@ -12,10 +12,11 @@ from torch.testing import FileCheck
 
 from tests.graphs import Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
 from tests.lockstep import assert_same_results
-from zgraph import PassContext, Pipeline, PreconditionError, meta, nodes
+from zgraph import PassContext, Pipeline, PreconditionError
+from zgraph.graph import meta, nodes
+from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
 from zgraph.passes.sink_waits import is_exchange
-from zgraph.report.text import graph_text
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from tests.graphs import Drawing, deep, fake_world, traced
-from zgraph import nodes, torch_compat
-from zgraph.codegen.lower import lower_fx
+from zgraph.codegen.lower_fx import lower_fx
 from zgraph.errors import CollectiveError
-from zgraph.merge_collectives import Bucket, merge
+from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
-from zgraph.report import collective_numbers
-from zgraph.report.collective_numbers import with_numbers
+from zgraph.passes.common.merge_collectives import Bucket, merge
+from zgraph.reporting import collective_numbers
+from zgraph.reporting.collective_numbers import with_numbers
+from zgraph.torch_compat.groups import flight_recorder_directory
 
 PASSES = (LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=1000, gathers="grouped"), SinkWaits())
 
@@ -75,13 +76,13 @@ def test_a_file_that_cannot_be_written_is_done_without(on_nccl: dict[str, int], 
 def test_it_lies_where_the_flight_recorder_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert torch_compat.flight_recorder_directory() == Path(os.path.expanduser("~/.cache/torch"))
+    assert flight_recorder_directory() == Path(os.path.expanduser("~/.cache/torch"))
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert torch_compat.flight_recorder_directory() == Path("/cache/torch")
+    assert flight_recorder_directory() == Path("/cache/torch")
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/old/trace_rank_")
-    assert torch_compat.flight_recorder_directory() == Path("/old")
+    assert flight_recorder_directory() == Path("/old")
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/new/trace_rank_")
-    assert torch_compat.flight_recorder_directory() == Path("/new")
+    assert flight_recorder_directory() == Path("/new")
 
 
 def test_where_waits_block_a_groups_failure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_where_waits_block_a_groups_failure_is_named(monkeypatch: pytest.MonkeyP
     def fail(started: Any) -> Any:
         raise dist.DistBackendError("Watchdog caught collective operation timeout")
 
-    monkeypatch.setattr("zgraph.collectives.wait", fail)
+    monkeypatch.setattr("zgraph.runtime.collectives.wait", fail)
     with fake_world(2):
         drawing = Drawing()
         starts = [drawing.start_gather(drawing.input(name, 4, 8), name) for name in ("w", "v")]

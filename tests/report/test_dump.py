@@ -16,11 +16,11 @@ from torch import fx, nn
 
 from tests.compiled import with_fx
 from tests.graphs import compile_model, fake_world, mlp
-from zgraph import meta, nodes
-from zgraph.graph_pass import GraphPass, PassContext, Phase
+from zgraph.compiler.graph_pass import GraphPass, PassContext, Phase
+from zgraph.compiler.pipeline import Pipeline
+from zgraph.graph import meta, nodes
 from zgraph.passes import SinkWaits, presets
-from zgraph.pipeline import Pipeline
-from zgraph.report.dump import Dumper
+from zgraph.reporting.dump import Dumper
 
 
 class Poison:
@@ -234,7 +234,7 @@ def test_symbolic_sizes_are_shown_without_a_guard(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("a file")
-    with caplog.at_level(logging.WARNING, logger="zgraph.report.dump"):
+    with caplog.at_level(logging.WARNING, logger="zgraph.reporting.dump"):
         compile_small(blocked)
     lines = [record.getMessage() for record in caplog.records if "cannot write the dump" in record.getMessage()]
     assert len(lines) == 1 and str(blocked) in lines[0]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from zgraph import meta
-from zgraph.report.text import dtype_text, graph_text, neighbourhood, value_text
+from zgraph.graph import meta
+from zgraph.graph.text import dtype_text, graph_text, neighbourhood, value_text
 
 
 def _chain(length: int) -> tuple[fx.Graph, list[fx.Node]]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from zgraph.checkpoint.together import rank_and_world, together
+from zgraph.checkpoint.all_ranks import rank_and_world, together
 from zgraph.errors import CheckpointError
 
 FORMAT = "zgraph checkpoint"

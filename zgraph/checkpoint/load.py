@@ -16,16 +16,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from zgraph.checkpoint import kept_errors
+from zgraph.checkpoint import error_feedback as kept_errors
+from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, together
 from zgraph.checkpoint.directory import PAGE, measure, read_page
 from zgraph.checkpoint.optimizer_names import group_names, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_metadata
-from zgraph.checkpoint.together import dcp_errors, gathered, rank_and_world, together
 from zgraph.errors import CheckpointError
-from zgraph.rehearsal import COMPILED
-from zgraph.torch_compat import is_distributed_ready, without_compile
-from zgraph.unit import window_is_open
+from zgraph.sharding.dry_run_load import COMPILED
+from zgraph.sharding.unit import window_is_open
+from zgraph.torch_compat.dynamo import without_compile
+from zgraph.torch_compat.groups import is_distributed_ready
 
 SHOWN = 5  # names of a kind in one error
 

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zgraph.errors import CheckpointError
-from zgraph.rehearsal import COMPILED
-from zgraph.torch_compat import local_parameters
-from zgraph.unit import state_of
+from zgraph.sharding.dry_run_load import COMPILED
+from zgraph.sharding.unit import state_of
+from zgraph.torch_compat.modules import local_parameters
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:

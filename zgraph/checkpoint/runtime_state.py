@@ -15,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zgraph.checkpoint import kept_errors
+from zgraph.checkpoint import error_feedback as kept_errors
+from zgraph.checkpoint.all_ranks import gathered, together
 from zgraph.checkpoint.safe_reader import decode, encode, read_metadata
-from zgraph.checkpoint.together import gathered, together
 from zgraph.errors import CheckpointError
-from zgraph.runtime.feedback import Feedback
-from zgraph.runtime.window import ParameterState
-from zgraph.torch_compat import is_distributed_ready, local_parameters, without_compile
-from zgraph.unit import sharded_parameters, state_of
+from zgraph.runtime.error_feedback import Feedback
+from zgraph.runtime.window_state import ParameterState
+from zgraph.sharding.unit import sharded_parameters, state_of
+from zgraph.torch_compat.dynamo import without_compile
+from zgraph.torch_compat.groups import is_distributed_ready
+from zgraph.torch_compat.modules import local_parameters
 
 
 def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None = None) -> RuntimeState:

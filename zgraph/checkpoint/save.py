@@ -13,15 +13,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from zgraph.checkpoint import kept_errors
+from zgraph.checkpoint import error_feedback as kept_errors
+from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, together
 from zgraph.checkpoint.directory import complete_checkpoints, measure, recover, sync_directory, write_page
 from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import METADATA, check_plain, encode
-from zgraph.checkpoint.together import dcp_errors, gathered, rank_and_world, together
 from zgraph.errors import CheckpointError
-from zgraph.torch_compat import is_distributed_ready, without_compile
-from zgraph.unit import window_is_open
+from zgraph.sharding.unit import window_is_open
+from zgraph.torch_compat.dynamo import without_compile
+from zgraph.torch_compat.groups import is_distributed_ready
 
 
 def save_checkpoint(

@@ -1,0 +1,196 @@
+"""The two compression kernels for CPUs: C++ that equals `zgraph.codegen.kernels.reference` bit for bit, in one pass each.
+
+The source (`zgraph.codegen.kernels.cpu.source`) is made for a method and a dtype. So one library serves every bucket of
+whatever shape, and is compiled once, not once per bucket shape. It is found on disk by other processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.cpu.source import C_TYPES, emit_dequantize, emit_quantize
+from zgraph.compression.methods import BlockMethod, Draw
+from zgraph.compression.payload import BucketLayout
+from zgraph.errors import ZgraphWarning
+from zgraph.torch_compat.inductor import load_cpp
+
+
+def quantize_bucket(
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    layout: BucketLayout,
+    draw: Draw,
+    rank: int,
+    payload: Tensor,
+) -> None:
+    """As `reference.quantize_bucket`, for tensors on the CPU, by torch.get_num_threads() threads.
+
+    Gradients that are contiguous are read where they are.
+    """
+    calls = _quantize_calls(layout, tuple(grad.dtype for grad in grads))
+    if calls is None:
+        return reference.quantize_bucket(grads, states, layout, draw, rank, payload)
+    assert payload.stride(1) == 1
+    held = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
+    for call in calls:
+        places = array("q")
+        for member in call.members:
+            grad, state = held[member], states[member]
+            error, error_scale = state.get("error"), state.get("error_scale")
+            places.extend(
+                (
+                    grad.data_ptr(),
+                    grad.numel(),
+                    0 if error is None else error.data_ptr(),
+                    0 if error_scale is None else error_scale.data_ptr(),
+                )
+            )
+        call.kernel(
+            call.table.buffer_info()[0],
+            places.buffer_info()[0],
+            len(call.members),
+            layout.world,
+            layout.stretches,
+            payload.data_ptr(),
+            payload.stride(0),
+            draw.step,
+            rank,
+            draw.salt,
+            torch.get_num_threads(),
+        )
+
+
+def dequantize_sum_bucket(
+    received: Tensor,
+    layout: BucketLayout,
+    draw: Draw,
+    first_rank: int,
+    divisor: int,
+    outputs: Sequence[Tensor],
+    *,
+    accumulate: bool = False,
+) -> None:
+    """As `reference.dequantize_sum_bucket`, for tensors on the CPU, by torch.get_num_threads() threads."""
+    calls = _dequantize_calls(layout, tuple(output.dtype for output in outputs))
+    if calls is None:
+        return reference.dequantize_sum_bucket(
+            received, layout, draw, first_rank, divisor, outputs, accumulate=accumulate
+        )
+    assert received.stride(1) == 1 and all(output.is_contiguous() for output in outputs)
+    for call in calls:
+        places = array("q", [outputs[member].data_ptr() for member in call.members])
+        call.kernel(
+            call.table.buffer_info()[0],
+            places.buffer_info()[0],
+            len(call.members),
+            received.shape[0],
+            layout.stretches,
+            received.data_ptr(),
+            received.stride(0),
+            draw.step,
+            first_rank,
+            draw.salt,
+            divisor,
+            accumulate,
+            torch.get_num_threads(),
+        )
+
+
+def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: Draw, outputs: Sequence[Tensor]) -> None:
+    """As `reference.dequantize_each_bucket`: one call of the kernel for each rank, which costs a microsecond."""
+    for rank in range(received.shape[0]):
+        parts = [output[rank] for output in outputs]
+        dequantize_sum_bucket(received[rank : rank + 1], layout, draw, rank, 1, parts)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a call before any tensor is there.
+
+    Attributes:
+        kernel: the function in the library.
+        members: the gradients of one dtype, as places in the bucket.
+        table: struct Member of the source, for each of them.
+    """
+
+    kernel: Any
+    members: tuple[int, ...]
+    table: array[int]
+
+
+_SHARED = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_int64)
+_DRAWN = (ctypes.c_uint32,) * 3  # modulo 2^32, as in sign_key
+
+
+@functools.lru_cache(maxsize=4096)
+def _quantize_calls(layout: BucketLayout, dtypes: tuple[torch.dtype, ...]) -> tuple[Call, ...] | None:
+    kernels = {dtype: _quantize_kernel(layout.method, dtype) for dtype in dict.fromkeys(dtypes)}
+    return _calls(layout, dtypes, kernels)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dequantize_calls(layout: BucketLayout, dtypes: tuple[torch.dtype, ...]) -> tuple[Call, ...] | None:
+    kernels = {dtype: _dequantize_kernel(layout.method, dtype) for dtype in dict.fromkeys(dtypes)}
+    return _calls(layout, dtypes, kernels)
+
+
+def _calls(
+    layout: BucketLayout, dtypes: tuple[torch.dtype, ...], kernels: dict[torch.dtype, Any]
+) -> tuple[Call, ...] | None:
+    if None in kernels.values():
+        return None
+    offsets = layout.offsets() if layout.numels else []
+    calls: list[Call] = []
+    for dtype, kernel in kernels.items():
+        members = tuple(member for member, found in enumerate(dtypes) if found == dtype)
+        table = array("q", [value for member in members for value in (layout.numels[member], *offsets[member])])
+        calls.append(Call(kernel, members, table))
+    return tuple(calls)
+
+
+@functools.cache
+def _quantize_kernel(method: BlockMethod, dtype: torch.dtype) -> Any:
+    if dtype not in C_TYPES:
+        return None
+    return _loaded(emit_quantize(method, dtype), "quantize", (*_SHARED, *_DRAWN, ctypes.c_int32))
+
+
+@functools.cache
+def _dequantize_kernel(method: BlockMethod, dtype: torch.dtype) -> Any:
+    if dtype not in C_TYPES:
+        return None
+    source = emit_dequantize(method, dtype)
+    return _loaded(source, "dequantize_sum", (*_SHARED, *_DRAWN, ctypes.c_float, ctypes.c_bool, ctypes.c_int32))
+
+
+def _loaded(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
+    """The function in the compiled source; None, and a warning, where it cannot be compiled."""
+    try:
+        kernel = getattr(load_cpp(source), name)
+    except (RuntimeError, OSError) as error:
+        said = str(error).strip().splitlines()
+        _warn_once(next((line for line in said if "error:" in line), said[0]))
+        return None
+    kernel.argtypes, kernel.restype = argtypes, None
+    return kernel
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"zgraph.codegen.kernels.cpu.blocks: the compression kernels cannot be compiled ({reason}), so plain PyTorch "
+        "compresses gradients, to the same bits and many times more slowly; install g++, or name a C++ compiler in the "
+        "environment variable CXX.",
+        ZgraphWarning,
+        stacklevel=2,
+    )

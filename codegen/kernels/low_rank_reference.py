@@ -1,0 +1,60 @@
+"""Low-rank reductions on paper: all ranks' gradients of one matrix, and what each rank should hold of their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zgraph.codegen.kernels.orthonormal import LEAST, sum_in_blocks
+
+
+def low_rank_mean(
+    grads: Sequence[Tensor], errors: Sequence[Tensor], right: Tensor, divisor: int
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """One reduction of N ranks, without buckets, batches or operators.
+
+    Args:
+        grads: [rows, columns] of each rank.
+        errors: [rows, columns] fp32 of each rank.
+        right: [rank, columns] fp32, with which the step begins.
+        divisor: N for a mean, 1 for a sum.
+
+    Returns:
+        the mean [rows, columns] fp32; the errors afterwards; the right factor that the next step begins with.
+    """
+    deltas = [error + grad for grad, error in zip(grads, errors, strict=True)]
+    basis = orthonormal_rows(in_rank_order([torch.mm(right, delta.t()) for delta in deltas], divisor))
+    own = [torch.mm(basis, delta) for delta in deltas]
+    after = [torch.addmm(delta, basis.t(), factor, alpha=-1) for delta, factor in zip(deltas, own, strict=True)]
+    shared = in_rank_order(own, divisor)
+    mean = torch.mm(basis.t(), shared)
+    # A gradient that is not finite leaves nothing behind; neither does a direction that no gradient has.
+    after = [new if factor.isfinite().all() else old for new, factor, old in zip(after, own, errors, strict=True)]
+    largest = shared.abs().amax(1, keepdim=True)
+    usable = largest.isfinite() & (largest > 0)
+    return mean, after, torch.where(usable, shared / largest, right)
+
+
+def in_rank_order(values: Sequence[Tensor], divisor: int) -> Tensor:
+    """The sum over the ranks, divided once."""
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total / divisor
+
+
+def orthonormal_rows(rows: Tensor) -> Tensor:
+    """What `zgraph.codegen.kernels.orthonormal.orthonormalize` makes of one matrix [count, length], row by row."""
+    found: list[Tensor] = []
+    for row in rows:
+        largest = row.abs().max()
+        row = row / torch.where(largest == 0, 1.0, largest)
+        length = sum_in_blocks(row * row).sqrt()
+        for _ in range(2 if found else 0):
+            before = torch.stack(found)
+            row = row - (before * sum_in_blocks(before * row)[:, None]).sum(0)
+        left = sum_in_blocks(row * row).sqrt()
+        found.append(torch.where(left <= LEAST * length, 0.0, row / left))
+    return torch.stack(found)

@@ -1,0 +1,411 @@
+"""What the compression kernels compute, in plain PyTorch: the specification that every kernel equals bit for bit.
+
+Each group of elements x is sent as integer codes c and one bf16 scale s, so that the receiver reads s (c + b):
+
+    y = H (signs * x)            H: Hadamard over 32 elements, not normalised; signs of this rank and step
+    u = round(K y / max|y|)      integers up to K = 511; with 8 bits, K = 32767
+    c = clamp(floor(k u))        k = levels / 2 / (K + 1) / clip, for the clip with the largest <u, c + b>^2 / |c + b|^2
+    s = max|y| / K <u, u> / <u, c + b> / 32
+
+Rotated values look Gaussian: codes stand for the middles of their intervals (b = 1/2), and all levels are used. Without
+rotation y = x, s lacks the 1/32, codes are rounded to nearest, and zero has one of its own (b = 0, levels less one).
+The scale is that which makes the result unbiased along y: <y, s (c + b)> = <y, y>; the scale of least squares would
+shrink each gradient by what clipping has lost (as in Suresh et al. 2017, arXiv 1611.00429, rotation before
+quantization; Vargaftik et al. 2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
+
+Where an error is kept and nothing is rotated, s is that of least squares, max|y| / K <u, c + b> / |c + b|^2: what is
+lost is then never longer than what was to be sent, without which the errors of classic feedback grow without end (as
+they do with 2 bits on heavy tails, where the unbiased scale is many times the largest value). What it shrinks by comes
+with the error.
+
+Every value is fp32, until it is stored, and every operation is rounded by itself, but for three, which a fused
+multiplication and addition does at once: rounding a product to an integer, `clip_share`, and a step of `reciprocal`.
+Sums over up to 128 integers u are exact, whatever their order (of |u|^2 the last addition alone rounds); others have
+the order of `fold`. What is decoded is exact, too: a sum of at most 32 codes takes 13 bits, and a scale takes 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zgraph.compression.exact_arithmetic import fp32, reciprocal, round_product
+from zgraph.compression.methods import HADAMARD, SCALE_DTYPE, BlockMethod, Draw
+from zgraph.compression.payload import BucketLayout
+from zgraph.compression.residual_codec import TINY, decode_error, encode_error
+
+RUN = 8  # neighbours that belong to the same block
+_MASK = 0xFFFFFFFF
+# From here on a group counts as not finite: what its codes stand for, or its error, might overflow. 2^100, as bits.
+HUGE_BITS = 0x71800000
+NO_NUMBER = 0x7FC0  # a bf16 NaN: torch's own bits differ from kernel to kernel
+
+
+@dataclass(frozen=True)
+class CodeBook:
+    """How the integers u of a group become codes.
+
+    Attributes:
+        clips: clipping levels to try, as shares of the largest magnitude.
+        top: K, the largest u.
+        after: b, added to a code when it is read.
+        low, high: the codes.
+    """
+
+    clips: tuple[float, ...]
+    top: int
+    after: float
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, method: BlockMethod) -> CodeBook:
+        half, top = method.levels // 2, 511 if method.bits <= 4 else 32767
+        if method.rotate:
+            return cls(method.clips, top, 0.5, -half, half - 1)
+        return cls(method.clips, top, 0.0, 1 - half, half - 1)
+
+    @property
+    def rotated(self) -> bool:
+        return self.after != 0
+
+    @property
+    def step(self) -> int:
+        """Integers that share a code, where values are rotated and not clipped."""
+        return 2 * (self.top + 1) // (self.high - self.low + 1)
+
+    def slope(self, clip: float) -> float:
+        """What u is multiplied by: a code's size without rotation, else a share of the interval from clip to clip."""
+        return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
+
+    @property
+    def unit(self) -> float:
+        """The scale of a group whose largest magnitude is 1, before its codes are compared with it."""
+        return fp32(1 / self.top / (HADAMARD if self.rotated else 1))
+
+
+def sums_are_exact(method: BlockMethod) -> bool:
+    """Whether no order of additions changes the sums over a group's integers; see above."""
+    return method.bits <= 4 and method.group <= 128
+
+
+Words = TypeVar("Words", int, Tensor)
+
+
+# --- quantize -------------------------------------------------------------------------------------------------------
+
+
+def quantize(
+    grad: Tensor, state: dict[str, Tensor], method: BlockMethod, draw: Draw, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a gradient to which the error of the last one is added; the error becomes the new one.
+
+    Args:
+        grad: [chunks, numel] in any floating-point dtype.
+        state: "error" [chunks, groups, group], and "error_scale" [chunks, groups] where that is int8; empty where the
+            method keeps none. Updated in place. A group that is not finite keeps its error.
+        method: what to do.
+        draw, rank: which signs.
+
+    Returns:
+        codes [chunks, groups * group * bits / 8] uint8; scales [chunks, groups] bf16, NaN where a group is not finite.
+    """
+    chunks, numel = grad.shape
+    groups, group = method.groups(numel), method.group
+    given = grad.to(torch.float32)
+    if groups * group != numel:
+        given = torch.nn.functional.pad(given, (0, groups * group - numel))
+    given = given.view(chunks, groups, group)
+    old = read_error(state)
+    whole = given if old is None else given + old
+    book = CodeBook.of(method)
+    signs = draw_signs(groups, group, draw, rank, grad.device) if method.rotate else None
+    rotated = whole if signs is None else hadamard(whole * signs)
+
+    largest = rotated.abs().amax(-1, keepdim=True)
+    finite = largest.view(torch.int32) < HUGE_BITS
+    used = finite & (largest >= TINY)
+    inverse = torch.where(used, reciprocal(largest) * book.top, 0.0)
+    integers = torch.where(finite, round_product(rotated, inverse), 0.0)
+
+    levels = best_levels(integers, book)
+    along = fold(integers * levels)
+    over, under = (fold(integers * integers), along) if is_unbiased(method) else (along, fold(levels * levels))
+    ratio = torch.where(used, over * reciprocal(under), 0.0)
+    scale = (ratio * torch.where(used, largest * book.unit, 0.0)).to(SCALE_DTYPE)
+    scale.view(torch.int16).masked_fill_(~finite, NO_NUMBER)
+
+    if old is not None and method.old_share is not None:
+        keep_error(state, whole, decode(levels, scale.squeeze(-1), signs), method.old_share, finite)
+    codes = (levels - book.after).to(torch.int8)
+    return pack(codes, method).view(chunks, -1), scale.view(chunks, groups)
+
+
+def is_unbiased(method: BlockMethod) -> bool:
+    """Whether the scale is the unbiased one, and not that of least squares."""
+    return method.rotate or method.old_share is None
+
+
+def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
+    """What codes [..., group] stand for, but for the scale, at the clipping level where that points closest along u."""
+    best, *others = (levels_of(integers, clip, book) for clip in book.clips)
+    if not others:
+        return best
+    along, square = fold(integers * best), fold(best * best)
+    for levels in others:
+        this_along, this_square = fold(integers * levels), fold(levels * levels)
+        better = this_along * this_along * square > along * along * this_square
+        best = torch.where(better, levels, best)
+        along, square = torch.where(better, this_along, along), torch.where(better, this_square, square)
+    return best
+
+
+def levels_of(integers: Tensor, clip: float, book: CodeBook) -> Tensor:
+    """c + b for integers u [...], at one clipping level."""
+    if not book.rotated:
+        return round_product(integers, book.slope(clip)).clamp(book.low, book.high)
+    if clip != 1:
+        share = clip_share(integers, book.slope(clip))
+        integers = round_product(share, 2 * book.top + 1) - (book.top + 1)
+    return torch.floor(integers / book.step) + book.after
+
+
+def clip_share(integers: Tensor, slope: float) -> Tensor:
+    """Where u lies between both clips, as a number from 0 to 1: u slope + 1/2, rounded once."""
+    return (integers.double() * slope + 0.5).to(torch.float32).clamp(0, 1)
+
+
+def read_error(state: dict[str, Tensor]) -> Tensor | None:
+    """The kept error [chunks, groups, group] in fp32; None where none is kept."""
+    if "error" not in state:
+        return None
+    return decode_error(state["error"], state["error_scale"]) if "error_scale" in state else state["error"]
+
+
+def keep_error(state: dict[str, Tensor], whole: Tensor, sent: Tensor, share: float, finite: Tensor) -> None:
+    """Keep share * old + (1 - share) * (whole - sent), except where not `finite` [chunks, groups, 1]."""
+    if "error_scale" not in state:
+        new = fp32(share) * state["error"] + fp32(1 - share) * (whole - sent)
+        state["error"].copy_(torch.where(finite, new, state["error"]))
+        return
+    # All of it is divided by 1 - share, so that the code's size alone takes that factor. The old error comes first: a
+    # kernel needs it no more once it knows what is to be sent.
+    wide = state["error_scale"].unsqueeze(-1).to(torch.float32) * fp32(share / (1 - share))
+    new = whole + state["error"].to(torch.float32) * wide - sent
+    codes, scale = encode_error(new, share)
+    state["error"].copy_(torch.where(finite, codes, state["error"]))
+    state["error_scale"].copy_(torch.where(finite.squeeze(-1), scale, state["error_scale"]))
+
+
+# --- dequantize -----------------------------------------------------------------------------------------------------
+
+
+def dequantize_sum(
+    codes: Tensor, scales: Tensor, numel: int, method: BlockMethod, draw: Draw, first_rank: int = 0
+) -> Tensor:
+    """The sum of what the ranks have sent, in rank order.
+
+    Args:
+        codes: [ranks, groups * group * bits / 8] uint8.
+        scales: [ranks, groups] bf16.
+        numel: elements of the chunk; what fills its last group up is dropped.
+        draw: that of the senders.
+        first_rank: which of the group has sent the first row.
+
+    Returns:
+        [numel] fp32.
+    """
+    groups, group = scales.shape[1], method.group
+    book = CodeBook.of(method)
+    total = torch.zeros(groups, group, device=codes.device)
+    for rank, (packed, scale) in enumerate(zip(codes, scales, strict=True), first_rank):
+        signs = draw_signs(groups, group, draw, rank, codes.device) if method.rotate else None
+        sent = decode(unpack(packed.view(groups, -1), method) + book.after, scale, signs)
+        total = sent if rank == first_rank else total + sent
+    return total.view(-1)[:numel]
+
+
+def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
+    """What levels [..., groups, group] with scales [..., groups] stand for."""
+    wide = scale.unsqueeze(-1).to(torch.float32)
+    return levels * wide if signs is None else hadamard(levels) * (wide * signs)
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def to_blocks(values: Tensor) -> Tensor:
+    """[..., group] as [..., blocks, 32], or [..., 1, group] where that is less than 32.
+
+    A block takes runs of 8 neighbours that lie group / 4 apart: element 8 blocks a + 8 b + c is place 8 a + c of block
+    b. So a GPU's thread, which keeps a block in its registers, reads 8 elements at once, and neighbouring threads read
+    neighbouring runs; a byte of codes has elements of one block alone.
+    """
+    places = min(values.shape[-1], HADAMARD)
+    return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)
+
+
+def from_blocks(values: Tensor) -> Tensor:
+    """What `to_blocks` has taken apart."""
+    return values.unflatten(-1, (-1, RUN)).transpose(-3, -2).flatten(-3)
+
+
+def hadamard(values: Tensor) -> Tensor:
+    """The Hadamard transform, not normalised, of each block of the groups [..., group]: butterflies, widest first."""
+    values = to_blocks(values)
+    distance = HADAMARD // 2
+    while distance:
+        pairs = values.unflatten(-1, (HADAMARD // (2 * distance), 2, distance))
+        first, second = pairs.unbind(-2)
+        values = torch.stack([first + second, first - second], -2).flatten(-3)
+        distance //= 2
+    return from_blocks(values)
+
+
+def fold(values: Tensor) -> Tensor:
+    """The sum over the last dim, a group, which is kept: of each block, and then of all blocks.
+
+    Both halve the numbers again and again, adding their second half to their first.
+    """
+    return _halve(_halve(to_blocks(values)).squeeze(-1))
+
+
+def _halve(values: Tensor) -> Tensor:
+    while values.shape[-1] > 1:
+        first, second = values.chunk(2, -1)
+        values = first + second
+    return values
+
+
+def draw_signs(groups: int, group: int, draw: Draw, rank: int, device: torch.device | None = None) -> Tensor:
+    """[groups, group] of 1 and -1 on a device, by default the CPU, by step, rank and place in the chunk.
+
+    The sign of place p of a block is bit 31 - p of a hash of the block's number in the chunk.
+    """
+    key, blocks = sign_key(draw, rank), group // HADAMARD
+    words = hash_32(torch.arange(groups * blocks, dtype=torch.int64, device=device).bitwise_and(_MASK).bitwise_xor(key))
+    bits = words.view(groups, blocks, 1) >> torch.arange(HADAMARD - 1, -1, -1, device=device)
+    return from_blocks((1.0 - 2.0 * (bits & 1)).to(torch.float32))
+
+
+def sign_key(draw: Draw, rank: int) -> int:
+    """32 bits that differ from rank to rank and from step to step."""
+    mixed = draw.step * 0x9E3779B1 + rank * 0x85EBCA77 + draw.salt * 0xC2B2AE3D + 1
+    return hash_32(mixed & _MASK)
+
+
+def hash_32(words: Words) -> Words:
+    """A hash of 32-bit words, as int64 or int: Wellons' "lowbias32", whose bits hardly depend on one another."""
+    words = words ^ (words >> 16)
+    words = (words * 0x7FEB352D) & _MASK
+    words = words ^ (words >> 15)
+    words = (words * 0x846CA68B) & _MASK
+    return words ^ (words >> 16)
+
+
+def pack(codes: Tensor, method: BlockMethod) -> Tensor:
+    """int8 codes [..., group] as bytes [..., group * bits / 8].
+
+    A group is cut into 8 / bits stretches of equal length; a byte holds the codes of equal place in each, that of the
+    first stretch in its lowest bits.
+    """
+    if method.bits == 8:
+        return codes.view(torch.uint8)
+    stretches = codes.view(torch.uint8).chunk(8 // method.bits, -1)
+    mask = method.levels - 1
+    packed = stretches[0] & mask
+    for place, stretch in enumerate(stretches[1:], 1):
+        packed = packed | ((stretch & mask) << (place * method.bits))
+    return packed
+
+
+def unpack(packed: Tensor, method: BlockMethod) -> Tensor:
+    """int8 codes [..., group] of bytes [..., group * bits / 8]."""
+    if method.bits == 8:
+        return packed.view(torch.int8)
+    half, mask = method.levels // 2, method.levels - 1
+    stretches: Sequence[Tensor] = [
+        (((packed >> (place * method.bits)) & mask).to(torch.int8) ^ half) - half for place in range(8 // method.bits)
+    ]
+    return torch.cat(tuple(stretches), -1)
+
+
+# --- buckets --------------------------------------------------------------------------------------------------------
+
+
+def quantize_bucket(
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    layout: BucketLayout,
+    draw: Draw,
+    rank: int,
+    payload: Tensor,
+) -> None:
+    """Fill the payload of a bucket.
+
+    Args:
+        grads: contiguous, any shape; what a gradient lacks to `stretches * world * numel` counts as zeros.
+        states: of each, see `quantize`; updated in place.
+        layout: of the bucket; its method is a BlockMethod.
+        draw, rank: which signs.
+        payload: [world, payload_bytes] uint8, zeros.
+    """
+    method = _block_method(layout)
+    chunks = layout.stretches * layout.world
+    for grad, numel, state, views in zip(grads, layout.numels, states, layout.views(payload), strict=True):
+        flat = torch.nn.functional.pad(grad.reshape(-1), (0, chunks * numel - grad.numel()))
+        codes, scales = quantize(flat.view(chunks, numel), state, method, draw, rank)
+        for view, section in zip(views, (codes, scales.view(torch.uint8)), strict=True):
+            view.copy_(section.view(layout.stretches, layout.world, -1).transpose(0, 1))
+
+
+def dequantize_sum_bucket(
+    received: Tensor,
+    layout: BucketLayout,
+    draw: Draw,
+    first_rank: int,
+    divisor: int,
+    outputs: Sequence[Tensor],
+    *,
+    accumulate: bool = False,
+) -> None:
+    """Sum what the ranks have sent, divide once, and store.
+
+    Args:
+        received: [ranks, payload_bytes] uint8, from ranks first_rank, first_rank + 1, ... of the group.
+        layout, draw: those of the senders.
+        first_rank: whose signs the first row has.
+        divisor: of the sum; 1 leaves it as it is.
+        outputs: [stretches * numel] in any floating-point dtype for each gradient; overwritten.
+        accumulate: add to the outputs instead, in fp32 (fp64 where an output is) before it is rounded to its dtype.
+    """
+    method = _block_method(layout)
+    for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
+        for stretch in range(layout.stretches):
+            codes, scales = views[0][:, stretch], views[1][:, stretch].contiguous().view(SCALE_DTYPE)
+            total = dequantize_sum(codes, scales, numel, method, draw, first_rank)
+            result = total / divisor if divisor > 1 else total
+            place = output.view(layout.stretches, numel)[stretch]
+            place.copy_(place + result if accumulate else result)
+
+
+def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: Draw, outputs: Sequence[Tensor]) -> None:
+    """Store what each rank has sent, rank after rank: the other end of a gather.
+
+    Args:
+        received: [ranks, payload_bytes] uint8, from ranks 0, 1, ... of the group; rows may lie apart.
+        layout, draw: those of the senders; the layout is that of a world of one, with one stretch.
+        outputs: [ranks, numel] in any floating-point dtype for each tensor; overwritten.
+    """
+    for rank in range(received.shape[0]):
+        parts = [output[rank] for output in outputs]
+        dequantize_sum_bucket(received[rank : rank + 1], layout, draw, rank, 1, parts)
+
+
+def _block_method(layout: BucketLayout) -> BlockMethod:
+    assert isinstance(layout.method, BlockMethod), "kernels know zgraph's own methods"
+    return layout.method

@@ -1,0 +1,142 @@
+"""Turn a final graph into a callable that runs it node by node, in the order the passes chose."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from zgraph.dialect.grouped_gathers import cast_each
+from zgraph.graph import meta, nodes
+from zgraph.graph.collective_dispatch import starter_of
+from zgraph.runtime.collective_error import collective_error
+from zgraph.runtime.collectives import bind, finish_group
+from zgraph.runtime.handle import name_of
+from zgraph.runtime.profiler import GraphMeter, Probe, Program
+from zgraph.torch_compat.aot import BoxedCodeGen, boxed
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def lower_fx(
+    gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_node: int = 1
+) -> Callable[[list[Any]], Any]:
+    """Generated Python, one line a node: no fusion, no reordering, each value dropped at its last use.
+
+    Args:
+        gm: the final forward, backward or inference graph.
+        meter_of: asked at each call whether it is to be measured, and by whom; such a call runs another program.
+        ranks_per_node: of the machine, by which collectives choose how to run.
+
+    Returns:
+        A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
+        CollectiveError with the parameters it was working for.
+    """
+    # A module of its own: AOTAutograd's is generated anew, through three calls, each time it runs.
+    gm = fx.GraphModule(gm, gm.graph)
+    guarded = _guarded_lines(gm)
+    starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
+    waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
+    for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_start)):
+        for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
+            wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
+        start.target = starter_of(start, number, ranks_per_node)
+    _call_cast_kernels(gm.graph)
+    for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
+        node.target = cast_each
+    program = _program(gm, guarded)
+    if meter_of is None:
+        return boxed(program)
+
+    def build(probe: Probe, watch_memory: bool) -> Program:
+        return _program(_instrumented(gm, probe, starts if watch_memory else [], waits), guarded)
+
+    def run(args: list[Any]) -> Any:
+        meter = meter_of()
+        return program(args) if meter is None else meter.run(build, args)
+
+    return boxed(run)
+
+
+def _call_cast_kernels(graph: fx.Graph) -> None:
+    """Let casts run as `aten._to_copy`, bitwise the same: the kernel of the prim is Python, and ten times slower."""
+    for node in nodes.call_functions(graph, lambda node: node.target is prims.convert_element_type.default):
+        source, dtype = cast("tuple[fx.Node, torch.dtype]", node.args)
+        if meta.tensor_value(source).stride() == meta.tensor_value(node).stride():  # of others the strides may differ
+            node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+
+
+def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:
+    """The same program, in which the probe waits and, where there are starts to watch, sees buffers come and go."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in [node for node in graph.nodes if node.op not in ("placeholder", "output")]:
+        with graph.inserting_after(node):
+            if starts:
+                graph.call_function(probe.let_go)
+            if node.name in starts:
+                computed = [source for source in node.all_input_nodes if source.op != "placeholder"]
+                graph.call_function(probe.hold, (node, *computed))
+        if node.name in waits:
+            node.target = probe.watched(cast("Callable[..., Any]", node.target), waits[node.name])
+    return fx.GraphModule(gm, graph)
+
+
+def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
+    """The generated code of a graph, whose failing collectives are named."""
+    gm.graph.set_codegen(BoxedCodeGen())
+    gm.recompile()
+    # The class forward, not the module's __call__: that one would print its own account of a failing line.
+    forward = cast("Callable[..., Any]", type(gm).forward)
+    if not guarded:
+        return lambda args: forward(gm, args)
+    handle_positions = {
+        node.name: position
+        for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        if any(node.name in handles for _, _, handles, _ in guarded.values())
+    }
+
+    def run(args: list[Any]) -> Any:
+        handles = {name: args[position] for name, position in handle_positions.items()}
+        try:
+            return forward(gm, args)
+        except torch.OutOfMemoryError:
+            raise  # here as anywhere: no peer is to blame
+        except RuntimeError as error:
+            failed = guarded.get(_failed_line(error, forward))
+            if failed is None:
+                raise
+            kind, group_name, handle_names, parameters = failed
+            # Equal blocks share this graph: who called it is known only by the handles of this call.
+            found = [name_of(handles.get(handle)) for handle in handle_names]
+            names = [name if name != "?" else known for name, known in zip(found, parameters, strict=True)]
+            raise collective_error(kind, names, group_name, error) from error
+
+    return run
+
+
+Guarded = tuple[str, str, tuple[str, ...], tuple[str, ...]]
+
+
+def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
+    """(kind, group, handles, parameters) of every collective, by the name its line assigns to."""
+    guarded: dict[str, Guarded] = {}
+    for start in nodes.call_functions(gm.graph, nodes.is_start):
+        about = (str(start.target).split(".")[1], nodes.group_of(start), meta.handles(start), meta.parameters(start))
+        guarded[start.name] = about
+        guarded |= {wait.name: about for wait in nodes.waits_of(start)}
+    return guarded
+
+
+def _failed_line(error: BaseException, forward: Callable[..., Any]) -> str:
+    """The name that the failing line of the generated code was about to assign, "" if it failed elsewhere."""
+    code = forward.__code__
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is code:
+            return linecache.getline(code.co_filename, trace.tb_lineno).split("=")[0].split(":")[0].strip()
+        trace = trace.tb_next
+    return ""

@@ -1,0 +1,108 @@
+"""Chooses by topology and cost which collectives reduce a gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from zgraph.analysis.hardware import Hardware
+from zgraph.dialect.wire_dtypes import accumulate_dtype
+
+Algorithm = Literal["auto", "all_to_all", "reduce_scatter", "narrow_reduce_scatter", "all_reduce"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """Gradients of one kind that a graph reduces over one group; they may share collectives.
+
+    Attributes:
+        numel: of all of them, whole.
+        wire: dtype in which they are sent where ranks sum them.
+        mean: dtype in which ranks gather the parts of their means; None: each rank keeps its part.
+        result: dtype of what they become.
+    """
+
+    numel: int
+    wire: torch.dtype
+    mean: torch.dtype | None
+    result: torch.dtype
+
+
+def choose_algorithm(
+    reduction: Reduction, *, backend: str, world: int, stride: int, hardware: Hardware | None
+) -> Algorithm:
+    """The cheapest way that keeps sums in fp32.
+
+    gloo's own reductions send twice what an all_to_all does, and would sum in an order of their own: never those. On
+    NCCL an all_to_all sends the wire's narrow dtype where a reduce_scatter has to widen it first, but leaves a node
+    through one link for each rank, where a ring leaves it once. One all_reduce saves a launch where ranks gather the
+    means, and divides all of them on each rank; it is considered within a node only. Of equal costs the first of
+    reduce_scatter, all_to_all, all_reduce is taken.
+
+    Args:
+        reduction: what to reduce.
+        backend: of the group.
+        world: ranks of the group.
+        stride: distance of its neighbours in global ranks.
+        hardware: of each rank, the same on all; None: unknown, and NCCL then takes a reduce_scatter.
+    """
+    if backend != "nccl":
+        return "all_to_all"
+    if hardware is None:
+        return "reduce_scatter"
+    costs: dict[Algorithm, float] = {
+        "reduce_scatter": _scattered_us(reduction, hardware, world, stride),
+        "all_to_all": _exchanged_us(reduction, hardware, world, stride),
+    }
+    if reduction.mean is not None and world * stride <= hardware.ranks_per_node:
+        costs["all_reduce"] = _all_reduced_us(reduction, hardware, world, stride)
+    return min(costs, key=costs.__getitem__)
+
+
+def _exchanged_us(reduction: Reduction, hardware: Hardware, world: int, stride: int) -> float:
+    part = math.ceil(reduction.numel / world)
+    kept = (reduction.mean or reduction.result).itemsize
+    sum_us = hardware.compute_us(0, part * (world * reduction.wire.itemsize + kept), torch.float32)
+    sent_bytes = (world - 1) * part * reduction.wire.itemsize
+    exchange_us = hardware.launch_us + hardware.collective_us("all_to_all_single", sent_bytes, world, stride)
+    return exchange_us + sum_us + _gathered_us(reduction, hardware, world, stride)
+
+
+def _scattered_us(reduction: Reduction, hardware: Hardware, world: int, stride: int) -> float:
+    part = math.ceil(reduction.numel / world)
+    wide = accumulate_dtype(reduction.wire).itemsize
+    kept = (reduction.mean or reduction.result).itemsize
+    divide_us = hardware.compute_us(0, part * (wide + kept), torch.float32)
+    sent_bytes = (world - 1) * part * wide
+    scatter_us = hardware.launch_us + hardware.collective_us("reduce_scatter_tensor", sent_bytes, world, stride)
+    return _widened_us(reduction, hardware) + scatter_us + divide_us + _gathered_us(reduction, hardware, world, stride)
+
+
+def _all_reduced_us(reduction: Reduction, hardware: Hardware, world: int, stride: int) -> float:
+    wide = accumulate_dtype(reduction.wire).itemsize
+    divide_us = hardware.compute_us(0, reduction.numel * (wide + reduction.result.itemsize), torch.float32)
+    sent_bytes = 2 * (world - 1) * math.ceil(reduction.numel / world) * wide
+    reduce_us = hardware.launch_us + hardware.collective_us("all_reduce", sent_bytes, world, stride)
+    return _widened_us(reduction, hardware) + reduce_us + divide_us
+
+
+def _widened_us(reduction: Reduction, hardware: Hardware) -> float:
+    wide = accumulate_dtype(reduction.wire)
+    if reduction.wire == wide:
+        return 0.0
+    return hardware.compute_us(0, reduction.numel * (reduction.wire.itemsize + wide.itemsize), torch.float32)
+
+
+def _gathered_us(reduction: Reduction, hardware: Hardware, world: int, stride: int) -> float:
+    if reduction.mean is None:
+        return 0.0
+    sent_bytes = (world - 1) * math.ceil(reduction.numel / world) * reduction.mean.itemsize
+    gather_us = hardware.launch_us + hardware.collective_us("all_gather_into_tensor", sent_bytes, world, stride)
+    if reduction.mean != reduction.result:
+        moved = reduction.numel * (reduction.mean.itemsize + reduction.result.itemsize)
+        gather_us += hardware.compute_us(0, moved, torch.float32)
+    return gather_us

@@ -1,0 +1,102 @@
+"""Finds the reductions of replicated gradients: an exchange whose means are gathered again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from zgraph.graph import meta, nodes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ReplicatedReduction:
+    """One flat gradient on its way over the ranks and back.
+
+    Attributes:
+        steps: the exchange, its wait, what makes means of what arrives, their gather and its wait, and a cast where
+            they travel narrower than they are kept; each reads nothing but the one before it.
+        numel: of the gradient, without padding.
+        mean: [numel], the whole mean.
+    """
+
+    steps: tuple[fx.Node, ...]
+    numel: int
+    mean: fx.Node
+
+    @classmethod
+    def of(cls, start: fx.Node) -> ReplicatedReduction | None:
+        """That of an exchange; None where its result is not gathered as it is, over the same ranks.
+
+        None as well for gradients that travel as codes, and for the part over replicas of a sharded one: what each rank
+        holds of those follows from more than the number of elements.
+        """
+        chunks, steps = meta.chunks(start), _steps_from(start)
+        gather = _gather_of(steps)
+        if len(chunks) != 1 or len(chunks[0].group_names) > 1 or gather is None or gather is steps[-1]:
+            return None
+        if nodes.group_of(gather) != nodes.group_of(start):
+            return None
+        numel, mean = chunks[0].rows * chunks[0].row_numel, steps[-1]
+        if meta.tensor_value(mean).shape != (numel,):
+            users = list(mean.users)
+            if len(users) != 1 or users[0].target is not aten.slice.Tensor or users[0].args[1:] != (0, 0, numel):
+                return None
+            mean = users[0]
+        return cls(tuple(steps), numel, mean)
+
+    @property
+    def gather(self) -> fx.Node:
+        return cast(fx.Node, _gather_of(self.steps))
+
+    @property
+    def carried_bytes(self) -> int:
+        """The most that one of its two collectives carries of the whole gradient; means may travel wider."""
+        return self.numel * max(meta.tensor_value(start).dtype.itemsize for start in (self.steps[0], self.gather))
+
+    @property
+    def policy(self) -> list[Any]:
+        """Equal for two that one can replace, whose exchanges are alike."""
+        return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
+
+    def flat(self, graph: fx.Graph) -> fx.Node:
+        """[numel] as it travels, without its padding."""
+        sent = self.steps[0].all_input_nodes[0]
+        if meta.tensor_value(sent).shape == (self.numel,):
+            return sent
+        if sent.target is aten.constant_pad_nd.default:
+            unpadded = cast(fx.Node, sent.args[0])
+            if meta.tensor_value(unpadded).shape == (self.numel,):
+                return unpadded
+        return meta.create(graph, aten.slice.Tensor, (sent, 0, 0, self.numel), like=self.steps[0])
+
+
+def _steps_from(start: fx.Node) -> list[fx.Node]:
+    """A start and what reads nothing but it, in a line: up to the cast of what a gather brings, or to no such step."""
+    steps = [start]
+    while len(steps[-1].users) == 1:
+        (step,) = steps[-1].users
+        arrived = nodes.is_wait(steps[-1]) and _gather_of(steps) is not None
+        if not (
+            nodes.is_cast(step)
+            if arrived
+            else nodes.is_sum_ranks(step) or nodes.is_wait(step) or _is_gather(step, steps)
+        ):
+            break
+        steps.append(step)
+        if arrived:
+            break
+    return steps
+
+
+def _gather_of(steps: Sequence[fx.Node]) -> fx.Node | None:
+    return next(filter(nodes.is_all_gather, steps), None)
+
+
+def _is_gather(step: fx.Node, steps: Sequence[fx.Node]) -> bool:
+    return nodes.is_all_gather(step) and _gather_of(steps) is None

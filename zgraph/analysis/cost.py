@@ -1,0 +1,378 @@
+"""Bytes, flops and microseconds of every node of a graph on a machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from zgraph.analysis.hardware import Hardware
+from zgraph.compression.low_rank import FACTOR_DTYPE
+from zgraph.compression.methods import from_text
+from zgraph.dialect.wire_dtypes import accumulate_dtype
+from zgraph.graph import meta, nodes
+from zgraph.graph.traffic import SizeOf, transfers_of
+from zgraph.runtime.chunks import payload_bytes
+from zgraph.runtime.groups import group_size
+from zgraph.torch_compat.fake_values import hint_of, size_expression
+from zgraph.torch_compat.groups import resolve_group
+from zgraph.torch_compat.operators import flop_formula, returns_alias, written_arguments
+
+if TYPE_CHECKING:
+    from zgraph.analysis.formula import Symbols
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+COMPUTE = "compute"
+# What Inductor takes for a size that only data decides.
+DATA_DEPENDENT_SIZE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """What one node takes.
+
+    Attributes:
+        lane: "compute", "group:<group name>", "host_to_device", "device_to_host", "disk", or "" for what takes no time.
+        us: on that lane; of a collective from its start to its result, and its wait is free.
+        flops: of matrix products.
+        moved_bytes: memory traffic, or bytes on the wire.
+    """
+
+    lane: str
+    us: float
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+FREE = NodeCost("", 0.0)
+
+
+def costs_of(
+    graph: fx.Graph, hardware: Hardware, measured: Mapping[str, float] | None = None
+) -> dict[fx.Node, NodeCost]:
+    """The cost of every node, in program order.
+
+    Args:
+        graph: with the fake values that passes leave.
+        hardware: one rank's.
+        measured: microseconds by node name, as `measure_nodes` returns them; they replace the estimates of the nodes
+            that are still in the graph, and nothing where a node takes no time.
+
+    Raises:
+        ValueError: a measured time is no time.
+    """
+    measured = measured or {}
+    for name, us in measured.items():
+        if not (math.isfinite(us) and us >= 0):
+            raise ValueError(f"zgraph.analysis.cost: {name} was measured to take {us} us; pass times of zero or more.")
+    estimator = CostModel(hardware)
+    costs = {node: estimator.cost(node) for node in graph.nodes}
+    for node, cost in costs.items():
+        if cost.lane and node.name in measured:
+            costs[node] = replace(cost, us=measured[node.name])
+    return costs
+
+
+def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
+    """The cost of one node; never an exception for an operator that is not known, which counts by its bytes.
+
+    A gather that a window keeps costs what its first run costs. Nodes count one by one: what a compiler fuses moves
+    fewer bytes.
+    """
+    return CostModel(hardware).cost(node)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of one graph.
+
+    Attributes:
+        sent_bytes: on the wire, by one rank.
+        lane_us: how long each lane is busy.
+    """
+
+    sent_bytes: int
+    lane_us: Mapping[str, float]
+
+    @classmethod
+    def of(cls, costs: Iterable[NodeCost]) -> Totals:
+        sent, lane_us = 0, dict[str, float]()
+        for cost in costs:
+            if cost.lane:
+                lane_us[cost.lane] = lane_us.get(cost.lane, 0.0) + cost.us
+            if cost.lane.startswith("group:"):
+                sent += cost.moved_bytes
+        return cls(sent, lane_us)
+
+
+def group_stride(group_name: str) -> int:
+    """Distance of a group's first two members in global ranks: the same for all groups along one axis of a mesh."""
+    members = dist.get_process_group_ranks(resolve_group(group_name)) if group_name else [0]
+    return abs(members[1] - members[0]) if len(members) > 1 else 1
+
+
+# Operators without an entry in torch's flop registry, and those they count like.
+_COUNTED_LIKE = (
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default),
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+    ),
+)
+# They read as many rows of their first argument as they return.
+_READ_ROWS = frozenset(
+    {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default}
+)
+# They do not read their first argument, but only write it or take its shape.
+_OVERWRITE = frozenset({aten.copy_.default, aten.copy.default, aten.fill_.Scalar, aten.zero_.default})
+_MAKE_NO_VALUES = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten._unsafe_view.default,
+    }
+)
+_COPY_DEVICE = frozenset({aten._to_copy.default, aten.copy_.default, prims.device_put.default})
+
+
+class CostModel:
+    """Costs of nodes on one machine; equal nodes are looked at once.
+
+    Args:
+        hardware: one rank's.
+        symbols: where given, sizes are expressions, and so are the costs.
+    """
+
+    def __init__(self, hardware: Hardware, symbols: Symbols | None = None) -> None:
+        self.hardware = hardware
+        self.symbols = symbols
+        self.size_of: SizeOf = group_size if symbols is None else symbols.size_of
+        self.known: dict[Any, NodeCost] = {}
+        self.described: dict[fx.Node, Any] = {}
+        self.strides: dict[str, int] = {}
+
+    def cost(self, node: fx.Node) -> NodeCost:
+        """As `node_cost`."""
+        if node.op in ("placeholder", "get_attr", "output") or nodes.is_wait(node) or nodes.is_getitem(node):
+            return FREE
+        if nodes.is_start(node) or nodes.is_marker(node):
+            return self._communication(node)
+        key = (node.target, self._key(node), self._key(node.args), self._key(node.kwargs), meta.lane(node))
+        try:
+            found = self.known.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            return self._local(node)
+        if found is None:
+            found = self.known[key] = self._local(node)
+        return found
+
+    def _key(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            if argument not in self.described:
+                scale = None if self.symbols is None else self.symbols.scale.get(argument)
+                self.described[argument] = (*map(self._layout, tensors_of(argument)), scale)
+            return self.described[argument]
+        if isinstance(argument, list | tuple):
+            return tuple(map(self._key, cast("tuple[Any, ...]", argument)))
+        if isinstance(argument, dict):
+            return tuple((name, self._key(value)) for name, value in cast("dict[Any, Any]", argument).items())
+        return argument
+
+    def _layout(self, tensor: Tensor) -> Any:
+        strides = () if tensor.layout != torch.strided else tuple(map(size_expression, tensor.stride()))
+        return tuple(map(size_expression, tensor.shape)), strides, tensor.dtype, tensor.device.type
+
+    # --- collectives
+
+    def _communication(self, node: fx.Node) -> NodeCost:
+        us: Any = 0.0
+        sent: Any = 0
+        found = list(transfers_of(node, self.size_of))
+        for transfer in found:
+            sent_bytes = self._number(transfer.sent_bytes)
+            stride = self._stride(transfer.group_name)
+            us += self.hardware.collective_us(transfer.kind, sent_bytes, transfer.group_size, stride)
+            if nodes.is_grouped_gather(node) and self.hardware.backend != "nccl":  # its members are launched one by one
+                launch_us = self.hardware.collective_us(transfer.kind, 0, transfer.group_size, stride)
+                us += (len(nodes.sent_by(node)) - 1) * launch_us
+            sent += sent_bytes
+        if nodes.is_marker(node):  # its kernel casts, pads and sums as well, one after the other
+            local = self._kernel(node)
+            if not found:
+                return local
+            us += local.us
+        group_name = found[0].group_name if found else nodes.group_of(node)  # reductions may have one of their own
+        return NodeCost(f"group:{group_name}", us, 0, sent)
+
+    def _stride(self, group_name: str) -> int:
+        if group_name not in self.strides:
+            self.strides[group_name] = group_stride(group_name)
+        return self.strides[group_name]
+
+    # --- everything else
+
+    def _local(self, node: fx.Node) -> NodeCost:
+        results = tensors_of(node)
+        lane = meta.lane(node) or _copy_lane(node)
+        if lane is not None:
+            moved = sum(self._bytes(node, value) for value in results) or self._read_bytes(node)
+            links = {
+                "host_to_device": self.hardware.host_to_device,
+                "device_to_host": self.hardware.device_to_host,
+                "disk": self.hardware.disk,
+            }
+            return NodeCost(lane, links[lane].us(moved), 0, moved)
+        if not results or node.target in _MAKE_NO_VALUES:
+            return FREE
+        if returns_alias(node.target) and not written_arguments(node):
+            return FREE
+        if nodes.is_sum_ranks(node):
+            return self._sum_ranks(node)
+        return self._kernel(node)
+
+    def _kernel(self, node: fx.Node) -> NodeCost:
+        """One that reads its inputs and writes its results once."""
+        results = tensors_of(node)
+        moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
+        if nodes.is_cast_shards(node):  # rows of its own, padded or not: ranks count the longest
+            shards = cast("list[fx.Node]", node.args[0])
+            wide = [meta.tensor_value(shard).dtype.itemsize for shard in shards]
+            pairs = zip(wide, results, strict=True)
+            moved = sum(self._numel(node, one) * (size + one.dtype.itemsize) for size, one in pairs)
+        if node.target in (torch.ops.zgraph.accumulate_grad.default, torch.ops.zgraph.add_accumulated.default):
+            # The sum so far is read as well, and written where that is not the result.
+            grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])
+            moved += 2 * self._numel(grad, meta.tensor_value(grad)) * dtype.itemsize
+        if nodes.is_quantize(node):
+            moved += 2 * _error_bytes(node)  # which is read and written
+        flops = self._flops(node)
+        if nodes.is_low_rank(node):
+            passes, products = _LOW_RANK_WORK[nodes.is_low_rank_left(node), nodes.is_low_rank_right(node)]
+            args = nodes.LowRankArgs.of(node)
+            moved += passes * FACTOR_DTYPE.itemsize * args.numel
+            flops = products * 2 * args.rank * args.numel
+        dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
+        return NodeCost(COMPUTE, self.hardware.compute_us(flops, moved, dtype), flops, moved)
+
+    def _sum_ranks(self, node: fx.Node) -> NodeCost:
+        """Its kernel adds one rank's piece after the other to a sum, which is read and written each time.
+
+        The sum starts as a wide copy of the first piece, or where that is as wide as the sum of the first two. On CUDA
+        it is one kernel, which reads every piece and writes the result once.
+        """
+        if self.hardware.backend == "nccl":
+            return self._kernel(node)
+        received, result = node.all_input_nodes[0], meta.tensor_value(node)
+        world: Any = cast(int, node.args[1]) if self.symbols is None else self.symbols.world_of.get(node, node.args[1])
+        wire = meta.tensor_value(received)
+        total_bytes = self._numel(node, result) * accumulate_dtype(wire.dtype).itemsize
+        launches: Any = world
+        if wire.dtype == accumulate_dtype(wire.dtype) and cast(int, node.args[1]) > 1:
+            launches -= 1
+        moved = self._read_bytes(node) + (2 * launches - 1) * total_bytes
+        if cast(int, node.args[2]) > 1:
+            moved, launches = moved + 2 * total_bytes, launches + 1
+        if result.dtype != accumulate_dtype(wire.dtype):
+            moved, launches = moved + total_bytes + self._bytes(node, result), launches + 1
+        return NodeCost(COMPUTE, self.hardware.compute_us(0, moved, wire.dtype, launches), 0, moved)
+
+    def _flops(self, node: fx.Node) -> Any:
+        target = next((like for target, like in _COUNTED_LIKE if target is node.target), node.target)
+        count = _grouped_flops if target is aten._grouped_mm.default else flop_formula(target)
+        if count is None:
+            return 0
+        try:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda source: self._shape(meta.value(source)))
+            return count(*args, **kwargs, out_val=self._shape(meta.value(node)))
+        except Exception:  # formulas assert what they know; an estimate by bytes is left
+            return 0
+
+    def _shape(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tuple(map(self._number, value.shape))
+        if isinstance(value, tuple | list):
+            return tuple(map(self._shape, cast("tuple[Any, ...]", value)))
+        return value
+
+    def _read_bytes(self, node: fx.Node) -> Any:
+        sources = node.all_input_nodes[1:] if node.target in _OVERWRITE else node.all_input_nodes
+        read = [sum(self._bytes(source, value) for value in tensors_of(source)) for source in sources]
+        if node.target in _READ_ROWS and read:
+            read[0] = self._bytes(node, meta.tensor_value(node))
+        return sum(read)
+
+    def _bytes(self, node: fx.Node, tensor: Tensor) -> Any:
+        return self._numel(node, tensor) * tensor.dtype.itemsize
+
+    def _numel(self, node: fx.Node, tensor: Tensor) -> Any:
+        """Elements that are in memory: an expanded dim repeats the same ones."""
+        sizes = [self._number(size) for size in tensor.shape]
+        if tensor.layout == torch.strided:
+            strides = map(size_expression, tensor.stride())
+            sizes = [size for size, stride in zip(sizes, strides, strict=True) if stride != 0]
+        return math.prod(sizes) * (1 if self.symbols is None else self.symbols.scale.get(node, 1))
+
+    def _number(self, size: Any) -> Any:
+        """A size as what this estimator counts with."""
+        return size_hint(size) if self.symbols is None else size_expression(size)
+
+
+# How often a low-rank operator passes over its matrices beside reading its inputs and writing its results, and products
+# of matrices and factors in it: the first reads errors, and what it has written; the second subtracts in place.
+_LOW_RANK_WORK = MappingProxyType({(True, False): (2, 1), (False, True): (2, 2), (False, False): (0, 1)})
+
+
+def _error_bytes(quantize: fx.Node) -> int:
+    """What a rank keeps for the gradients of a `quantize_grads` node."""
+    args = nodes.QuantizeArgs.of(quantize)
+    states = [from_text(args.method).state(numel, args.world * args.stretches) for numel in args.numels]
+    return sum(payload_bytes(shape, dtype) for state in states for shape, dtype in state.values())
+
+
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
+    """Of a product for each expert: a group's rows, columns or inner elements, counted together."""
+    groups = a[0] if len(a) == 3 and len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
+def _copy_lane(node: fx.Node) -> meta.Lane | None:
+    if node.target not in _COPY_DEVICE:
+        return None
+    source, result = tensors_of(node.all_input_nodes[-1]), tensors_of(node)
+    if not source or not result:
+        return None
+    kinds = source[0].device.type, result[0].device.type
+    if kinds[0] == kinds[1] or "cpu" not in kinds:
+        return None
+    return "host_to_device" if kinds[0] == "cpu" else "device_to_host"
+
+
+def size_hint(size: object) -> int:
+    """A size as a number, by its hint where it is symbolic."""
+    hint = hint_of(size)
+    return DATA_DEPENDENT_SIZE if hint is None else hint
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """The fake tensors that a node yields."""
+    return _tensors_in(meta.value(node))
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in cast("tuple[Any, ...]", value) for tensor in _tensors_in(item)]
+    return []

@@ -1,0 +1,138 @@
+"""What CUDA kernels allocate beside their results, and what lies outside of the allocator, from their sources.
+
+Nothing here was measured on a GPU: each entry is what the named source allocates. A kernel that is not listed counts as
+one without workspace; convolutions are not, because cuDNN chooses among algorithms of any workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import cast
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.dialect.wire_dtypes import accumulate_dtype
+from zgraph.graph import meta
+from zgraph.torch_compat.fake_values import hint_of
+
+_F32 = 4  # bytes
+_I64 = 8
+
+
+def workspace_on_cuda(operator: str, node: fx.Node) -> int:
+    """What a call allocates and frees again before it returns; 0 for an operator that is not known.
+
+    Args:
+        operator: its name without overload, such as "aten.sort".
+        node: of the call, with fake values. Attention may be the CPU's, which stands for CUDA's where a GPU is planned.
+    """
+    estimate = _TABLE.get(operator)
+    return 0 if estimate is None else estimate(node)
+
+
+def _flash_backward(node: fx.Node) -> int:
+    """The gradient of the query in fp32, and a number for each of its rows, both padded; and with fewer heads of keys
+    the gradients of key and value for each head of the query.
+
+    Source: Dao 2023, arXiv 2307.08691; torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd:
+    dq_accum [batch, rows to 128, heads, channels to 32], softmax_d [batch, heads, rows to 128], dk_ and dv_expanded.
+    """
+    query, key = _tensor(node, 1), _tensor(node, 2)
+    batch, heads, rows, channels = map(_size, query.shape)
+    rows = _up(rows, 128)
+    padded = _up(channels, 32) if channels <= 192 else 256
+    found = batch * heads * rows * (padded + 1) * _F32
+    if _size(key.shape[1]) != heads:
+        found += 2 * batch * heads * _size(key.shape[2]) * channels * query.dtype.itemsize
+    return found
+
+
+def _efficient_backward(node: fx.Node) -> int:
+    """Gradients of query, key and value in fp32 where they are narrower, and a number for each row.
+
+    Source: torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (workspace_size: gk, gv and
+    gq are accumulated in fp32 where the output type is narrower), attention_backward.cu (delta).
+    """
+    query, key, value = (_tensor(node, place) for place in (1, 2, 3))
+    batch, heads, rows = map(_size, query.shape[:3])
+    narrow = [each for each in (query, key, value) if each.dtype.itemsize < _F32]
+    return batch * heads * rows * _F32 + sum(_numel(each) for each in narrow) * _F32
+
+
+def _sort(node: fx.Node) -> int:
+    """Keys and places once more: a radix sort goes back and forth between two of each (cub::DeviceRadixSort)."""
+    source = _tensor(node, 0)
+    return _numel(source) * (source.dtype.itemsize + _I64)
+
+
+def _embedding_backward(node: fx.Node) -> int:
+    """Places of the tokens, sorted, with those they had, and the sort's own (EmbeddingBackwardKernel.cu).
+
+    Few tokens need none of it, which is left out.
+    """
+    return 4 * _numel(_tensor(node, 1)) * _I64
+
+
+def _sum_ranks(node: fx.Node) -> int:
+    """The total, where it is not the result itself; narrow pieces are widened as they are read."""
+    received, result = _tensor(node, 0), meta.tensor_value(node)
+    wide = accumulate_dtype(received.dtype)
+    return _numel(result) * wide.itemsize if result.dtype != wide else 0
+
+
+_TABLE: Mapping[str, Callable[[fx.Node], int]] = MappingProxyType(
+    {
+        "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
+        # cuDNN keeps the same two (cudnn-frontend, scaled dot product attention backward: dQ_accum, softmax_sum).
+        "aten._scaled_dot_product_cudnn_attention_backward": _flash_backward,
+        "aten._scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        "aten.sort": _sort,
+        "aten.embedding_dense_backward": _embedding_backward,
+        "zgraph.sum_ranks": _sum_ranks,
+    }
+)
+
+
+def _tensor(node: fx.Node, position: int) -> Tensor:
+    return meta.tensor_value(cast(fx.Node, node.args[position]))
+
+
+def _size(size: object) -> int:
+    return hint_of(size) or 0
+
+
+def _numel(value: Tensor) -> int:
+    return hint_of(value.numel()) or 0
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+# --- outside of graphs ----------------------------------------------------------------------------------------------
+
+# Of each handle and stream, from its first product on, inside the allocator: 4096 KiB x 8 on sm_90, else :4096:2:16:8
+# (torch/aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
+CUBLAS_BYTES_HOPPER = 32 * 2**20
+CUBLAS_BYTES = (2 * 4096 + 8 * 16) * 2**10
+# A ring of one communicator, outside the allocator: on each of its channels a buffer for each protocol (NCCL's
+# device.h: Simple 4 MiB, which NCCL_BUFFSIZE documents; LL128 8 x 120 x 640 x 8, LL 8 x 512 x 8 x 16 bytes). Taken as
+# 16 channels, as usual over NVLink. Other algorithms connect, and allocate, when they first run (NCCL_RUNTIME_CONNECT).
+COMMUNICATOR_BYTES = 16 * (4 * 2**20 + 8 * 120 * 640 * 8 + 8 * 512 * 8 * 16)
+
+
+def resting_bytes(backend: str, dtypes: Mapping[torch.dtype, float], communicators: int) -> tuple[int, int]:
+    """What one rank holds beside tensors as long as it lives: in cuBLAS workspaces, and in NCCL's communicators.
+
+    Args:
+        backend: of the groups; only GPUs with NCCL hold any of it.
+        dtypes: rates by dtype; GPUs that have 8-bit floats are Hopper's or newer.
+        communicators: that this rank is in, of more than one rank.
+    """
+    if backend != "nccl":
+        return 0, 0
+    cublas = CUBLAS_BYTES_HOPPER if torch.float8_e4m3fn in dtypes else CUBLAS_BYTES
+    return 2 * cublas, communicators * COMMUNICATOR_BYTES  # forward's stream and the backward thread's handle

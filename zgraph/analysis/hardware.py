@@ -1,0 +1,318 @@
+"""What a machine can do: peak rates, links between its ranks, and how long work takes on it at best."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, cast
+
+import sympy
+import torch
+
+GB = 10**9  # data sheets count in powers of ten
+GIB = 2**30
+_TERA_PER_US = 10**6  # 1 T/s in units per microsecond
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What one rank sends through.
+
+    Attributes:
+        latency_us: of one message.
+        bytes_per_us: that one rank sends while all other ranks of its node send too.
+        gain_at_once: how many times that several transfers at once get through; more than 1 where one alone does not
+            fill the link.
+    """
+
+    latency_us: float
+    bytes_per_us: float
+    gain_at_once: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("Link", "gain_at_once", self.gain_at_once)
+        if self.gain_at_once < 1:
+            raise ValueError(f"zgraph.Link: gain_at_once={self.gain_at_once} is a loss; write 1 or more.")
+        _check("Link", "latency_us", self.latency_us, zero_allowed=True)
+        _check("Link", "bytes_per_us", self.bytes_per_us)
+
+    def us(self, sent_bytes: Any) -> Any:
+        """Of one message."""
+        return self.latency_us + sent_bytes / self.bytes_per_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One rank's share of a machine. Sizes may be numbers or sympy expressions; so is then what a method returns.
+
+    Attributes:
+        name: for people.
+        flops_per_us: peak of matrix products, by dtype; a dtype that is not listed runs as float32.
+        memory_bytes_per_us: read and written, together.
+        launch_us: what the smallest kernel takes.
+        memory_bytes: that one rank may hold.
+        intra_node, inter_node: the links between ranks of one node, and of two.
+        ranks_per_node: rank r is on node r // ranks_per_node.
+        links: of a mesh axis that differs from these two, by the distance of its neighbours in global ranks, which is
+            1 for the innermost axis. All process groups along one axis have it in common; their names differ.
+        host_to_device, device_to_host, disk: of one rank.
+        backend: of torch.distributed between its ranks.
+        collectives_at_once: how many of one group run at once: one on NCCL, and of messages those of one group follow
+            one another.
+        cpu_us_per_collective: time of the compute lane that each collective costs, however small, where the host that
+            issues them is the one that computes.
+        cpu_us_per_wire_byte: time of the compute lane that a byte costs where no device of its own moves it; on GPUs
+            for the multiprocessors that NCCL's kernels occupy meanwhile.
+    """
+
+    name: str
+    flops_per_us: Mapping[torch.dtype, float] = field(hash=False)
+    memory_bytes_per_us: float
+    launch_us: float
+    memory_bytes: int
+    intra_node: Link
+    inter_node: Link
+    ranks_per_node: int
+    host_to_device: Link
+    device_to_host: Link
+    disk: Link
+    links: Mapping[int, Link] = field(default_factory=dict[int, Link], hash=False)
+    backend: str = "gloo"
+    collectives_at_once: int = 1
+    cpu_us_per_collective: float = 0.0
+    cpu_us_per_wire_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes_per_us", "memory_bytes", "ranks_per_node", "collectives_at_once"):
+            _check("Hardware", name, getattr(self, name))
+        for name in ("launch_us", "cpu_us_per_collective", "cpu_us_per_wire_byte"):
+            _check("Hardware", name, getattr(self, name), zero_allowed=True)
+        if self.ranks_per_node != int(self.ranks_per_node):
+            raise ValueError(f"zgraph.Hardware: ranks_per_node={self.ranks_per_node}; write a whole number of ranks.")
+        if torch.float32 not in self.flops_per_us:
+            raise ValueError(
+                "zgraph.Hardware: flops_per_us has no torch.float32, by which unlisted dtypes are counted; add it."
+            )
+        for dtype, rate in self.flops_per_us.items():
+            _check("Hardware", f"flops_per_us[{dtype}]", rate)
+        for stride in self.links:
+            _check("Hardware", "the distance of neighbours in links", stride)
+        # Copies: nobody else holds them.
+        object.__setattr__(self, "flops_per_us", dict(self.flops_per_us))
+        object.__setattr__(self, "links", dict(self.links))
+
+    def compute_us(self, flops: Any, moved_bytes: Any, dtype: torch.dtype, launches: int = 1) -> Any:
+        """Of a kernel that is bound by arithmetic, by memory or by its launch.
+
+        Source: Williams, Waterman, Patterson 2009, "Roofline", with a floor.
+        """
+        peak = self.flops_per_us.get(dtype) or self.flops_per_us[torch.float32]
+        return _most(self.launch_us * launches, flops / peak, moved_bytes / self.memory_bytes_per_us)
+
+    def link_along(self, stride: int) -> Link:
+        """What a group is bound by whose neighbours are `stride` ranks apart."""
+        alone = self.ranks_per_node // stride <= 1
+        return self.links.get(stride, self.inter_node if alone else self.intra_node)
+
+    def collective_us(self, kind: str, sent_bytes: Any, size: Any, stride: int = 1) -> Any:
+        """Of one collective, from its start to its result.
+
+        Rings pass N-1 messages on (an all_reduce twice as many), and a group that spans nodes leaves each of them once;
+        an all_to_all is N-1 exchanges in pairs. NCCL takes trees, or PAT, across nodes where a ring would be slower;
+        their messages pass as many nodes as their number has bits.
+
+        Args:
+            kind: the op's name, such as "all_gather_into_tensor".
+            sent_bytes: what one rank sends, in all.
+            size: ranks N of the group.
+            stride: distance of neighbours in global ranks.
+
+        Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
+        sections 4 and 5; the split into hops inside and between nodes is that of NCCL's tuning.cc. Trees: Sanders,
+        Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (NCCL 2.4). PAT:
+        Jeaugey 2025, arXiv 2506.20252 (NCCL 2.23, with one rank on each node; with more this is what it may become).
+        """
+        rounds = 2 if kind.startswith("all_reduce") else 1
+        inside, outside = self.intra_node, self.inter_node
+        local = max(1, self.ranks_per_node // stride)  # members on one node
+
+        def over(link: Link) -> Any:
+            return rounds * (size - 1) * link.latency_us + sent_bytes / link.bytes_per_us
+
+        if stride in self.links:
+            by_node = kind == "all_gather_into_tensor" and self.backend == "gloo" and isinstance(size, int)
+            if by_node and 1 < local < size and size % local == 0:
+                sent_bytes = sent_bytes / local  # crosses to each other node once: zgraph.runtime.collectives
+            return over(self.links[stride])
+        halves = self.backend == "nccl" and not kind.startswith("all_to_all")
+        if local == 1:
+            ring_us = (size - 1) * outside.latency_us
+            latency_us = _least(ring_us, _log2(size) * outside.latency_us) if halves else ring_us
+            return rounds * latency_us + sent_bytes / outside.bytes_per_us
+        if kind.startswith("all_to_all"):
+            latency_us = (local - 1) * inside.latency_us + (size - local) * outside.latency_us
+            to_peer = sent_bytes / _most(size - 1, 1)
+            transfer_us = _most(
+                to_peer * (local - 1) / inside.bytes_per_us, to_peer * (size - local) / outside.bytes_per_us
+            )
+        else:
+            nodes = size / local
+            latency_us = (size - nodes) * inside.latency_us + (nodes - 1) * outside.latency_us
+            if halves:
+                tree_us = (local - 1) * inside.latency_us + _log2(nodes) * outside.latency_us
+                latency_us = _least(latency_us, tree_us)
+            latency_us = rounds * latency_us
+            # The ring leaves a node once, through the links of all its members there.
+            transfer_us = sent_bytes / min(inside.bytes_per_us, local * outside.bytes_per_us)
+        if isinstance(size, sympy.Expr):
+            return sympy.Piecewise((over(inside), sympy.Le(size, local)), (latency_us + transfer_us, True))
+        return over(inside) if size <= local else latency_us + transfer_us
+
+    # --- JSON -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        plain = asdict(self)
+        plain["flops_per_us"] = {str(dtype).removeprefix("torch."): rate for dtype, rate in self.flops_per_us.items()}
+        return json.dumps(plain, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: the text is something else; says what is wrong with it.
+        """
+        try:
+            plain = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"zgraph.Hardware: this is no JSON: {error}; pass what to_json() returned.") from error
+        known = {entry.name for entry in fields(cls)}
+        if not isinstance(plain, dict) or set(cast("dict[str, Any]", plain)) != known:
+            found = sorted(cast("dict[str, Any]", plain)) if isinstance(plain, dict) else type(plain).__name__
+            raise ValueError(f"zgraph.Hardware: found {found} where {sorted(known)} were written by to_json().")
+        values = cast("dict[str, Any]", plain)
+        try:
+            for name in ("intra_node", "inter_node", "host_to_device", "device_to_host", "disk"):
+                values[name] = Link(**values[name])
+            values["links"] = {int(stride): Link(**link) for stride, link in values["links"].items()}
+            values["flops_per_us"] = {getattr(torch, name): rate for name, rate in values["flops_per_us"].items()}
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"zgraph.Hardware: {error}; pass what to_json() returned.") from error
+        return cls(**values)
+
+    # --- presets ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def preset(cls, name: str) -> Hardware:
+        """A machine by name: "a100", "h100", "h200" (SXM, eight in a node) or "cpu".
+
+        Peaks as the vendors print them, without sparsity, and rates of one direction, which are half of what they print
+        for links. No program reaches them all: `zgraph.calibrate()` measures what a machine at hand does.
+
+        Sources: NVIDIA A100 80GB, H100 and H200 data sheets (SXM; PCIe 4 or 5 x16 to the host); DGX A100 and DGX H100
+        data sheets for the network (one port of 200 or 400 Gbit/s for each GPU) and the disks (an eighth of eight NVMe
+        drives, here 3.5 GB/s); latencies of rings (LL128) over NVLink and a network from NCCL's tuning.cc. "cpu" is one
+        socket of an AMD EPYC 7763: 64 cores of 2.45 GHz with two 8-wide fp32 FMA units, eight channels of DDR4-3200,
+        10 Gbit/s Ethernet. Launches, and the latencies of host, disk and Ethernet, are no data sheet's: they are
+        usual values.
+
+        Raises:
+            ValueError: there is no such preset.
+        """
+        presets = _presets()
+        if name not in presets:
+            close = difflib.get_close_matches(str(name), presets, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the presets are {', '.join(presets)}."
+            raise ValueError(f"zgraph.Hardware: unknown preset {name!r}; {hint}")
+        return presets[name]
+
+
+def _presets() -> dict[str, Hardware]:
+    a100 = _gpu(
+        "a100", fp64=19.5, fp32=19.5, half=312, byte=None, memory_tb=2.039, capacity_gb=80, nvlink=300, pcie=32, nic=25
+    )
+    h100 = _gpu(
+        "h100", fp64=67, fp32=67, half=989.5, byte=1979, memory_tb=3.35, capacity_gb=80, nvlink=450, pcie=64, nic=50
+    )
+    h200 = _gpu(
+        "h200", fp64=67, fp32=67, half=989.5, byte=1979, memory_tb=4.8, capacity_gb=141, nvlink=450, pcie=64, nic=50
+    )
+    cycles_per_us = 64 * 2450
+    copy = Link(latency_us=0.0, bytes_per_us=204_800 / 2)  # through memory, read and written
+    cpu = Hardware(
+        name="cpu",
+        flops_per_us={torch.float64: cycles_per_us * 16.0, torch.float32: cycles_per_us * 32.0},
+        memory_bytes_per_us=204_800.0,
+        launch_us=2.0,
+        memory_bytes=256 * GIB,
+        intra_node=Link(latency_us=50.0, bytes_per_us=2_000.0),
+        inter_node=Link(latency_us=100.0, bytes_per_us=1_250.0),
+        ranks_per_node=1,
+        host_to_device=copy,
+        device_to_host=copy,
+        disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
+    )
+    return {hardware.name: hardware for hardware in (a100, h100, h200, cpu)}
+
+
+def _gpu(
+    name: str,
+    *,
+    fp64: float,
+    fp32: float,
+    half: float,
+    byte: float | None,
+    memory_tb: float,
+    capacity_gb: int,
+    nvlink: float,
+    pcie: float,
+    nic: float,
+) -> Hardware:
+    """Teraflops, terabytes, and gigabytes per second of one direction, as data sheets have them."""
+    tera = {torch.float64: fp64, torch.float32: fp32, torch.float16: half, torch.bfloat16: half}
+    if byte is not None:
+        tera |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), byte)
+    host = Link(latency_us=10.0, bytes_per_us=pcie * 1e3)
+    return Hardware(
+        name=name,
+        flops_per_us={dtype: rate * _TERA_PER_US for dtype, rate in tera.items()},
+        memory_bytes_per_us=memory_tb * _TERA_PER_US,
+        launch_us=4.0,
+        memory_bytes=capacity_gb * GB,
+        intra_node=Link(latency_us=1.9, bytes_per_us=nvlink * 1e3),
+        inter_node=Link(latency_us=4.0, bytes_per_us=nic * 1e3),
+        ranks_per_node=8,
+        host_to_device=host,
+        device_to_host=host,
+        disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
+        backend="nccl",
+    )
+
+
+def _most(*values: Any) -> Any:
+    return sympy.Max(*values) if any(isinstance(value, sympy.Expr) for value in values) else max(values)
+
+
+def _least(*values: Any) -> Any:
+    return sympy.Min(*values) if any(isinstance(value, sympy.Expr) for value in values) else min(values)
+
+
+def _log2(count: Any) -> Any:
+    """Rounds in which so many ranks hear of one; none of a part of a node."""
+    if isinstance(count, sympy.Expr):
+        return sympy.log(sympy.Max(count, 1), 2)
+    return math.log2(max(count, 1))
+
+
+def _check(who: str, name: str, value: object, *, zero_allowed: bool = False) -> None:
+    least = "zero or a positive number" if zero_allowed else "a positive number"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not (value > 0 or (zero_allowed and value == 0))
+    ):
+        raise ValueError(f"zgraph.{who}: {name}={value!r}; write {least}.")

@@ -1,0 +1,173 @@
+"""A cost model that runs each kernel once, on this machine, instead of estimating it."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.fx.node import map_arg
+
+from zgraph.analysis.cost import COMPUTE, CostModel, NodeCost
+from zgraph.analysis.hardware import Hardware
+from zgraph.graph import meta, nodes
+from zgraph.runtime.handle import make_handle
+from zgraph.runtime.window_state import attach_state
+from zgraph.torch_compat.fake_values import hint_of, without_fake_mode
+from zgraph.torch_compat.groups import default_store, is_distributed_ready, is_fake_world
+from zgraph.torch_compat.operators import arguments_by_name
+
+_ENOUGH_US = 2_000.0  # of running one kernel again and again
+_MOST_CALLS = 50
+# Namespaces of operators that neither communicate nor keep state; others might.
+_HARMLESS = ("aten", "prims")
+
+
+class TimedCosts(CostModel):
+    """As `CostModel`, but compute costs what it takes here; collectives and copies between devices are estimated.
+
+    Operators run as in eager mode, on random values of the shapes at hand: what a compiler fuses takes less. Each
+    operator with its sizes is timed once by the first rank that comes to it, whose time the store of the default group
+    gives to all others, so that all plan alike. What cannot be run is estimated, and so are operators of other
+    libraries, which may communicate.
+
+    Args:
+        hardware: this machine, as `zgraph.calibrate` finds it.
+        store: where ranks share their times; None: that of the default group, if there is one.
+    """
+
+    def __init__(self, hardware: Hardware, store: Store | None = None) -> None:
+        super().__init__(hardware)
+        if store is None and is_distributed_ready() and not is_fake_world():
+            store = default_store()
+        self.store = PrefixStore("zgraph/timed_costs", store) if store is not None else None
+
+    def _local(self, node: fx.Node) -> NodeCost:
+        estimate = super()._local(node)
+        if estimate.lane != COMPUTE or not _can_run(node):
+            return estimate
+        return replace(estimate, us=self._agreed_us(node, estimate.us))
+
+    def _agreed_us(self, node: fx.Node, estimate_us: float) -> float:
+        if self.store is None:
+            return _timed_us(node, estimate_us)
+        key = hashlib.sha256(repr(_described(node)).encode()).hexdigest()
+        if not self.store.check([key]):
+            self.store.compare_set(key, "", repr(_timed_us(node, estimate_us)))  # or a faster rank's stays
+        return float(self.store.get(key))
+
+
+def _described(node: fx.Node) -> tuple[str, Any]:
+    """What the time of a call depends on, the same on all ranks: not whose signs a quantizer draws."""
+    named = arguments_by_name(node)
+    if nodes.is_quantize(node) or nodes.is_dequantize_sum(node):
+        named = {name: value for name, value in named.items() if name not in ("rank", "salt")}
+    return str(node.target), map_arg(named, lambda source: _shape(meta.value(source)))
+
+
+def _can_run(node: fx.Node) -> bool:
+    is_ours = nodes.is_sum_ranks(node) or nodes.is_quantize(node) or nodes.is_dequantize_sum(node)
+    # The means of a low-rank reduction are estimated: ranks rebuild different rows.
+    is_ours = is_ours or nodes.is_low_rank_left(node) or nodes.is_low_rank_right(node)
+    return is_ours or getattr(node.target, "namespace", "") in _HARMLESS
+
+
+def _timed_us(node: fx.Node, estimate_us: float) -> float:
+    try:
+        with without_fake_mode(), torch.no_grad(), _random_state_kept():
+            return _median_us(_call(node))
+    except Exception:  # an operator that minds its values; the estimate is left
+        return estimate_us
+
+
+def _random_state_kept() -> AbstractContextManager[None]:
+    """Of the CPU and of this rank's device; of all devices it would warn."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device.type)
+
+
+def _call(node: fx.Node) -> Callable[[], object]:
+    """The operator on values of its own."""
+    made: dict[fx.Node, Any] = {}
+    if nodes.is_quantize(node):
+        made |= {handle: _new_handle() for handle in nodes.QuantizeArgs.of(node).handles}
+
+    if nodes.is_low_rank(node):
+        made |= {handle: _new_handle() for handle in nodes.LowRankArgs.of(node).handles}
+
+    def real(source: fx.Node) -> Any:
+        if source not in made:
+            made[source] = _like(_shape(meta.value(source)))
+        return made[source]
+
+    args, kwargs = map_arg((node.args, node.kwargs), real)
+    target = cast("Callable[..., object]", node.target)
+    return lambda: target(*args, **kwargs)
+
+
+def _new_handle() -> Tensor:
+    """Of no parameter: what is kept behind it goes when it goes."""
+    handle = make_handle("")
+    attach_state(handle, nn.Module(), "")
+    return handle
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the time of a kernel depends on, of one of its tensors; symbolic sizes by their present values."""
+
+    sizes: tuple[int | None, ...]
+    strides: tuple[int | None, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _shape(fake: Any) -> Any:
+    if isinstance(fake, tuple | list):
+        return tuple(map(_shape, cast("list[Any]", fake)))
+    if not isinstance(fake, Tensor):
+        return hint_of(fake) if isinstance(fake, torch.SymInt) else fake
+    sizes, strides = (tuple(map(hint_of, sequence)) for sequence in (fake.shape, fake.stride()))
+    return _Shape(sizes, strides, fake.dtype, fake.device)
+
+
+def _like(shape: Any) -> Any:
+    if isinstance(shape, tuple):
+        return [_like(part) for part in cast("tuple[Any, ...]", shape)]
+    if not isinstance(shape, _Shape):
+        return shape
+    sizes, strides = cast("tuple[int, ...]", shape.sizes), cast("tuple[int, ...]", shape.strides)
+    real = torch.empty_strided(sizes, strides, dtype=shape.dtype, device=shape.device)
+    # Indices and masks: zeros are valid in any table. Values: never denormal, on which CPUs are slow.
+    return real.uniform_(0.5, 1.5) if real.is_floating_point() else real.zero_()
+
+
+def _median_us(run: Callable[[], object]) -> float:
+    run()
+    first = _timed(run, 1)
+    calls = max(1, min(_MOST_CALLS, int(_ENOUGH_US / 3 / max(first, 1.0))))
+    return statistics.median(_timed(run, calls) for _ in range(3))
+
+
+def _timed(run: Callable[[], object], calls: int) -> float:
+    """Microseconds of one of so many calls in a row."""
+    _settle()
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    _settle()
+    return 1e6 * (time.perf_counter() - started) / calls
+
+
+def _settle() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

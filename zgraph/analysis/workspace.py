@@ -1,0 +1,193 @@
+"""What an operator allocates beside its results: while it runs, while it is in flight, and for longer.
+
+The figures are those of CPU kernels in torch 2.13, each measured by a test; CUDA's are in `cuda_workspace.py`. An
+operator that is not in the table counts as one without workspace. Buffers of a fixed size of some KiB are left out, and
+so is what oneDNN takes to repack the operands of narrow matrix products, which depends on the processor; so does
+attention in bf16, which repacks keys and values on one with AMX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.analysis.cuda_workspace import workspace_on_cuda
+from zgraph.dialect.wire_dtypes import accumulate_dtype
+from zgraph.graph import meta, nodes
+from zgraph.runtime.groups import group_backend
+from zgraph.torch_compat.fake_values import hint_of
+from zgraph.torch_compat.operators import OpOverload, is_binary, written_arguments
+
+aten = torch.ops.aten
+
+
+def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None = None) -> int:
+    """What a call allocates and frees again before it returns, at its highest point beside its results.
+
+    Args:
+        node: with fake values for itself and its arguments.
+        threads: of the CPU kernels; some take a buffer for each.
+        device_type: on which it will run, such as "cuda" where tensors of the CPU stand for those of a planned GPU.
+            None: that of its values.
+    """
+    if not isinstance(node.target, OpOverload):
+        return 0
+    device_type = device_type or _device(node)
+    if device_type == "cuda":
+        return workspace_on_cuda(str(node.target.overloadpacket), node)
+    if device_type != "cpu":
+        return 0
+    estimate = _TABLE.get(str(node.target.overloadpacket))
+    if estimate is not None:
+        return estimate(node, threads)
+    return _promotion(node) if is_binary(node.target) else 0
+
+
+def staging_bytes(started: fx.Node) -> int:
+    """What the backend allocates for a collective while it is in flight, beside its result.
+
+    gloo scatters sums out of a copy of what it is given; messages (`zgraph.runtime.collectives`) need nothing.
+
+    Args:
+        started: the start, or one result of a start that has several.
+    """
+    start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started
+    if not nodes.is_reduce_scatter(start):
+        return 0
+    given = _tensor(start, 0)
+    return _bytes(given) if group_backend(nodes.group_of(start), given.device) == "gloo" else 0
+
+
+def remaining_bytes(node: fx.Node) -> int:
+    """What a call leaves with the state of a parameter beside its results: stage 1's sum of a window's gradients."""
+    if node.target is not torch.ops.zgraph.accumulate_grad.default:
+        return 0
+    _, _, dtype, zero_stage, _ = cast("tuple[Any, ...]", node.args)
+    return _bytes(_tensor(node, 0), dtype) if zero_stage == 1 else 0
+
+
+# --- CPU kernels ----------------------------------------------------------------------------------------------------
+
+
+def _attention(node: fx.Node, threads: int) -> int:
+    """A block of scores and a block of results for each thread, in fp32; narrow inputs need the scores once more."""
+    query = _tensor(node, 0)
+    rows, columns = _attention_block(node, 0)
+    wide = rows * columns + 2 * rows + rows * (hint_of(query.shape[3]) or 0)
+    narrow = rows * columns if query.dtype.itemsize < 4 else 0
+    return threads * (wide * accumulate_dtype(query.dtype).itemsize + narrow * query.dtype.itemsize)
+
+
+def _attention_backward(node: fx.Node, threads: int) -> int:
+    """Two blocks of scores for each thread, and the incoming gradient as [batch, sequence, heads, channels]."""
+    grad, query = _tensor(node, 0), _tensor(node, 1)
+    rows, columns = _attention_block(node, 1)
+    wide = 2 * rows * columns + rows
+    narrow = 2 * rows * columns if query.dtype.itemsize < 4 else 0
+    blocks = threads * (wide * accumulate_dtype(query.dtype).itemsize + narrow * query.dtype.itemsize)
+    return blocks + (0 if grad.transpose(1, 2).is_contiguous() else _bytes(grad))
+
+
+def _attention_block(node: fx.Node, query: int) -> tuple[int, int]:
+    length, keys = (hint_of(_tensor(node, position).shape[2]) or 0 for position in (query, query + 1))
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, keys)
+
+
+def _convolution(node: fx.Node, threads: int) -> int:
+    """oneDNN works in a layout of its own: copies of input and weight, then one of the result."""
+    if not _is_relaid(node, 0):
+        return 0
+    return max(_bytes(_tensor(node, 0)) + _bytes(_tensor(node, 1)), _bytes(meta.tensor_value(node)))
+
+
+def _convolution_backward(node: fx.Node, threads: int) -> int:
+    if not _is_relaid(node, 1):
+        return 0
+    grad, source, weight = (_bytes(_tensor(node, position)) for position in range(3))
+    strided = any(step != 1 for step in cast("Sequence[int]", node.args[4]))
+    return max(grad + source, 2 * source - weight if strided else 0)
+
+
+def _is_relaid(node: fx.Node, source: int) -> bool:
+    value, weight = _tensor(node, source), _tensor(node, source + 1)
+    transposed = node.args[source + 6]  # of which torch makes another convolution
+    return value.is_contiguous() and any(hint_of(size) != 1 for size in weight.shape[2:]) and not transposed
+
+
+def _first_argument(node: fx.Node, threads: int) -> int:
+    return _bytes(_tensor(node, 0))
+
+
+def _reduction(node: fx.Node, threads: int) -> int:
+    """Numbers are converted before they are summed, all of them at once."""
+    source, result = _tensor(node, 0), meta.tensor_value(node)
+    # The mean of everything sums narrow numbers in fp32.
+    wide = accumulate_dtype(result.dtype) if node.target is aten.mean.default else result.dtype
+    return _bytes(source, wide) if source.dtype != wide else 0
+
+
+def _sum_ranks(node: fx.Node, threads: int) -> int:
+    """The total, where it is not the result itself, and the piece that is added to it, where it has to be converted."""
+    received, result = _tensor(node, 0), meta.tensor_value(node)
+    wide = accumulate_dtype(received.dtype)
+    total, own = _bytes(result, wide), _bytes(result)
+    piece = total if received.dtype != wide else 0
+    return max(total + piece, total + (own if result.dtype != wide else 0)) - own
+
+
+def _low_rank_left(node: fx.Node, threads: int) -> int:
+    """A narrow gradient is converted before its error is added to it, one matrix at a time."""
+    grads = [meta.tensor_value(grad) for grad in cast("list[fx.Node]", node.args[0])]
+    return max((_bytes(grad, torch.float32) for grad in grads if grad.dtype != torch.float32), default=0)
+
+
+def _promotion(node: fx.Node) -> int:
+    """Operands of two types are converted to a common one, and so is a result that is written in place."""
+    operands = [meta.value(given) for given in node.args[:2] if isinstance(given, fx.Node)]
+    values = [value for value in operands if isinstance(value, Tensor)]  # a symbolic size is a number
+    if len(values) < 2:
+        return 0
+    common = torch.result_type(*values)
+    converted = [value for value in values if value.ndim and value.dtype != common]
+    if written_arguments(node) and values[0].dtype != common:
+        converted.append(values[0])
+    return sum(_bytes(value, common) for value in converted)
+
+
+_TABLE: Mapping[str, Callable[[fx.Node, int], int]] = MappingProxyType(
+    {
+        "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "aten.convolution": _convolution,
+        "aten.convolution_backward": _convolution_backward,
+        "aten.native_batch_norm_backward": _first_argument,
+        "aten.native_dropout": _first_argument,  # the mask, as numbers
+        "aten.native_dropout_backward": _first_argument,
+        "aten.logsumexp": _first_argument,
+        "aten.mean": _reduction,
+        "aten.sum": _reduction,
+        "aten.linalg_vector_norm": _reduction,
+        "zgraph.low_rank_left": _low_rank_left,
+        "zgraph.sum_ranks": _sum_ranks,
+    }
+)
+
+
+def _tensor(node: fx.Node, position: int) -> Tensor:
+    return meta.tensor_value(cast(fx.Node, node.args[position]))
+
+
+def _device(node: fx.Node) -> str:
+    value: Any = meta.value(node)
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return first.device.type if isinstance(first, Tensor) else ""
+
+
+def _bytes(value: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Of as many numbers, in another dtype; 0 where only the data will tell how many."""
+    return (hint_of(value.numel()) or 0) * (dtype or value.dtype).itemsize

@@ -1,0 +1,63 @@
+"""Steps that all ranks take: what fails on one is raised on every one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zgraph.errors import CheckpointError
+from zgraph.torch_compat.groups import is_distributed_ready
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
+
+
+def gathered(value: Any) -> list[Any]:
+    """`value` of every rank."""
+    if not is_distributed_ready():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def together(who: str, action: Callable[[], Any], *, all: bool = False) -> Any:
+    """Run an action that does not communicate; where it fails on one rank, raise on every one, or the others hang.
+
+    Returns:
+        What it returned here; with `all` a list of what it returned on each rank.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        mine, failure = error, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        cause: Exception | None = mine
+    else:
+        cause = None
+    outcomes = gathered((failure, result if all else None))
+    failed = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise CheckpointError(f"zgraph.{who} failed on rank {rank}{others}: {text}") from cause
+    return [value for _, value in outcomes] if all else result
+
+
+@contextmanager
+def dcp_errors(who: str) -> Generator[None]:
+    """torch raises a BaseException on every rank, with each failing rank's own inside."""
+    try:
+        with warnings.catch_warnings():
+            if not is_distributed_ready():  # one process is what was meant
+                warnings.filterwarnings("ignore", message="torch.distributed is ")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = sorted(error.failures.items())[0]
+        raise CheckpointError(f"zgraph.{who} failed on rank {rank}: {type(cause).__name__}: {cause}") from error

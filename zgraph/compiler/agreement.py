@@ -1,0 +1,194 @@
+"""Agreement between ranks: nobody runs a collective that its peers do not have.
+
+Every compiled graph has a communication signature: its collectives in order, with group, dtype and size, but no batch
+sizes. A rank publishes the signature to the rendezvous store and waits until every peer of its groups has published an
+equal one, from any compile of theirs. It never asks through a collective: a rank that recompiles alone would hang the
+others. Two ranks that wait for each other with different signatures can never agree, and both say so at once.
+
+The order is one for all groups. Groups run independently, and yet equal orders on each would not do: a rank that waits
+for a gather before it starts a reduction, and another that waits for that reduction before it starts the gather, wait
+forever. On NCCL kernels of two groups that are launched in different orders may block each other as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+
+from zgraph.errors import AgreementError
+from zgraph.graph.text import dtype_text
+from zgraph.graph.traffic import Transfer
+from zgraph.runtime.groups import OF_GATHERS, OF_REDUCTIONS
+from zgraph.torch_compat.groups import default_store, is_fake_world, resolve_group
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A graph's collectives, in a form that equal graphs share on all ranks.
+
+    Attributes:
+        direction: "forward", "backward" or "inference".
+        entries: what must be equal.
+        names: the parameters behind each entry, for people; equal blocks may differ in them.
+        ranks: everybody in the groups involved.
+    """
+
+    direction: str
+    entries: tuple[str, ...]
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, direction: str, transfers: Sequence[Transfer], waits: Sequence[str] = ()) -> Signature:
+        """Of a graph's collectives, and of `zgraph.graph.collective_dispatch.order_of_waits`."""
+        ranks: dict[int, None] = {}
+        entries: list[str] = []
+        for transfer in transfers:
+            members = dist.get_process_group_ranks(resolve_group(transfer.group_name))
+            ranks |= dict.fromkeys(members)
+            # By their distances, which the groups along one axis of a mesh have in common.
+            axis = f"r + {[member - members[0] for member in members]}"
+            if transfer.group_name.endswith(OF_REDUCTIONS):
+                axis += ", reductions"
+            elif transfer.group_name.endswith(OF_GATHERS):
+                axis += ", gathers"
+            coded = "".join(f", made by {method}" for method in transfer.methods)
+            entries.append(
+                f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes{coded} over ranks {axis}"
+            )
+        names = [", ".join(transfer.parameters) for transfer in transfers] + [""] * len(waits)
+        return cls(direction, (*entries, *waits), tuple(names), tuple(sorted(ranks)))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.direction, self.entries]).encode()).hexdigest()[:32]
+
+    def to_json(self) -> str:
+        return json.dumps([self.direction, self.entries, self.names, self.ranks])
+
+    @classmethod
+    def from_json(cls, text: str) -> Signature:
+        direction, entries, names, ranks = json.loads(text)
+        return cls(direction, tuple(entries), tuple(names), tuple(ranks))
+
+
+def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None = None) -> None:
+    """Publish this rank's signatures and wait until each peer has published equal ones.
+
+    Args:
+        signatures: of the graphs of one frame; those without collectives need no agreement.
+        timeout_s: how long a peer may take that has not said anything contrary.
+        store: the rendezvous store; None: the default group's.
+
+    Raises:
+        AgreementError: a peer waits with another signature (at once), or has published none in time.
+    """
+    talking = [signature for signature in signatures if signature.entries and len(signature.ranks) > 1]
+    if not talking or (store is None and is_fake_world()):
+        return
+    board = _Board(PrefixStore("zgraph/agreement", store or default_store()), dist.get_rank())
+    for signature in talking:
+        board.publish(signature)
+    for signature in talking:
+        _wait_for_peers(board, signature, timeout_s)
+
+
+def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> None:
+    pending = [rank for rank in signature.ranks if rank != board.rank]
+    deadline = time.monotonic() + timeout_s
+    pause = 0.0
+    differs = False
+    try:
+        while pending := board.missing(pending, signature):
+            board.wait_with(signature)
+            for rank in pending:
+                other = board.waiting_with(rank)
+                # The peer waits for this rank, which has never published the like and cannot while it waits itself; and
+                # the peer has not published ours, looked at again because it may have done so just before.
+                if (
+                    other is not None
+                    and board.rank in other.ranks
+                    and not board.has_published(board.rank, other)
+                    and not board.has_published(rank, signature)
+                ):
+                    differs = True
+                    raise AgreementError(_difference(board.rank, signature, rank, other))
+            if time.monotonic() > deadline:
+                raise AgreementError(_silence(board.rank, signature, pending, timeout_s))
+            time.sleep(pause)
+            pause = min(0.25, pause + _POLL_S)
+    finally:
+        # After a difference the word stays on the board, so that the peer learns of it too.
+        if not differs:
+            board.wait_with(None)
+
+
+class _Board:
+    """What ranks tell each other through the store."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store = store
+        self.rank = rank
+
+    def publish(self, signature: Signature) -> None:
+        self.store.set(f"published/{self.rank}/{signature.digest}", "1")
+
+    def has_published(self, rank: int, signature: Signature) -> bool:
+        return self.store.check([f"published/{rank}/{signature.digest}"])
+
+    def missing(self, ranks: list[int], signature: Signature) -> list[int]:
+        """Those that have not published it; one request where all have, so that N ranks cost the store N, not N^2."""
+        if self.store.check([f"published/{rank}/{signature.digest}" for rank in ranks]):
+            return []
+        return [rank for rank in ranks if not self.has_published(rank, signature)]
+
+    def wait_with(self, signature: Signature | None) -> None:
+        self.store.set(f"waiting/{self.rank}", signature.to_json() if signature is not None else "")
+
+    def waiting_with(self, rank: int) -> Signature | None:
+        if not self.store.check([f"waiting/{rank}"]):
+            return None
+        text = self.store.get(f"waiting/{rank}").decode()
+        return Signature.from_json(text) if text else None
+
+
+def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str:
+    if mine.direction != theirs.direction:
+        found = f"rank {rank} compiled a {mine.direction} graph, rank {peer} a {theirs.direction} graph"
+    else:
+        pairs = list(zip_longest(mine.entries, theirs.entries))
+        position = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
+        found = (
+            f"the first difference is collective {position} of the {mine.direction} graph: "
+            f"rank {rank} has {_entry(mine, position)}, rank {peer} has {_entry(theirs, position)}"
+        )
+    return (
+        f"zgraph: ranks {rank} and {peer} compiled different communication; {found}. Nothing has been sent. Give all "
+        "ranks the same model, options and order of calls."
+    )
+
+
+def _entry(signature: Signature, position: int) -> str:
+    if position >= len(signature.entries):
+        return f"none (its graph has {len(signature.entries)})"
+    about = f" for {signature.names[position]}" if signature.names[position] else ""
+    return signature.entries[position] + about
+
+
+def _silence(rank: int, signature: Signature, peers: Sequence[int], timeout_s: float) -> str:
+    return (
+        f"zgraph: rank {rank} compiled a {signature.direction} graph with {len(signature.entries)} collectives (first: "
+        f"{_entry(signature, 0)}), and rank(s) {', '.join(map(str, peers))} compiled no such graph within "
+        f"{timeout_s:g} s. Nothing has been sent. Either they run something else, such as training while this rank "
+        "evaluates, or they need longer: "
+        'options={"agreement_timeout_s": ...}.'
+    )

@@ -1,0 +1,120 @@
+"""Split a joint graph by torch's partitioner, and settle what it does to random operators that backward repeats.
+
+An operator that draws and is computed again (activation checkpointing) is wrapped by torch, so that backward draws with
+the state of the generator that forward had: forward returns the state, and backward takes it as an input.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.analysis.cost import size_hint
+from zgraph.graph import meta, nodes
+from zgraph.torch_compat.aot import may_be_written, min_cut_partition, rng_state_operators
+from zgraph.torch_compat.operators import OpOverload, argument_of
+
+
+def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph, by torch's min-cut partitioner.
+
+    Beside what the partitioner does: attention without dropout counts as an operator that does not draw, forward's
+    outputs stand in the order in which AOTAutograd reads them, and every node has its fake value.
+
+    Args:
+        joint: tagged by passes; changed as the partitioner changes it.
+        inputs, kwargs: what AOTAutograd hands to a partitioner.
+    """
+    _hide_drawless(joint.graph)
+    forward, backward = min_cut_partition(joint, inputs, **kwargs)
+    for gm in (joint, forward, backward):
+        _show_drawless(gm)
+    _settle_states(forward, backward, kwargs["num_fwd_outputs"])
+    return forward, backward
+
+
+# --- attention without dropout ----------------------------------------------------------------------------------------
+
+
+def draws_nothing(node: fx.Node) -> bool:
+    """Whether an operator is tagged as random and has a `dropout_p` of zero: attention then asks no generator."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return argument_of(node, "dropout_p") == 0
+
+
+def drawless(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Stands in a joint graph for an operator that is tagged as random and draws nothing, while the graph is split."""
+    return operator(*args, **kwargs)
+
+
+def _hide_drawless(graph: fx.Graph) -> None:
+    for node in nodes.call_functions(graph, draws_nothing):
+        node.args = (cast(OpOverload, node.target), *node.args)
+        node.target = drawless
+
+
+def _show_drawless(gm: fx.GraphModule) -> None:
+    found = list(nodes.call_functions(gm.graph, lambda node: node.target is drawless))
+    for node in found:
+        operator, *args = node.args
+        assert isinstance(operator, OpOverload)
+        node.target, node.args = operator, tuple(args)
+    if found:
+        gm.recompile()
+
+
+# --- states of generators ---------------------------------------------------------------------------------------------
+
+
+def _settle_states(forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int) -> None:
+    """Give wrapped operators their values, and put the states where AOTAutograd looks for tensors.
+
+    It reads forward's outputs as those of the user, tensors, tensors that may have been written to, other objects (a
+    device mesh), symbolic sizes; torch 2.11 - 2.13 put states in front of the sizes.
+    """
+    save, run = rng_state_operators()
+    taken = {str(node.args[0]): node for node in nodes.call_functions(backward.graph, lambda node: node.target is run)}
+    # In the order of forward's outputs.
+    received = [node for node in backward.graph.find_nodes(op="placeholder") if node.name in taken]
+    outputs = nodes.returned_by(forward.graph)
+    states = [node for node in outputs[user_outputs:] if _is_state(node, save)]
+    for state, state_input in zip(states, received, strict=True):
+        (wrapped,) = state.all_input_nodes
+        (found,) = [user for user in wrapped.users if user is not state]
+        # torch gives them a size that is a symbol, which is bound nowhere.
+        value = meta.tensor_value(state)
+        value = value.new_empty([size_hint(size) for size in value.shape])
+        for node in (state, state_input):
+            meta.set_value(node, value)
+        meta.set_value(wrapped, (value, meta.value(found)))
+        meta.set_value(taken[state_input.name], meta.value(found))
+    saved = [node for node in outputs[user_outputs:] if node not in states]
+    plain = next((place for place, node in enumerate(saved) if not _is_plain(node)), len(saved))
+    behind = [node for node in saved[plain:] if not _is_size(node)]
+    if not states or not behind:
+        return
+    nodes.output_of(forward.graph).args = ((*outputs[:user_outputs], *saved[:plain], *states, *saved[plain:]),)
+    (place,) = [node for node in backward.graph.find_nodes(op="placeholder") if node.name == behind[0].name]
+    for state_input in received:
+        place.prepend(state_input)
+    for gm in (forward, backward):
+        gm.recompile()
+
+
+def _is_state(node: object, save: object) -> bool:
+    if not isinstance(node, fx.Node) or not nodes.is_getitem(node):
+        return False
+    source, place = node.args
+    return isinstance(source, fx.Node) and source.target is save and isinstance(place, int) and place == 0
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(meta.value(node), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """A saved tensor that nobody may write to before backward reads it."""
+    return isinstance(meta.value(node), Tensor) and not may_be_written(node)

@@ -1,0 +1,154 @@
+"""The pipeline: orders, runs, verifies, times and dumps passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
+from zgraph.compiler.verify import Snapshot, Where, check_values, verify
+from zgraph.errors import PreconditionError
+from zgraph.graph import meta
+from zgraph.reporting.summary import PassRun
+
+Observer = Callable[[GraphPass, Direction, fx.Graph], None]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """An ordered list of passes whose contracts fit.
+
+    Passes of phase "joint" run first, whatever their place in the list; within a phase the order is the list's.
+
+    Args:
+        passes: such as `zgraph.passes.presets.default()`, edited.
+        replay_all: after each phase, replay whole graphs on fake values, not only the nodes that a pass has changed:
+            finds a pass that alters a recorded value in place. Slower; for the tests of a pass.
+
+    Raises:
+        PreconditionError: a pass requires what no earlier one provides, or conflicts with what one provides.
+        ValueError: an entry is not a pass.
+    """
+
+    passes: tuple[GraphPass, ...]
+    replay_all: bool = False
+    _facts: dict[Phase, dict[str, None]] = field(init=False, repr=False, compare=False)
+
+    def __init__(self, passes: Iterable[GraphPass], *, replay_all: bool = False) -> None:
+        object.__setattr__(self, "passes", tuple(passes))
+        object.__setattr__(self, "replay_all", replay_all)
+        self._check_contracts()
+
+    def of(self, phase: Phase) -> Iterator[GraphPass]:
+        """The passes of one phase, in order."""
+        return (entry for entry in self.passes if entry.phase == phase)
+
+    def without(self, left_out: Callable[[GraphPass], bool]) -> Pipeline:
+        """The same pipeline without some passes.
+
+        Raises:
+            PreconditionError: another pass requires one of them.
+        """
+        return Pipeline((entry for entry in self.passes if not left_out(entry)), replay_all=self.replay_all)
+
+    def _check_contracts(self) -> None:
+        for entry in self.passes:
+            if not isinstance(entry, GraphPass):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(
+                    f"zgraph.Pipeline: {entry!r} is not a pass; list instances of zgraph.GraphPass, such as "
+                    "SinkWaits()."
+                )
+        held: dict[str, str] = {}
+        for entry in [*self.of("joint"), *self.of("graph")]:
+            missing = [fact for fact in sorted(entry.requires) if fact not in held]
+            if missing:
+                raise PreconditionError(
+                    f"{entry.name} requires {', '.join(missing)}, which no earlier pass provides; "
+                    f"{_advice(missing[0], self.passes)}."
+                )
+            for fact in sorted(entry.conflicts):
+                if fact in held:
+                    raise PreconditionError(
+                        f"{entry.name} cannot run after {held[fact]}, which provides {fact}; put {entry.name} "
+                        "before it."
+                    )
+            held |= dict.fromkeys(sorted(entry.provides), entry.name)
+
+    def run(
+        self, phase: Phase, ctx: PassContext, graphs: dict[Direction, fx.GraphModule], observe: Observer
+    ) -> Iterator[PassRun]:
+        """Run the passes of a phase, each on all graphs before the next, verifying after every one.
+
+        Args:
+            phase: "joint" or "graph".
+            ctx: handed to the passes; its direction is set before each run.
+            graphs: rewritten in place.
+            observe: called after each verified pass, for dumps.
+
+        Raises:
+            VerifyError: a pass broke an invariant, or did not say truthfully whether it changed the graph.
+        """
+        facts: dict[str, None] = {}
+        if phase == "graph":
+            facts = dict.fromkeys(fact for entry in self.of("joint") for fact in sorted(entry.provides))
+        for entry in self.of(phase):
+            facts |= dict.fromkeys(sorted(entry.provides))
+            for direction, gm in graphs.items():
+                ctx.direction = direction
+                started = time.perf_counter()
+                changed = self._run_one(entry, direction, gm, ctx, facts)
+                seconds = time.perf_counter() - started
+                observe(entry, direction, gm.graph)
+                yield PassRun(
+                    name=entry.name,
+                    direction=direction,
+                    changed=changed,
+                    seconds=seconds,
+                    nodes_after=len(gm.graph.nodes),
+                )
+        for direction, gm in graphs.items() if self.replay_all else ():
+            check_values(gm.graph.nodes, Where(pass_name=f"a pass of phase {phase}", direction=direction))
+
+    def _run_one(
+        self, entry: GraphPass, direction: Direction, gm: fx.GraphModule, ctx: PassContext, facts: Iterable[str]
+    ) -> bool:
+        where = Where(pass_name=entry.name, direction=direction)
+        before = Snapshot.of(gm.graph)
+        try:
+            changed = entry.run(gm, ctx)
+        except Exception as error:
+            error.add_note(f"zgraph: while {entry.name} ran on the {direction} graph")
+            raise
+        if not isinstance(changed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise where.error(f"run returned {changed!r}; return True if the graph changed, else False.")
+        if not changed and not before.same_calls(gm.graph):
+            raise where.error("run returned False, but the graph changed; return True.")
+        _complete_values(before.changed(gm.graph), where)
+        verify(
+            gm.graph,
+            before,
+            facts,
+            where,
+            user_outputs=ctx.user_outputs if direction == "forward" else None,
+        )
+        return changed
+
+
+def _complete_values(changed: Iterable[fx.Node], where: Where) -> None:
+    """A node made by hand has no value yet; the passes after it need one."""
+    for node in changed:
+        if node.op == "call_function" and meta.value(node) is None:
+            try:
+                meta.set_value(node, meta.evaluate(node))
+            except Exception as error:
+                raise where.error(f"{node.name} cannot run on the fake values of its inputs: {error}", node) from error
+
+
+def _advice(fact: str, passes: Iterable[GraphPass]) -> str:
+    later = next((entry.name for entry in passes if fact in entry.provides), None)
+    if later is not None:
+        return f"move {later}, which does, before it"
+    return f"add the pass that provides {fact} before it (zgraph.passes.presets.default() lists them all)"

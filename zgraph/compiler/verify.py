@@ -1,0 +1,258 @@
+"""Graph invariants, one function each; the pipeline proves all of them after every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from zgraph.compiler.graph_pass import Direction, Fact
+from zgraph.errors import VerifyError
+from zgraph.graph import meta, nodes
+from zgraph.graph.text import neighbourhood
+from zgraph.torch_compat.operators import is_higher_order, returns_alias, written_arguments
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a graph looked like before a pass: enough to see which nodes it changed."""
+
+    calls: dict[fx.Node, tuple[Any, Any, Any]]
+    values: dict[fx.Node, Any]
+    placeholders: tuple[str, ...]
+    outputs: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Snapshot:
+        return cls(
+            {node: (node.target, node.args, node.kwargs) for node in graph.nodes},
+            {node: meta.value(node) for node in graph.nodes},
+            tuple(node.name for node in graph.nodes if node.op == "placeholder"),
+            tuple(meta.value(out) if isinstance(out, fx.Node) else out for out in nodes.returned_by(graph)),
+        )
+
+    def same_calls(self, graph: fx.Graph) -> bool:
+        """Whether the graph still makes the same calls in the same order."""
+        return [*self.calls.items()] == [(node, (node.target, node.args, node.kwargs)) for node in graph.nodes]
+
+    def changed(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        """Nodes that are new, call something else than before, or have or read another value than before."""
+        for node in graph.nodes:
+            if self.calls.get(node) != (node.target, node.args, node.kwargs) or any(
+                meta.value(known) is not self.values.get(known, meta.value(known))
+                for known in (node, *node.all_input_nodes)
+            ):
+                yield node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where a check runs, for its error text."""
+
+    pass_name: str
+    direction: Direction
+
+    def error(self, text: str, node: fx.Node | None = None) -> VerifyError:
+        shown = f"\n{neighbourhood(node)}" if node is not None else ""
+        return VerifyError(f"{self.pass_name} on the {self.direction} graph: {text}{shown}")
+
+
+def verify(
+    graph: fx.Graph,
+    before: Snapshot,
+    facts: Iterable[str],
+    where: Where,
+    *,
+    user_outputs: int | None = None,
+    replay_all: bool = False,
+) -> None:
+    """Prove that a graph is sound.
+
+    Args:
+        graph: as the pass left it.
+        before: as the pass found it.
+        facts: that hold by now.
+        where: for error texts.
+        user_outputs: of a forward graph: how many of its outputs are the user's; the others are saved for backward.
+        replay_all: replay every node on fake values, not only the changed ones.
+
+    Raises:
+        VerifyError: the first broken invariant, with the nodes around it.
+    """
+    check_lint(graph, where)
+    check_interface(graph, before, where)
+    check_values(graph.nodes if replay_all else before.changed(graph), where)
+    check_collectives_waited(graph, where)
+    check_buffers_untouched(graph, where)
+    known = frozenset(facts)
+    if Fact.LIFETIMES_CHOSEN in known and user_outputs is not None:
+        check_gathers_released(graph, user_outputs, where)
+    for fact, check in ((Fact.GATHERS_LOWERED, nodes.is_unshard), (Fact.REDUCTIONS_LOWERED, nodes.is_reduce_grad)):
+        if fact in known:
+            check_absent(graph, fact, check, where)
+    if Fact.WAITS_SUNK in known:
+        check_waits_sunk(graph, where)
+
+
+def check_lint(graph: fx.Graph, where: Where) -> None:
+    """Every node is defined before it is used."""
+    try:
+        graph.lint()
+    except (RuntimeError, AssertionError) as error:
+        raise where.error(f"the graph is malformed: {error}") from error
+
+
+def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
+    """Inputs and outputs are a contract with the other graph and with autograd: same names, number and layout."""
+    placeholders = tuple(node.name for node in graph.nodes if node.op == "placeholder")
+    if placeholders != before.placeholders:
+        raise where.error(f"the inputs changed from {before.placeholders} to {placeholders}; keep every placeholder.")
+    outputs = nodes.returned_by(graph)
+    if len(outputs) != len(before.outputs):
+        raise where.error(f"the graph returned {len(before.outputs)} values and now returns {len(outputs)}; keep them.")
+    for position, (out, expected) in enumerate(zip(outputs, before.outputs, strict=True)):
+        found = meta.value(out) if isinstance(out, fx.Node) else out
+        if isinstance(expected, torch.Tensor) and not _same_output(expected, found):
+            raise where.error(
+                f"output {position} was {_shown(expected)} and is now {_shown(found)}; outputs keep shape and dtype.",
+                out if isinstance(out, fx.Node) else None,
+            )
+
+
+def check_values(changed: Iterable[fx.Node], where: Where) -> None:
+    """Each node's recorded value is what its call yields on fake inputs."""
+    for node in changed:
+        if node.op != "call_function" or is_higher_order(node.target):  # whose inner graphs have no value to replay
+            continue
+        recorded = meta.value(node)
+        try:
+            found = meta.evaluate(node)
+        except KeyError as missing:
+            raise where.error(
+                f"{node.name} reads {missing.args[0]}, which has no fake value; create nodes with zgraph.graph.meta.create.",
+                node,
+            ) from None
+        except Exception as error:
+            raise where.error(f"{node.name} cannot run on the fake values of its inputs: {error}", node) from error
+        if not meta.same_layout(recorded, found):
+            raise where.error(
+                f"{node.name} yields {_shown(found)}, but its meta says {_shown(recorded)}; create nodes with "
+                "zgraph.graph.meta.create, or set the value after changing arguments.",
+                node,
+            )
+
+
+def check_collectives_waited(graph: fx.Graph, where: Where) -> None:
+    """The result of a started collective is read by its wait and by nobody else."""
+    for node in nodes.call_functions(graph, nodes.is_start):
+        if not node.users:
+            raise where.error(f"{node.name} is started and never waited for; erase it or add its wait.", node)
+        for user in node.users:
+            if not nodes.is_wait(user) and not (
+                user.users and all(map(nodes.is_wait, user.users))
+            ):  # of a coalesced one
+                raise where.error(f"{node.name} has no wait before {user.name} reads it; read its wait instead.", user)
+
+
+def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
+    """Nobody writes to what a collective in flight still reads or fills."""
+    in_flight: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for written in written_arguments(node):
+            for start, buffers in in_flight.items():
+                if _buffer_of(written) in buffers:
+                    raise where.error(
+                        f"{node.name} writes to {written.name} while {start.name} is in flight; put {node.name} after "
+                        f"the wait of {start.name}.",
+                        node,
+                    )
+        if nodes.is_start(node):
+            in_flight[node] = [node, *map(_buffer_of, node.all_input_nodes)]
+        elif nodes.is_wait(node):
+            # Through the getitem of a coalesced one, whose members arrive together.
+            in_flight.pop(_buffer_of(cast(fx.Node, node.args[0])), None)
+
+
+def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:
+    """No gathered parameter is saved for backward against its lifetime.
+
+    What the user's own outputs keep alive anyway may be saved too.
+    """
+    outputs = nodes.returned_by(graph)
+    kept = [_gather_behind(out) for out in outputs[:user_outputs] if isinstance(out, fx.Node)]
+    for out in outputs[user_outputs:]:
+        if not isinstance(out, fx.Node):
+            continue
+        source = _gather_behind(out)
+        if source is not None and source not in kept:
+            raise where.error(
+                f"{out.name} saves the gathered {', '.join(meta.parameters(source))} for backward; put "
+                "choose_lifetimes before the partition and keep its recompute tags.",
+                out,
+            )
+
+
+def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> None:
+    """A marker that was said to be lowered is gone."""
+    left = next(nodes.call_functions(graph, predicate), None)
+    if left is not None:
+        raise where.error(f"{left.name} is still there although {fact} was promised.", left)
+
+
+def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
+    """Between the wait of a gather and its first user there is nothing that could have hidden the gather."""
+    order = nodes.order_of(graph)
+    for wait in nodes.call_functions(graph, nodes.is_wait):
+        start = nodes.start_of(wait)
+        readers = [user for result in nodes.results_of(wait) for user in result.users]
+        user = min(readers, key=order.__getitem__, default=None)
+        if user is None or not nodes.is_gather(start):
+            continue
+        between = wait.next
+        while between is not user:
+            if between.op == "call_function" and not nodes.is_communication(between):
+                raise where.error(f"{wait.name} waits before {between.name}, which does not need it.", wait)
+            between = between.next
+
+
+def _gather_behind(node: fx.Node) -> fx.Node | None:
+    """The gather that a value is a view, cast or copy of."""
+    while True:
+        if nodes.is_unshard(node):
+            return node if nodes.UnshardArgs.of(node).zero_stage > 0 and not meta.is_tagged_saved(node) else None
+        if nodes.is_wait(node):
+            start = nodes.start_of(node)
+            releases = nodes.is_gather(start) and meta.parameters(start) and not meta.is_tagged_saved(start)
+            return start if releases else None
+        if not nodes.is_reshaping(node) or not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+
+
+def _buffer_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one is a view of."""
+    while node.args and isinstance(node.args[0], fx.Node):
+        if not (returns_alias(node.target) or getattr(node.target, "__name__", "") == "getitem"):
+            break
+        node = node.args[0]
+    return node
+
+
+def _same_output(expected: torch.Tensor, found: object) -> bool:
+    # The layout of a gradient may differ (a bucket's slice), its shape and type may not.
+    return isinstance(found, torch.Tensor) and (str(expected.shape), expected.dtype, expected.device) == (
+        str(found.shape),
+        found.dtype,
+        found.device,
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} strides {list(value.stride())}"
+    return type(value).__name__

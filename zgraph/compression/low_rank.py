@@ -1,0 +1,157 @@
+"""PowerSGD: instead of a gradient two thin factors travel, whose product stands for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime.chunks import MIB
+
+FACTOR_DTYPE = torch.float32  # of factors and errors, whatever gradients come in
+PREFIX = "LowRank("  # of what `LowRank.kept_as` writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Matrices of low rank instead of gradients: PowerSGD with error feedback and a warm start.
+
+    Each rank adds its error to its gradient, M = G + E, and with the factor Q of the last step
+
+        P = mean of M Q,  made orthonormal        one exchange of rank * rows numbers
+        Q = mean of M^T P                         one exchange of rank * columns numbers
+        mean gradient = P Q^T                     rebuilt by each rank: all of it, or its own rows
+        E = M - P (M^T P)^T                       what this rank has not sent
+
+    Sums, products and errors are fp32. The mean of all ranks' errors is the mean of what was not sent, as in the paper,
+    which subtracts the mean gradient from M instead: the rank's difference from the others then lies in the error, and
+    cancels in the sum. A rank keeps as many fp32 numbers as the gradient has, and Q.
+
+    A gradient of more than two dims is a matrix too: of the ways to split its dims the one with the smallest factors.
+    Where factors would not save much, and for vectors, gradients travel as they are.
+
+    Attributes:
+        rank: of the matrices: columns of P and of Q.
+        least_saving: how many times fewer bytes the factors of a gradient must take, or it travels as it is.
+        bucket_bytes: the most that gradients whose factors share an exchange take in fp32. Each is held until the
+            factors P of its bucket have come back.
+
+    Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD", arXiv 1905.13727, algorithms 1 and 2.
+    """
+
+    rank: int = 4
+    least_saving: float = 2.0
+    bucket_bytes: int = 16 * MIB
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"zgraph.passes.LowRank: rank={self.rank}; write 1 or more, such as 4.")
+        if not (math.isfinite(self.least_saving) and self.least_saving >= 1):
+            raise ValueError(
+                f"zgraph.passes.LowRank: least_saving={self.least_saving}; factors that take more bytes than the "
+                "gradient are of no use, write 1 or more."
+            )
+        if self.bucket_bytes < 1:
+            raise ValueError(
+                f"zgraph.passes.LowRank: bucket_bytes={self.bucket_bytes} holds nothing; write a positive number."
+            )
+
+    @property
+    def kept_as(self) -> str:
+        """What the kept tensors depend on, as text."""
+        return f"{PREFIX}rank={self.rank})"
+
+    def pays(self, shape: Sequence[int], sent_bytes: int) -> bool:
+        """Whether factors save enough.
+
+        Args:
+            shape: of the whole gradient.
+            sent_bytes: what it takes as it is, counted like both directions of an exchange of factors.
+        """
+        if len(shape) < 2:
+            return False
+        return self.rank * sum(matrix_shape(shape)) * factor_bytes() * self.least_saving <= sent_bytes
+
+
+def factor_bytes() -> int:
+    """Bytes on the wire for each number of a factor, which goes to where it is summed and comes back."""
+    return 2 * FACTOR_DTYPE.itemsize
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns as which a tensor of two dims or more is compressed: its first dims, and the others."""
+    splits = [(math.prod(shape[:place]), math.prod(shape[place:])) for place in range(1, len(shape))]
+    return min(splits, key=sum)
+
+
+def state_of_matrix(rows: int, columns: int, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name, shape and dtype of what a rank keeps for a matrix; "right" is Q^T, equal on all ranks."""
+    return {"error": ((rows, columns), FACTOR_DTYPE), "right": ((rank, columns), FACTOR_DTYPE)}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one size, which are computed with together.
+
+    Attributes:
+        members: their places in the bucket.
+        left_at, right_at: where their factors begin in the bucket's P and Q.
+    """
+
+    rows: int
+    columns: int
+    members: tuple[int, ...]
+    left_at: int
+    right_at: int
+
+
+@dataclass(frozen=True)
+class FactorLayout:
+    """Where the factors of a bucket's matrices lie: transposed, [rank, rows] and [rank, columns], batch by batch.
+
+    Attributes:
+        rows, columns: of each matrix.
+        rank: of the factors.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    rank: int
+
+    def batches(self) -> list[Batch]:
+        """In the order in which sizes first occur."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for member, size in enumerate(zip(self.rows, self.columns, strict=True)):
+            alike.setdefault(size, []).append(member)
+        found: list[Batch] = []
+        left_at = right_at = 0
+        for (rows, columns), members in alike.items():
+            found.append(Batch(rows, columns, tuple(members), left_at, right_at))
+            left_at += len(members) * self.rank * rows
+            right_at += len(members) * self.rank * columns
+        return found
+
+    @property
+    def left_numel(self) -> int:
+        return self.rank * sum(self.rows)
+
+    @property
+    def right_numel(self) -> int:
+        return self.rank * sum(self.columns)
+
+    def left(self, flat: Tensor) -> Iterator[Tensor]:
+        """Views [matrices, rank, rows] of each batch in P."""
+        for batch in self.batches():
+            count = len(batch.members)
+            part = flat[batch.left_at : batch.left_at + count * self.rank * batch.rows]
+            yield part.view(count, self.rank, batch.rows)
+
+    def right(self, flat: Tensor) -> Iterator[Tensor]:
+        """Views [matrices, rank, columns] of each batch in Q."""
+        for batch in self.batches():
+            count = len(batch.members)
+            part = flat[batch.right_at : batch.right_at + count * self.rank * batch.columns]
+            yield part.view(count, self.rank, batch.columns)

@@ -1,0 +1,297 @@
+"""Compression methods: what travels instead of a gradient, and what each rank remembers of what it did not send."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+HADAMARD = 32  # elements that a rotation mixes: five butterfly stages
+SCALE_DTYPE = torch.bfloat16  # of fp32's range: in fp16 the scales of gradients around 1e-8 would vanish
+BITS = (2, 4, 8)
+Hops = Literal[1, 2, "auto"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What the random numbers of one reduction depend on, beside the rank that draws them.
+
+    Attributes:
+        step: how many reductions of the parameter came before.
+        salt: tells apart groups that run side by side, whose members have equal ranks.
+    """
+
+    step: int
+    salt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionMethod:
+    """Base class: subclass it, at the top level of a module, as a frozen dataclass whose fields are numbers, strings,
+    bools or dtypes.
+
+    A gradient is cut into equal chunks, one for each rank of the group. `quantize` turns them into bytes, which one
+    all_to_all exchanges with those of other gradients, and `dequantize_sum` sums the chunks that all ranks have sent to
+    this one. Neither may communicate.
+    """
+
+    @property
+    def forgets_every(self) -> int:
+        """Optimizer steps after which what is kept starts as zeros again; 0: never."""
+        return 0
+
+    def sections(self, numel: int) -> tuple[int, ...]:
+        """Bytes that stand for a chunk of `numel` elements, section by section: codes, then scales, say.
+
+        Sections of equal place in different gradients of a bucket lie side by side.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how many bytes it sends")
+
+    def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of what a rank keeps for a gradient of `chunks` chunks; it starts as zeros."""
+        return {}
+
+    def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: Draw, rank: int) -> Sequence[Tensor]:
+        """The bytes to send.
+
+        Args:
+            grad: [chunks, numel] in the gradient's dtype; zeros behind its end.
+            state: what is kept, updated in place.
+            draw, rank: what random numbers may depend on.
+
+        Returns:
+            [chunks, bytes] uint8 for each section.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no quantize")
+
+    def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: Draw) -> Tensor:
+        """The sum of what all ranks have sent.
+
+        Args:
+            sections: [ranks, bytes] uint8 for each section, by rank.
+            numel: elements of the chunk.
+            draw: equal to that of all senders.
+
+        Returns:
+            [numel] fp32.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no dequantize_sum")
+
+    def check(self) -> None:
+        """Refuse options that do not fit; called when built."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMethod(CompressionMethod):
+    """What the methods of zgraph share: integer codes, and a bf16 scale for each group of elements.
+
+    Attributes:
+        bits: of a code: 2, 4 or 8.
+        group: elements that share a scale.
+        rotate: mix blocks of 32 elements, with signs drawn anew by each rank and step, so that outliers spread and the
+            quantization errors of equal gradients cancel in the mean.
+        clip_search: of a few clipping levels take the one which loses least.
+        error_dtype: in which the error is kept: torch.int8, with a scale for each group, or torch.float32.
+        error_device: where the error is kept: None beside the gradient, or "cpu".
+    """
+
+    bits: int = 4
+    group: int = 128
+    rotate: bool = True
+    clip_search: bool = True
+    error_dtype: torch.dtype = torch.int8
+    error_device: str | None = None
+
+    @property
+    def old_share(self) -> float | None:
+        """Share of the old error in the new one; None where no error is kept."""
+        return None
+
+    @property
+    def levels(self) -> int:
+        """Of a code: 16 with 4 bits."""
+        return 2**self.bits
+
+    @property
+    def clips(self) -> tuple[float, ...]:
+        """Clipping levels to try, as shares of a group's largest magnitude."""
+        if not self.clip_search:
+            return (1.0,)
+        return {2: (0.85, 0.7, 0.55), 4: (1.0, 0.87), 8: (1.0,)}[self.bits]
+
+    def groups(self, numel: int) -> int:
+        """Groups of a chunk; the last is filled up with zeros."""
+        return -(-numel // self.group)
+
+    def sections(self, numel: int) -> tuple[int, ...]:
+        groups = self.groups(numel)
+        return groups * self.group * self.bits // 8, groups * SCALE_DTYPE.itemsize
+
+    def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        if self.old_share is None:
+            return {}
+        groups = self.groups(numel)
+        error = {"error": ((chunks, groups, self.group), self.error_dtype)}
+        return error if self.error_dtype.is_floating_point else error | {"error_scale": ((chunks, groups), SCALE_DTYPE)}
+
+    def check(self) -> None:
+        name = type(self).__name__
+        if self.bits not in BITS:
+            raise ValueError(f"zgraph.passes.{name}: bits={self.bits} do not fill whole bytes; write 2, 4 or 8.")
+        power = self.group > 0 and self.group & (self.group - 1) == 0
+        if not (power and 8 <= self.group <= 1024):
+            raise ValueError(
+                f"zgraph.passes.{name}: group={self.group}; a group is a power of two from 8 to 1024, such as 128."
+            )
+        if self.rotate and self.group < HADAMARD:
+            raise ValueError(
+                f"zgraph.passes.{name}: group={self.group} is smaller than the {HADAMARD} elements that a rotation "
+                "mixes; write group=32 or more, or rotate=False."
+            )
+        if self.error_dtype not in (torch.int8, torch.float32):
+            raise ValueError(
+                f"zgraph.passes.{name}: error_dtype={self.error_dtype}; write torch.int8 or torch.float32."
+            )
+        if self.error_device not in (None, "cpu"):
+            raise ValueError(f'zgraph.passes.{name}: error_device={self.error_device!r}; write None or "cpu".')
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoCo(BlockMethod):
+    """Low-bit gradients, and a moving average of what they lost, which is added to the next ones.
+
+    Attributes:
+        beta: share of the old error in the new one.
+        reset_every: optimizer steps after which the error starts at zero again; 0: never.
+        hops: 1 sends straight to where the sum is kept: of each node as many ranks as it has send all their codes to
+            other nodes; 2 sums inside each node first, see `TwoHop`, and crosses with 1/P of that. "auto": 2 where the
+            mesh replicates shards across nodes (hybrid sharding), and where the pipeline's hardware says that several
+            ranks of the group share a node and others do not.
+
+    Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in what a group is rotated by, how
+    it is clipped, and in scaling codes so that they are unbiased along the gradient; see `zgraph.codegen.kernels.reference`.
+    """
+
+    beta: float = 0.8
+    reset_every: int = 1024
+    hops: Hops = "auto"
+
+    @property
+    def old_share(self) -> float | None:
+        return self.beta
+
+    @property
+    def forgets_every(self) -> int:
+        return self.reset_every
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"zgraph.passes.LoCo: beta={self.beta}; write a number from 0 up to, not including, 1.")
+        if self.reset_every < 0:
+            raise ValueError(f"zgraph.passes.LoCo: reset_every={self.reset_every}; write a number of steps, 0: never.")
+        if self.hops not in (1, 2, "auto"):
+            raise ValueError(f'zgraph.passes.LoCo: hops={self.hops!r}; write 1, 2 or "auto".')
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(BlockMethod):
+    """Classic error feedback: whatever was not sent is added to the next gradient, whole.
+
+    Its noise in a single step is twice that without feedback, where LoCo's is 2 / (1 + beta).
+
+    Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847.
+    """
+
+    rotate: bool = False
+
+    @property
+    def old_share(self) -> float | None:
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoFeedback(BlockMethod):
+    """Plain codes; what they lose is lost."""
+
+    rotate: bool = False
+    clip_search: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoHop:
+    """Codes of 8 bits inside a node, and of fewer across nodes, where links are slow.
+
+    Ranks of a node first sum their gradients, each rank a part of them; then ranks of equal place in their nodes sum
+    these sums. Across nodes each rank sends, and keeps an error of, 1/P of the gradient, for P ranks per node.
+
+    Attributes:
+        inside, across: the method of each hop.
+        ranks_per_node: how many neighbouring ranks share a node. None: those that share the shards of hybrid sharding,
+            whose replicas are the nodes, else what the pipeline's hardware says; it must be given where there is none.
+
+    Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.2, which keeps no error.
+    """
+
+    inside: BlockMethod = NoFeedback(bits=8, group=512)
+    across: BlockMethod = LoCo(hops=1)
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(
+                f"zgraph.passes.TwoHop: ranks_per_node={self.ranks_per_node}; write how many ranks share a node."
+            )
+
+
+def to_text(method: CompressionMethod) -> str:
+    """A method as text, which a graph can hold and `from_text` reads.
+
+    Raises:
+        ValueError: its class cannot be found by name, or a field is nothing that can be written down.
+    """
+    kind = type(method)
+    place = f"{kind.__module__}:{kind.__qualname__}"
+    if getattr(sys.modules[kind.__module__], kind.__qualname__, None) is not kind:
+        raise ValueError(
+            f"zgraph: the compression method {place} cannot be found by its name, as compiled graphs must; define it "
+            "at the top level of its module."
+        )
+    fields = {
+        field.name: _written(kind, field.name, getattr(method, field.name)) for field in dataclasses.fields(method)
+    }
+    return json.dumps([place, fields])
+
+
+@functools.cache
+def from_text(text: str) -> CompressionMethod:
+    """The method that `to_text` has written."""
+    place, fields = json.loads(text)
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)(**{key: _read(value) for key, value in fields.items()})
+
+
+def _written(kind: type, name: str, value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise ValueError(
+        f"zgraph: {kind.__name__}.{name} is a {type(value).__name__}, which a compiled graph cannot hold; a "
+        "compression method has fields that are numbers, strings, bools or dtypes."
+    )
+
+
+def _read(value: Any) -> Any:
+    return getattr(torch, value["dtype"]) if isinstance(value, dict) else value

@@ -1,0 +1,70 @@
+"""Where the bytes of each gradient lie in the payload of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from zgraph.compression.methods import BlockMethod, CompressionMethod
+from zgraph.runtime.chunks import Chunk
+
+ALIGNMENT = 16  # bytes; vector units and GPUs like the payload of each rank to begin at such a multiple
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """How the gradients of a bucket share one payload [world, payload_bytes], a row for each rank that receives one.
+
+    Every gradient is cut into `stretches * world` equal chunks, padded at the end; chunk `s * world + d` goes to rank
+    d. A row holds the first section (codes) of all its chunks, gradient by gradient and stretch by stretch, then the
+    second (scales) of all of them, and is filled up to a multiple of 16 bytes.
+
+    Attributes:
+        method: which decides what a section is.
+        numels: elements of a chunk, for each gradient.
+        world: ranks that a payload goes to.
+        stretches: more than 1 where what a rank receives is to be split once more, over another group.
+    """
+
+    method: CompressionMethod
+    numels: tuple[int, ...]
+    world: int
+    stretches: int = 1
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of one row."""
+        used = self.stretches * sum(sum(self.method.sections(numel)) for numel in self.numels)
+        return -(-used // ALIGNMENT) * ALIGNMENT
+
+    def offsets(self) -> list[tuple[int, ...]]:
+        """For each gradient, where each of its sections begins in a row, in bytes; its stretches follow one another."""
+        sections = [self.method.sections(numel) for numel in self.numels]
+        found: list[list[int]] = [[] for _ in self.numels]
+        offset = 0
+        for place in range(len(sections[0])):
+            for member, sizes in enumerate(sections):
+                found[member].append(offset)
+                offset += self.stretches * sizes[place]
+        return [tuple(offsets) for offsets in found]
+
+    def views(self, payload: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """For each gradient, its sections in a payload [ranks, payload_bytes]: [ranks, stretches, bytes] each."""
+        for numel, offsets in zip(self.numels, self.offsets(), strict=True):
+            sizes: Sequence[int] = self.method.sections(numel)
+            yield tuple(
+                payload[:, offset : offset + self.stretches * size].unflatten(1, (self.stretches, size))
+                for offset, size in zip(offsets, sizes, strict=True)
+            )
+
+
+def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
+    """What a collective carries of a chunk, as `meta.set_chunks` is told; [] where only the method knows.
+
+    A stretch travels as a chunk of its own.
+    """
+    if not isinstance(method, BlockMethod):
+        return []
+    return [replace(chunk, unit=(method.group, sum(method.sections(method.group))))] * stretches

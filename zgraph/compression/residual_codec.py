@@ -1,0 +1,37 @@
+"""How an error is kept in 8 bits: a code for each element, and a bf16 scale for each group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zgraph.compression.exact_arithmetic import fp32, reciprocal, round_product
+from zgraph.compression.methods import SCALE_DTYPE
+
+# Below this a group counts as zeros: the reciprocal of its largest magnitude might overflow.
+TINY = 1e-30
+
+
+def encode_error(error: Tensor, share: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Codes and scales of (1 - share) * error, in fp32.
+
+    No code is beyond 127: the scale is rounded by 1/512 of itself at most.
+
+    Args:
+        error: [..., groups, group].
+        share: which its caller has left out of it, so that the scale alone takes the factor.
+
+    Returns:
+        [..., groups, group] int8; [..., groups] bf16.
+    """
+    largest = error.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest >= TINY, largest * fp32((1 - share) / 127), 0.0).to(SCALE_DTYPE)
+    wide = scale.to(torch.float32)
+    inverse = torch.where(wide > 0, reciprocal(wide) * fp32(1 - share), 0.0)
+    codes = round_product(error, inverse)
+    return torch.where(codes.isfinite(), codes, 0.0).to(torch.int8), scale.squeeze(-1)  # a NaN has no int8
+
+
+def decode_error(codes: Tensor, scale: Tensor) -> Tensor:
+    """What `encode_error` has made, in fp32: [..., groups, group]."""
+    return codes.to(torch.float32) * scale.unsqueeze(-1).to(torch.float32)

@@ -1,0 +1,197 @@
+"""The operators of compressed reductions and gathers; their kernels are in `zgraph.codegen.compressed_kernels`.
+
+    payload, draw = quantize_grads([grad, ...], [handle, ...], ...)     a row of bytes for each rank of the group
+    received = wait(all_to_all(payload))                                a row of each rank
+    shard, ... = dequantize_sum(received, draw, ...)
+
+`quantize_grads` reads and updates what the parameters keep behind their handles, as `accumulate_grad` does. `draw` is
+the number of the reduction, on the host: ranks count alike, so each knows which signs the others have drawn.
+
+    payload = quantize_shards([shard, ...], ...)                        one row, for all ranks
+    received = wait(all_gather(payload))
+    whole = dequantize_shards(received, ...)                            for each parameter, when it is needed
+
+These two are functions of their arguments: gathered again, a parameter is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zgraph.compression.methods import from_text
+from zgraph.compression.payload import BucketLayout
+
+torch.library.define(
+    "zgraph::quantize_grads",
+    "(Tensor[] grads, Tensor[] handles, Tensor[] errors, str method, str slot, int[] numels, int world, int stretches, "
+    "int rank, int salt, str window) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "zgraph::load_errors",
+    "(Tensor[] handles, str method, str slot, int[] numels, int chunks, Device device) -> Tensor[]",
+)
+torch.library.define(
+    "zgraph::dequantize_sum",
+    "(Tensor received, Tensor draw, str method, int[] numels, int world, int stretches, int salt, int divisor, "
+    "ScalarType dtype) -> Tensor[]",
+)
+torch.library.define(
+    "zgraph::dequantize_each",
+    "(Tensor received, Tensor draw, str method, int[] numels, int world, int salt, ScalarType dtype) -> Tensor[]",
+)
+torch.library.define("zgraph::quantize_shards", "(Tensor[] shards, str method, int[] numels, int rank) -> Tensor")
+torch.library.define(
+    "zgraph::dequantize_shards",
+    "(Tensor received, str method, int numel, int offset, int world, ScalarType dtype) -> Tensor",
+)
+
+
+@functools.cache
+def layout_of(method: str, numels: tuple[int, ...], world: int, stretches: int) -> BucketLayout:
+    """The layout that operators with these arguments mean."""
+    return BucketLayout(from_text(method), numels, world, stretches)
+
+
+@torch.library.register_fake("zgraph::quantize_grads")
+def _(
+    grads: Sequence[Tensor],
+    handles: Sequence[Tensor],
+    errors: Sequence[Tensor],
+    method: str,
+    slot: str,
+    numels: Sequence[int],
+    world: int,
+    stretches: int,
+    rank: int,
+    salt: int,
+    window: str,
+) -> tuple[Tensor, Tensor]:
+    """Codes for every rank of a group, and what they cost kept for the next reduction.
+
+    Args:
+        grads: contiguous, any shape and floating-point dtype; what one lacks to `stretches * world * numel` elements
+            counts as zeros.
+        handles: of their parameters.
+        errors: what `load_errors` returned, where what is kept lies on the host; written to, and stored there again.
+        method: as `zgraph.compression.methods.to_text` writes it.
+        slot: of the parameter's several reductions, which this is.
+        numels, world, stretches: see `BucketLayout`.
+        rank, salt: see `zgraph.compression.methods.Draw`.
+        window: where the backward stands in its window, see runtime/window.py.
+
+    Returns:
+        [world * payload_bytes] uint8; [1] int64 on the host, how many reductions came before.
+    """
+    payload = layout_of(method, tuple(numels), world, stretches).payload_bytes
+    return grads[0].new_empty((world * payload,), dtype=torch.uint8), torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("zgraph::load_errors")
+def _(
+    handles: Sequence[Tensor], method: str, slot: str, numels: Sequence[int], chunks: int, device: torch.device
+) -> list[Tensor]:
+    """Copies of what the parameters keep on the host, for the next reduction of their gradients.
+
+    Args:
+        handles: of the parameters.
+        method, slot, numels: as in `quantize_grads`.
+        chunks: of a gradient, `stretches * world` there.
+        device: where they are needed.
+
+    Returns:
+        Of each parameter the tensors of its state, one parameter after the other.
+    """
+    specs = [from_text(method).state(numel, chunks) for numel in numels]
+    return [torch.empty(shape, dtype=dtype, device=device) for spec in specs for shape, dtype in spec.values()]
+
+
+@torch.library.register_fake("zgraph::dequantize_sum")
+def _(
+    received: Tensor,
+    draw: Tensor,
+    method: str,
+    numels: Sequence[int],
+    world: int,
+    stretches: int,
+    salt: int,
+    divisor: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Sums, in fp32 and in rank order, of what all ranks have sent, divided once.
+
+    Args:
+        received: [world * payload_bytes] uint8, by rank.
+        draw: what `quantize_grads` returned.
+        method, numels, world, stretches, salt: as there.
+        divisor: of the sums.
+        dtype: of the results.
+
+    Returns:
+        [stretches * numel] for each gradient.
+    """
+    return [received.new_empty((stretches * numel,), dtype=dtype) for numel in numels]
+
+
+@torch.library.register_fake("zgraph::dequantize_each")
+def _(
+    received: Tensor,
+    draw: Tensor,
+    method: str,
+    numels: Sequence[int],
+    world: int,
+    salt: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """What each rank has sent, rank after rank: the other end of a compressed all_gather.
+
+    Args:
+        received: [world * payload_bytes] uint8, by rank, each the payload of `quantize_grads` for a world of one.
+        draw, method, numels, world, salt: as in `dequantize_sum`.
+        dtype: of the results.
+
+    Returns:
+        [world * numel] for each tensor.
+    """
+    return [received.new_empty((world * numel,), dtype=dtype) for numel in numels]
+
+
+def shard_bytes(method: str, numel: int) -> int:
+    """Bytes that stand for a shard of `numel` elements in the payload of a gather: a payload of its own."""
+    return layout_of(method, (numel,), 1, 1).payload_bytes
+
+
+@torch.library.register_fake("zgraph::quantize_shards")
+def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -> Tensor:
+    """Codes of this rank's shards, for every rank of a group.
+
+    Args:
+        shards: any shape and floating-point dtype; what one lacks to `numel` elements counts as zeros.
+        method: as `zgraph.compression.methods.to_text` writes it; it keeps nothing.
+        numels: of the longest shard of any rank, for each parameter.
+        rank: in the group; which signs, where the method rotates. They are the same at every call.
+
+    Returns:
+        [sum of `shard_bytes`] uint8, parameter by parameter, so that each can be decoded alone.
+    """
+    return shards[0].new_empty((sum(shard_bytes(method, numel) for numel in numels),), dtype=torch.uint8)
+
+
+@torch.library.register_fake("zgraph::dequantize_shards")
+def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype: torch.dtype) -> Tensor:
+    """One parameter, out of what all ranks have sent.
+
+    Args:
+        received: [world * payload bytes] uint8, by rank.
+        method, numel: as in `quantize_shards`.
+        offset: of this parameter in a rank's payload, in bytes.
+        world: number of ranks.
+        dtype: of the result.
+
+    Returns:
+        [world * numel], the padding still on.
+    """
+    return received.new_empty((world * numel,), dtype=dtype)

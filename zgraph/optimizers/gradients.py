@@ -1,0 +1,166 @@
+"""Where torch's own tools look at one rank's shards only: agreement on overflow, and the largest gradient entry.
+
+`torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` work on sharded gradients but for two cases, which these two
+drop-in replacements mend.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from zgraph.optimizers.local_norm import ShardedGradients
+from zgraph.runtime.collective_error import collective_error
+from zgraph.sharding.unit import sharded_parameters
+from zgraph.torch_compat.autograd import AgreeingGradScaler
+from zgraph.torch_compat.collectives import all_gather
+from zgraph.torch_compat.dtensor import gradients_of
+
+
+class GradScaler(AgreeingGradScaler):
+    """A `torch.amp.GradScaler` whose ranks all skip a step when any of them has found an inf or a NaN.
+
+    torch's own asks the other ranks only if the first gradient of the optimizer is sharded. Where that is a replicated
+    one (a scalar parameter, a part at stage 0), a rank whose shards overflow skips alone and halves its scale alone.
+    Arguments and methods are those of `torch.amp.GradScaler`. Every rank must call them alike.
+
+    It tells each model that `zgraph.set_loss_scale` was given together with it when its scale changes, and which
+    parameters' steps were dropped.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._found: list[tuple[torch.optim.Optimizer, list[Tensor]]] = []
+
+    def follow(self, model: nn.Module) -> None:
+        """Tell a model from now on, as long as it lives."""
+        self._models.add(model)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        found, self._found = self._found, []
+        dropped: set[int] = set()
+        if self._models:  # else nobody asks, and reading the flags would wait for the device
+            for optimizer, flags in found:
+                if any(flag.item() for flag in flags):
+                    dropped |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        super().update(new_scale)
+        self._tell(dropped)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._tell(set())
+
+    def _tell(self, dropped: set[int]) -> None:
+        if not (self.is_enabled() and self._models):
+            return
+        scale = float(self.get_scale())
+        for model in self._models:
+            for read in sharded_parameters(model).values():
+                read.state.feedbacks.set_loss_scale(scale, dropped=id(read.resting) in dropped)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_models": None, "_found": []}  # models are not the scaler's to copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"_models": weakref.WeakSet[nn.Module]()})
+
+    def agree(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for group in _groups_of(parameters):
+            for flag in flags.values():
+                try:
+                    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+                except RuntimeError as error:
+                    raise collective_error("all_reduce", ["GradScaler's found_inf"], group.group_name, error) from error
+        self._found.append((optimizer, list(flags.values())))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, also with `norm_type=inf` where a rank holds no rows of a parameter.
+
+    torch's own raises there on that rank ("cannot compute the inf norm on an empty tensor"), and the others wait for
+    it. Other norms are torch's own.
+
+    Args:
+        parameters: of a sharded model; every rank passes the same ones.
+        max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
+
+    Returns:
+        The norm before clipping, replicated; NaN on every rank if a gradient of any rank has one.
+
+    Raises:
+        RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite` is set.
+        CollectiveError: the exchange failed.
+    """
+    everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    found = [grad for grad in gradients_of(everything) if grad is not None]
+    order = float(norm_type)
+    if order != math.inf or not everything:
+        sharded = ShardedGradients.of(found) if math.isfinite(order) and order > 0 else None
+        if sharded is None or sharded.mesh.device_type not in ("cpu", "cuda"):
+            return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = sharded.norm(order, foreach)
+        local_norm = norm.to_local()
+        if error_if_nonfinite:
+            _refuse_nonfinite(local_norm, norm_type)
+        sharded.scale(max_norm, local_norm, foreach)
+        return norm
+    grads = [_local(grad) for grad in found]
+    first = everything[0]
+    dtype = first.dtype  # of the result: one that every rank knows, with or without rows
+    for parameter in everything[1:]:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    filled = [grad for grad in grads if grad.numel()]
+    total = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(first.device, dtype)
+    for group in _groups_of(everything):
+        # Gathered, not reduced by MAX, which gloo may answer with a number where a rank has sent a NaN.
+        norms = total.new_empty(dist.get_world_size(group))
+        try:
+            all_gather(norms, total.view(1), group)
+        except RuntimeError as error:
+            raise collective_error("all_gather", ["the gradients' norm"], group.group_name, error) from error
+        total = norms.amax()
+    if error_if_nonfinite:
+        _refuse_nonfinite(total, norm_type)
+    if isinstance(first, DTensor):
+        mesh = first.device_mesh
+        total = DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total, foreach)
+    return total
+
+
+def _refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
+    if not norm.isfinite():
+        raise RuntimeError(
+            f"zgraph.clip_grad_norm_: the norm of order {norm_type} is {norm.item()} on every rank, so nothing can be "
+            "clipped; skip the step, or pass error_if_nonfinite=False to scale by it all the same."
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
+    """The process groups of all mesh axes the tensors lie on, in the order in which they are first met."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            for group in tensor.device_mesh.get_all_groups():
+                groups.setdefault(group.group_name, group)
+    return list(groups.values())

@@ -1,0 +1,187 @@
+"""Optimizer steps on local shards: what DTensors would cost in every operator of every step is left out.
+
+An element-wise optimizer computes on each rank's rows alone, and DTensor dispatches to just that: the same kernels on
+the same local tensors, parameter by parameter, with the placements of every result worked out anew.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+
+from zgraph.optimizers.kept_step import KeptStep, StepOnShards, keep_step
+from zgraph.torch_compat.dtensor import dtensor_like, local_of
+
+Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
+
+# Each element of a parameter is updated by its own gradient and state alone. (Muon, LBFGS and Adafactor are not so.)
+_ELEMENT_WISE = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.ASGD,
+    }
+)
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # of their state: plain tensors, whatever the parameter is
+
+
+def step_on_shards(optimizer: Optimizer) -> Optimizer:
+    """Let each `optimizer.step()` compute on this rank's shards, past DTensor's dispatch; results are the same bits.
+
+    The optimizer is changed by a pair of hooks and by nothing else: its class, parameters, groups, state, state dicts,
+    schedulers and scalers are what they were, state it makes is DTensors as before, and a step that raises leaves it
+    as it was. A step with a closure, of a differentiable optimizer, inside torch.compile, or of gradients that do not
+    lie like their parameters goes the ordinary way. A copy or an unpickled optimizer does, too: call this again.
+
+    Args:
+        optimizer: one of torch.optim's element-wise ones, its parameters sharded by `zgraph.shard` or not.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ValueError: its class is another; a subclass may do as it likes in its step.
+    """
+    if type(optimizer) not in _ELEMENT_WISE:
+        known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
+        raise ValueError(
+            f"zgraph.step_on_shards: {type(optimizer).__name__} is not known to update each element by itself; leave "
+            f"it as it is, which works on DTensors, or take one of torch.optim's {known}."
+        )
+    stand_in = _StandIn(type(optimizer))
+    optimizer.register_step_pre_hook(stand_in.enter)
+    optimizer.register_step_post_hook(stand_in.leave)
+    optimizer.register_load_state_dict_pre_hook(stand_in.forget)
+    return optimizer
+
+
+class _StandIn:
+    """An optimizer of the same class, whose step runs in the place of the user's own: it holds the local shards.
+
+    torch.optim's step hooks may replace the arguments, of which the optimizer itself is the first (2.11 - 2.13).
+    """
+
+    def __init__(self, kind: type[optim.Optimizer]) -> None:
+        self.kind = cast("type[StepOnShards]", type(f"{kind.__name__}OnShards", (StepOnShards, kind), {}))
+        self.present: StepOnShards | None = None
+        self.taken: list[list[Tensor]] = []  # in the place of the parameters, by group
+        self.kept: KeptStep | None = None
+
+    def enter(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.present, self.taken = None, []  # of a step that raised
+        ordinary = args[0] is not optimizer or len(args) > 1 or kwargs or torch.compiler.is_compiling()
+        if ordinary or optimizer.defaults.get("differentiable"):
+            return None
+        kept, grads = self.kept, None
+        if kept is not None:
+            grads = kept.grads(optimizer)
+        if kept is None or grads is None:
+            kept = self.kept = None
+            found = _shards_of(optimizer)
+            if found is None:
+                return None
+            self.taken, state = found
+        else:
+            self.taken, state = kept.shards, kept.state
+        groups = [{**group, "params": shards} for group, shards in zip(optimizer.param_groups, self.taken, strict=True)]
+        stand_in = object.__new__(self.kind)
+        stand_in.__dict__ = {
+            **optimizer.__dict__,
+            "param_groups": groups,
+            "state": state,
+            "made": [],
+            "kept": kept,
+            "grads": grads,
+        }
+        self.present = stand_in
+        return (stand_in,), kwargs
+
+    def leave(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stand_in, taken = self.present, self.taken
+        self.present, self.taken = None, []
+        if stand_in is None or args[0] is not stand_in:
+            return
+        made: Mapping[Tensor, dict[str, Any]] = stand_in.state
+        if stand_in.kept is not None:
+            if not stand_in.kept.is_unchanged():
+                self.kept = None
+                _take_over(optimizer, taken, made)
+            return
+        _take_over(optimizer, taken, made)
+        self.kept = keep_step(optimizer, stand_in.made, taken, made)
+
+    def forget(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Let go of state that is about to be replaced."""
+        self.kept = None
+
+
+def _take_over(
+    optimizer: optim.Optimizer, taken: Sequence[Sequence[Tensor]], made: Mapping[Tensor, dict[str, Any]]
+) -> None:
+    """Put what a step has made of the shards' state into the optimizer's own, as DTensors."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter, shard in zip(parameters, chain.from_iterable(taken), strict=True):
+        if shard not in made:
+            continue
+        known = optimizer.state[parameter]
+        for key, value in made[shard].items():
+            if _local(known.get(key)) is not value:
+                if isinstance(parameter, DTensor) and isinstance(value, Tensor) and key not in _SCALARS:
+                    value = dtensor_like(value, parameter)
+                known[key] = value
+
+
+def _shards_of(
+    optimizer: optim.Optimizer,
+) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
+    """Local shards by group, with their gradients, and their state; None: they cannot be stepped alone."""
+    state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+    groups: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        shards: list[Tensor] = []
+        for parameter in group["params"]:
+            shard = parameter
+            if isinstance(parameter, DTensor):
+                if any(placement.is_partial() for placement in parameter.placements):
+                    return None
+                # Another tensor of the same storage: its gradient, and what is kept by it, end with this step.
+                shard = local_of(parameter).detach()
+                grad = parameter.grad
+                if grad is not None:
+                    if not _lies_like(grad, parameter):
+                        return None
+                    shard.grad = _local(grad)
+            if parameter in optimizer.state:
+                known = optimizer.state[parameter]
+                for key, value in known.items():
+                    if isinstance(value, Tensor) and key not in _SCALARS and not _lies_like(value, parameter):
+                        return None
+                state[shard] = {key: _local(value) for key, value in known.items()}
+            shards.append(shard)
+        groups.append(shards)
+    return groups, state
+
+
+def _lies_like(value: Tensor, parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return not isinstance(value, DTensor)
+    if not isinstance(value, DTensor) or value.placements != parameter.placements:
+        return False
+    return value.device_mesh == parameter.device_mesh
+
+
+def _local(value: Any) -> Any:
+    return local_of(value) if isinstance(value, DTensor) else value

@@ -1,1 +1,0 @@
-"""What zgraph shows: graph text, dumps, and the report of what was compiled."""

@@ -1,0 +1,101 @@
+"""Which parameters NCCL's collectives work for, by the numbers that torch's flight recorder gives them.
+
+On NCCL nobody gets a `CollectiveError` by default: a wait only queues, and when a collective fails or times out, the
+watchdog thread of torch writes the flight recorder's dump and ends the process. The dump knows numbers and no names; so
+each compiled graph leaves a list of its collectives beside it, and at each call the number at which they begin:
+
+    process 4711, graph 0/0 forward, on group 0 its last call began behind collective 0000001234
+      +1 all_gather_into_tensor: embed.weight
+      +2 all_gather_into_tensor_coalesced: layers.0.attn.q.weight, layers.0.attn.k.weight
+
+Where the dump says of group 0 that `collective_seq_id` 1236 never ended, that is layers.0.attn.q.weight and k.weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.graph import meta, nodes
+from zgraph.runtime.groups import group_backend
+from zgraph.torch_compat.aot import boxed
+from zgraph.torch_compat.groups import collectives_so_far, flight_recorder_directory, resolve_group
+
+_DIGITS = 10  # rewritten in place at each call
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """The collectives of one graph on one NCCL group, in order: kind and parameters."""
+
+    group_name: str
+    collectives: tuple[str, ...]
+
+
+def numbered(graph: fx.Graph) -> list[Numbered]:
+    """The collectives of a graph by the NCCL group that numbers them; gathers that a window keeps run once for it."""
+    found: dict[str, list[str]] = {}
+    for start in nodes.call_functions(graph, nodes.is_start):
+        device = next((meta.tensor_value(sent).device for sent in nodes.sent_by(start)), torch.device("cpu"))
+        if group_backend(nodes.group_of(start), device) == "nccl":
+            about = ", ".join(meta.parameters(start)) or "the model's own"
+            found.setdefault(nodes.group_of(start), []).append(f"{str(start.target).split('.')[1]}: {about}")
+    return [Numbered(group_name, tuple(each)) for group_name, each in found.items()]
+
+
+def with_numbers(
+    run: Callable[[list[Any]], Any], graph: fx.Graph, title: str, rank: int, directory: Path | None = None
+) -> Callable[[list[Any]], Any]:
+    """The callable of a graph, which notes at each call behind which collective of its groups it begins.
+
+    A file that cannot be written is done without.
+
+    Args:
+        run: the graph's callable.
+        graph: with the collectives that it runs.
+        title: of the graph, such as "0/0 forward".
+        rank: of this process.
+        directory: where the file goes; None: where the flight recorder puts its dump.
+
+    Returns:
+        `run` itself where no group is NCCL's.
+    """
+    groups = numbered(graph)
+    if not groups:
+        return run
+    places = _write(groups, title, (directory or flight_recorder_directory()) / f"zgraph_collectives_rank_{rank}.txt")
+    if places is None:
+        return run
+    descriptor, offsets = places
+    members = [resolve_group(one.group_name) for one in groups]
+
+    def noting(args: list[Any]) -> Any:
+        for group, offset in zip(members, offsets, strict=True):
+            os.pwrite(descriptor, b"%0*d" % (_DIGITS, collectives_so_far(group)), offset)
+        return run(args)
+
+    return boxed(noting)
+
+
+def _write(groups: Sequence[Numbered], title: str, path: Path) -> tuple[int, list[int]] | None:
+    """Append the lists to the file: its descriptor, open as long as the process, and where each number stands."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+        end = os.lseek(descriptor, 0, os.SEEK_END)
+        offsets: list[int] = []
+        for one in groups:
+            whose = f"process {os.getpid()}, graph {title}, on group {one.group_name}"
+            head = f"{whose} its last call began behind collective ".encode()
+            rows = "".join(f"  +{place} {text}\n" for place, text in enumerate(one.collectives, 1))
+            offsets.append(end + len(head))
+            end += os.write(descriptor, head + b"0" * _DIGITS + f"\n{rows}".encode())
+        return descriptor, offsets
+    return None

@@ -1,0 +1,87 @@
+"""Dumps: per graph and pass the readable code and the peak memory after it, and a diff against the code before."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+
+from zgraph.analysis.liveness import memory_curve
+from zgraph.compiler.graph_pass import Direction, GraphPass
+from zgraph.graph.text import graph_text, safely
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Dumper:
+    """Writes the graphs of one compiled frame to `directory/rank<r>/frame_<id>/`.
+
+    A directory that cannot be written costs one line in the log, never a training run.
+    """
+
+    directory: Path
+    rank: int
+    frame: str
+    _before: dict[Direction, list[str]] = field(default_factory=dict[Direction, list[str]])
+    _peaks: dict[Direction, str] = field(default_factory=dict[Direction, str])
+    _count: int = 0
+    _failed: bool = False
+
+    def begin_again(self) -> None:
+        """The frame is planned anew: what follows replaces what was written of it."""
+        self._before.clear()
+        self._peaks.clear()
+        self._count = 0
+
+    def captured(self, direction: Direction, graph: fx.Graph) -> None:
+        """A graph as it was before any pass."""
+        self._write(direction, "captured", "as captured", graph, ())
+
+    def after(self, graph_pass: GraphPass, direction: Direction, graph: fx.Graph, notes: tuple[str, ...]) -> None:
+        """A graph as a pass left it."""
+        # An option's repr may hold an address, which would differ from run to run.
+        title = safely(lambda: re.sub(r" at 0x[0-9a-f]+", "", repr(graph_pass)), graph_pass.name)
+        self._write(direction, re.sub(r"\W", "_", graph_pass.name), f"after {title}", graph, notes)
+
+    def kernels(self, sources: Mapping[str, str]) -> None:
+        """The source of kernels that were emitted for the frame, by file name."""
+        self._save({name: source.splitlines() for name, source in sources.items()})
+
+    def _write(self, direction: Direction, label: str, title: str, graph: fx.Graph, notes: tuple[str, ...]) -> None:
+        lines = graph_text(graph).splitlines()
+        before = self._before.get(direction)
+        self._before[direction] = lines
+        stem = f"{self._count:02}_{label}.{direction}"
+        self._count += 1
+        comments = [f"{title}, {direction} graph, {len(lines)} nodes", self._peak(direction, graph), *notes]
+        head = [f"# {' '.join(safely(lambda text=text: str(text), '?').split())}" for text in comments]
+        files = {f"{stem}.py": [*head, *lines]}
+        if before is not None:
+            # Unmoved context is of no use here: a pass that moves nodes shows as lines taken out and put in.
+            files[f"{stem}.diff"] = list(difflib.unified_diff(before, lines, "before", label, lineterm="", n=2))
+        self._save(files)
+
+    def _peak(self, direction: Direction, graph: fx.Graph) -> str:
+        """The predicted peak, beside the inputs; in a backward, which drops them as it runs, with them."""
+        owned = graph.find_nodes(op="placeholder") if direction == "backward" else ()
+        found = safely(lambda: memory_curve(graph, owned=frozenset(owned)).explain(), "peak unknown")
+        before, self._peaks[direction] = self._peaks.get(direction), found
+        return found if before is None else f"{found} (before: {before.partition(':')[0]})"
+
+    def _save(self, files: dict[str, list[str]]) -> None:
+        if self._failed:
+            return
+        folder = self.directory / f"rank{self.rank}" / f"frame_{self.frame.replace('/', '_')}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, lines in files.items():
+                (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
+        except OSError as error:
+            self._failed = True
+            _log.warning("zgraph: cannot write the dump to %s: %s", folder, error)

@@ -1,0 +1,78 @@
+"""What a compiled frame does with each of its parameters, as its final graphs say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+
+from torch import fx
+
+from zgraph.compiler.graph_pass import Direction
+from zgraph.graph import meta, nodes
+from zgraph.graph.traffic import transfers_of
+
+
+class Lifetime(StrEnum):
+    """How often a frame gathers a parameter, and how long it keeps what it has gathered."""
+
+    REPLICATED = "never gathered"
+    WINDOW = "gathered once per window"
+    KEPT = "gathered once, kept for backward"
+    AGAIN = "gathered again in backward"
+    FORWARD = "gathered in forward alone"
+    BACKWARD = "gathered in backward alone"
+    INFERENCE = "gathered for this forward"
+
+
+def lifetimes_of(
+    graphs: Mapping[Direction, fx.Graph], parameters: Iterable[str], user_outputs: int | None = None
+) -> dict[str, Lifetime]:
+    """The lifetime of every parameter of a frame, in the given order.
+
+    Args:
+        graphs: forward and backward, or the one of inference; markers that were not lowered count as what they gather.
+        parameters: all that the frame reads.
+        user_outputs: of the forward graph; it saves the others for backward.
+    """
+    gathered = {direction: dict(_gathered_in(graph)) for direction, graph in graphs.items()}
+    forward = graphs.get("forward")
+    saved = {} if forward is None else dict.fromkeys(_saved_by(forward, user_outputs))
+    return {name: _lifetime(name, gathered, saved) for name in parameters}
+
+
+def _lifetime(name: str, gathered: Mapping[str, Mapping[str, bool]], saved: Mapping[str, object]) -> Lifetime:
+    found = [direction for direction, names in gathered.items() if name in names]
+    if not found:
+        return Lifetime.REPLICATED
+    if any(gathered[direction][name] for direction in found):
+        return Lifetime.WINDOW
+    if "inference" in found:
+        return Lifetime.INFERENCE
+    if "forward" not in found:
+        return Lifetime.BACKWARD
+    if "backward" in found:
+        return Lifetime.AGAIN
+    return Lifetime.KEPT if name in saved else Lifetime.FORWARD
+
+
+def _gathered_in(graph: fx.Graph) -> Iterator[tuple[str, bool]]:
+    """Each parameter that the graph gathers, and whether the gather is kept for the window."""
+    for node in graph.nodes:
+        if nodes.is_unshard(node):
+            for transfer in transfers_of(node):
+                yield from ((name, transfer.kind == "all_gather_kept") for name in transfer.parameters)
+        # What is gathered out of a computed value is the mean of a replicated gradient.
+        elif nodes.is_gather(node) and nodes.copy_in(node) is not None:
+            yield from ((name, nodes.is_kept_gather(node)) for name in meta.parameters(node))
+
+
+def _saved_by(forward: fx.Graph, user_outputs: int | None) -> Iterator[str]:
+    for out in nodes.returned_by(forward)[user_outputs:]:
+        names: tuple[str, ...] = ()
+        node: fx.Node | None = out if isinstance(out, fx.Node) else None
+        while node is not None:
+            names = names or meta.parameters(node)  # the nearest: a bucket's wait works for all its members
+            if nodes.is_wait(node) or nodes.is_unshard(node):
+                yield from names
+                break
+            node = node.all_input_nodes[0] if nodes.is_reshaping(node) and node.all_input_nodes else None

@@ -1,0 +1,66 @@
+"""How tensors are split over ranks: rows and elements of each chunk, padding and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime.groups import group_size
+
+MIB = 2**20
+
+
+def chunk_rows(rows: int, world: int) -> int:
+    """Rows of every rank's padded chunk when `rows` are split as `torch.chunk` and `Shard(0)` split them."""
+    return -(-rows // world)
+
+
+def local_rows(rows: int, world: int, rank: int) -> int:
+    """Rows that `rank` really holds: the chunk, less at the end, zero behind it."""
+    chunk = chunk_rows(rows, world)
+    return max(0, min(chunk, rows - rank * chunk))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What each rank holds of a tensor that is split over one group, or over one after the other, padding included.
+
+    Attributes:
+        rows, row_numel: of the whole tensor. The first group splits rows, which are single elements of a replicated
+            gradient; each further one splits the elements of what is left.
+        group_names: of the groups, outermost split first.
+        unit: so many elements travel, filled up, as so many of the wire's dtype; (128, 66) where bytes are sent.
+        filled_to: what travels is filled up to a multiple of so many.
+    """
+
+    rows: int
+    row_numel: int
+    group_names: tuple[str, ...]
+    unit: tuple[int, int] = (1, 1)
+    filled_to: int = 1
+
+    def numel(self, size_of: Callable[[str], Any] = group_size) -> Any:
+        """Elements of one rank, as they travel; an expression where `size_of` gives symbols for the sizes of groups."""
+        first, *others = self.group_names
+        numel = chunk_rows(self.rows, size_of(first)) * self.row_numel
+        for group_name in others:
+            numel = chunk_rows(numel, size_of(group_name))
+        return chunk_rows(chunk_rows(numel, self.unit[0]) * self.unit[1], self.filled_to) * self.filled_to
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` with zero rows appended up to `rows`, contiguous."""
+    missing = rows - tensor.shape[0]
+    if missing == 0:
+        return tensor.contiguous()
+    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+
+
+def payload_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor of that shape."""
+    return math.prod(shape) * dtype.itemsize

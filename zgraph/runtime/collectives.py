@@ -1,0 +1,253 @@
+"""How the collectives of zgraph are started: on gloo as messages between pairs of ranks, elsewhere by the backend.
+
+Results are the same, bit for bit. What messages are better at, on gloo (2.11 - 2.13):
+
+- Both directions of a link are used. In gloo's own all_to_all and all_gather a rank sends before it says that it is
+  ready to receive. Who comes late queues that word behind its data, and its peer sends nothing meanwhile: four ranks
+  got 94 MB/s through links of which TCP gets 119 (`examples/benchmarks/shaped_link.py`), and get 117 with messages.
+- Nothing is staged. ProcessGroupGloo gathers into a buffer of its own and copies the result out of it.
+- Nothing is held. Each of its threads keeps the tensors of its last collective until its next one, up to four buckets.
+
+Messages between two ranks arrive in the order in which they were started, so ranks have to start collectives of a group
+in one order, as with the backend's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zgraph.torch_compat.collectives import (
+    all_gather_into,
+    all_gather_op,
+    all_to_all_op,
+    gather_group,
+    register_work,
+    wait,
+)
+from zgraph.torch_compat.groups import backend_of, resolve_group
+
+_NUMBERS = 4096
+# The first of so many tags: of messages, and of those that a gather by node passes on. The user's own are others.
+_TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
+
+
+class Route(NamedTuple):
+    """What a start has to know of its group and does not change from call to call.
+
+    Attributes:
+        backend: what moves the group's tensors of the device at hand; "" where nothing does.
+        by_messages: whether this is gloo, from host memory.
+        rank: this one's, in the group.
+        others: the other ranks, those that come next first; of messages only.
+    """
+
+    group: ProcessGroup
+    backend: str
+    by_messages: bool
+    rank: int
+    others: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: ProcessGroup, device: torch.device) -> Route:
+        backend, rank, world = backend_of(group, device), group.rank(), group.size()
+        by_messages = backend == "gloo" and device.type == "cpu"
+        others = tuple((rank + step) % world for step in range(1, world)) if by_messages else ()
+        return cls(group, backend, by_messages, rank, others)
+
+
+def bind(function: Callable[..., Any], *more: Any) -> Callable[..., Any]:
+    """One of this module's functions for one node of a compiled program, whose route is found in its first call.
+
+    Args:
+        function: takes tensors of one device first, the group's name last, then `more`, then `route=`.
+        more: the same in every call.
+
+    Returns:
+        A function without `more` and `route`. A group that has another one of its name in its place is noticed.
+    """
+    known: Route | None = None
+
+    def run(tensors: Any, *others: Any) -> Any:
+        nonlocal known
+        group = resolve_group(others[-1])
+        if known is None or known.group is not group:
+            known = Route.of(group, (tensors if isinstance(tensors, Tensor) else tensors[0]).device)
+        return function(tensors, *others, *more, route=known)
+
+    run.__name__ = function.__name__  # what the generated program calls it
+    return run
+
+
+def start_all_gather(
+    shard: Tensor, world: int, group_name: str, number: int = 0, *, route: Route | None = None
+) -> Tensor:
+    """[n, ...] of every rank -> [world * n, ...], usable after a wait; `number` as in `_start`."""
+    route = route or Route.of(resolve_group(group_name), shard.device)
+    if route.backend != "gloo":
+        return all_gather_op()(shard.contiguous(), world, group_name)
+    whole = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
+    if not route.by_messages:
+        return all_gather_into(whole, shard, group_name)
+    _start(whole.chunk(world), [shard.contiguous()] * world, route, whole, number)
+    return whole
+
+
+def start_gather_by_node(shard: Tensor, world: int, group_name: str, number: int, ranks_per_node: int) -> Tensor:
+    """The same for a group with several ranks on each of several nodes: a part crosses to another node once.
+
+    Four ranks on two nodes, of which 0 and 2 have the first place and 1 and 3 the second:
+
+        start    each sends its part to its own node and to its place on other nodes    0 -> 1, 2    1 -> 0, 3    ...
+        wait     each passes on what came from other nodes to its own                   0 -> 1: 2's  1 -> 0: 3's  ...
+    """
+    group = resolve_group(group_name)
+    nodes = nodes_of(group, ranks_per_node)
+    whole = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
+    parts, rank, own = whole.chunk(world), dist.get_rank(group), shard.contiguous()
+    if not own.numel():
+        return whole
+    home = next(members for members in nodes if rank in members)
+    place = home.index(rank)
+    away = [members[place] for members in nodes if members is not home]
+    here = [peer for peer in home if peer != rank]
+    peers = [*here, *away]
+    tag, passed_on = (first + number % _NUMBERS for first in _TAGS)
+    arriving = [group.recv([parts[peer]], peer, tag) for peer in peers]
+    arriving += [group.send([own], peer, tag) for peer in peers]
+    parts[rank].copy_(own)
+    theirs = [[members[home.index(peer)] for members in nodes if members is not home] for peer in here]
+    register_work(whole, _PassOn(group, arriving, parts, away, dict(zip(here, theirs, strict=True)), passed_on))
+    return whole
+
+
+class _PassOn(dist.Work):
+    """The second half of a gather by node, which runs when its result is waited for.
+
+    It ends when the other ranks of the node wait for it too. So all have to wait, for these and for whatever else, in
+    one order: see `zgraph.graph.collective_dispatch.order_of_waits`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        arriving: Sequence[dist.Work],
+        parts: Sequence[Tensor],
+        away: Sequence[int],
+        theirs: Mapping[int, Sequence[int]],
+        tag: int,
+    ) -> None:
+        super().__init__()
+        self.group, self.arriving, self.parts, self.away, self.theirs = group, arriving, parts, away, theirs
+        self.tag = tag
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        group, parts, tag = self.group, self.parts, self.tag
+        passed = [group.recv([parts[origin]], peer, tag) for peer, origins in self.theirs.items() for origin in origins]
+        for work in self.arriving:
+            work.wait()
+        passed += [group.send([parts[origin]], peer, tag) for peer in self.theirs for origin in self.away]
+        for work in passed:
+            work.wait()
+        return True
+
+
+def start_grouped_gather(
+    shards: Sequence[Tensor], world: int, group_name: str, number: int = 0, *, route: Route | None = None
+) -> list[Tensor]:
+    """Several all_gathers: one launch on NCCL, one after the other elsewhere, to be waited for by `finish_group`.
+
+    gloo's own (2.11 - 2.13) runs as ALLGATHER_COALESCED, which is not safe with several in flight (`all_gather_into`).
+
+    Args:
+        shards: at least one; [n, ...] each.
+        world, group_name, number: as in `start_all_gather`.
+    """
+    route = route or Route.of(resolve_group(group_name), shards[0].device)
+    if route.backend not in ("gloo", "nccl"):
+        return [start_all_gather(shard, world, group_name, route=route) for shard in shards]
+    every = [shard.new_empty((world * shard.shape[0], *shard.shape[1:])) for shard in shards]
+    if route.backend == "nccl":
+        register_work(every[0], gather_group(every, shards, route.group))
+        return every
+    for whole, shard in zip(every, shards, strict=True):
+        if route.by_messages:
+            _start(whole.chunk(world), [shard.contiguous()] * world, route, every[0], number)
+        else:
+            all_gather_into(whole, shard, group_name)
+    return every
+
+
+def finish_group(started: Sequence[Tensor], group_name: str, *, route: Route | None = None) -> list[Tensor]:
+    """What `start_grouped_gather` has returned, usable. All that is to be waited for lies with the first, if it can."""
+    route = route or Route.of(resolve_group(group_name), started[0].device)
+    for one in started[: 1 if route.by_messages or route.backend == "nccl" else None]:
+        wait(one)
+    return list(started)
+
+
+def start_all_to_all(
+    pieces: Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group_name: str,
+    number: int = 0,
+    *,
+    route: Route | None = None,
+) -> Tensor:
+    """Rows for each rank -> [sum of output_splits, ...] of each, usable after a wait; `number` as in `_start`."""
+    route = route or Route.of(resolve_group(group_name), pieces.device)
+    if not route.by_messages:
+        return all_to_all_op()(pieces, list(output_splits), list(input_splits), group_name)
+    received = pieces.new_empty((sum(output_splits), *pieces.shape[1:]))
+    parts, own = received.split(list(output_splits)), pieces.contiguous().split(list(input_splits))
+    _start(parts, own, route, received, number)
+    return received
+
+
+def uses_messages(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of a group are sent as messages: by gloo, from host memory."""
+    return device.type == "cpu" and backend_of(group, device) == "gloo"
+
+
+def nodes_of(group: ProcessGroup, ranks_per_node: int) -> list[list[int]]:
+    """The ranks of a group, by the node that they are on."""
+    found: dict[int, list[int]] = {}
+    for rank, member in enumerate(dist.get_process_group_ranks(group)):
+        found.setdefault(member // ranks_per_node, []).append(rank)
+    return list(found.values())
+
+
+def goes_by_node(group: ProcessGroup, ranks_per_node: int) -> bool:
+    """Whether a gather of this group is better started by `start_gather_by_node`.
+
+    As messages from each rank to each, a part would cross to another node as often as that has ranks. Nodes of unequal
+    numbers of ranks are treated as if each rank were a node.
+    """
+    nodes = nodes_of(group, ranks_per_node)
+    return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(members) for members in nodes}) == 1
+
+
+def _start(to_fill: Sequence[Tensor], to_send: Sequence[Tensor], route: Route, result: Tensor, number: int) -> None:
+    """Exchange parts with every rank; the wait of `result` waits for all of it, what was sent included.
+
+    Args:
+        to_fill, to_send: by rank.
+        route: to the ranks.
+        result: what is waited for.
+        number: of the collective, the same on all ranks. Of several interfaces gloo takes one by the tag.
+    """
+    group, rank, others = route.group, route.rank, route.others
+    tag = _TAGS[0] + number % _NUMBERS
+    # The receives first: what is announced before anything is sent waits behind nothing.
+    started = [group.recv([to_fill[peer]], peer, tag) for peer in reversed(others) if to_fill[peer].numel()]
+    started += [group.send([to_send[peer]], peer, tag) for peer in others if to_send[peer].numel()]
+    to_fill[rank].copy_(to_send[rank])
+    for work in started:
+        register_work(result, work)

@@ -1,0 +1,78 @@
+"""Random numbers that are rank 0's on all ranks, while each rank's own generators advance as if they had drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
+from zgraph.torch_compat.operators import OpOverload
+
+# In-place draws that do not read what they overwrite (aten names).
+_OVERWRITING = frozenset(
+    {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
+)
+
+
+class SharedDraws:
+    """Rank 0's random numbers for everyone, while this rank's own state advances as if it had drawn them itself."""
+
+    def __init__(self, mesh: DeviceMesh, seed: int | None) -> None:
+        self.device_type = mesh.device_type
+        own = random_state(self.device_type)
+        if seed is not None:
+            torch.manual_seed(seed)
+        shared = tuple(_from_first_rank(state, mesh) for state in random_state(self.device_type))
+        set_random_state(self.device_type, shared)
+        same = all(torch.equal(ours, theirs) for ours, theirs in zip(own, shared, strict=True))
+        self.own = None if same or seed is not None else own
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the operator; one that draws is called with this rank's own state first, and the result thrown away."""
+        if (
+            self.own is not None
+            and torch.Tag.nondeterministic_seeded in func.tags
+            and kwargs.get("generator") is None  # else it draws from what the caller has seeded
+        ):
+            shared = random_state(self.device_type)
+            set_random_state(self.device_type, self.own)
+            if func.overloadpacket.__name__ in _OVERWRITING:
+                func(*args, **kwargs)
+            else:
+                leaves, spec = tree_flatten((args, kwargs))
+                copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                copied_args, copied_kwargs = tree_unflatten(copies, spec)
+                func(*copied_args, **copied_kwargs)
+            self.own = random_state(self.device_type)
+            set_random_state(self.device_type, shared)
+        return func(*args, **kwargs)
+
+    def settle(self) -> None:
+        if self.own is not None:
+            set_random_state(self.device_type, self.own)
+
+
+def random_state(device_type: str) -> tuple[Tensor, ...]:
+    """State of the default generators: the CPU's, and the current accelerator's where the model is on one."""
+    if device_type == "cpu":
+        return (torch.get_rng_state(),)
+    return torch.get_rng_state(), torch.get_device_module(device_type).get_rng_state()
+
+
+def set_random_state(device_type: str, states: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    if device_type != "cpu":
+        torch.get_device_module(device_type).set_rng_state(states[1])
+
+
+def _from_first_rank(state: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The first rank's state on all ranks of the mesh, axis after axis."""
+    sent = state.to(mesh.device_type)
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group)
+    return sent.to(state.device)

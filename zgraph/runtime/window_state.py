@@ -1,0 +1,137 @@
+"""What a parameter keeps while a window is open: its gathered copy, and the gradients that are not reduced yet.
+
+A window is the forwards under `no_sync` and the next synchronising backward, the closing one. The state hangs on the
+parameter's handle, which is the one thing that reaches a marker's kernel in eager mode and in every compiled graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ZgraphError
+from zgraph.runtime.error_feedback import Feedbacks
+from zgraph.runtime.handle import name_of
+from zgraph.runtime.weight_copy import WeightCopy
+from zgraph.torch_compat.modules import local_parameters
+
+_STATE = "zgraph_state"
+
+
+# Where a forward stands in its window, as the markers of the forward and of its backward are told.
+ALONE: Final = "alone"  # it is a window of its own, and nothing is kept
+OPEN: Final = "open"  # under no_sync: its gathers are kept, its gradients wait
+CLOSING: Final = "closing"  # the last one: takes what was kept; its backward reduces what has waited
+
+
+@dataclass(eq=False)
+class ParameterState:
+    """Of one parameter.
+
+    Attributes:
+        owner, attribute: where the resting parameter is found.
+        kept: gathered copies by dtype, [N * chunk, ...], the padding still on.
+        waiting: a backward of the open window has left gradients.
+        accumulated: stage 1: the sum of this rank's own whole gradients, [*shape].
+        earlier: stage 0: what `.grad` held before the window, reduced already; the waiting sum is in `.grad` itself.
+        tensors: this rank's own, kept from step to step by name; checkpoints store and restore them.
+        feedbacks: what compression has not sent.
+        weight_copy: the whole parameter as the last forward read it; None: nobody sends differences from it.
+    """
+
+    owner: nn.Module
+    attribute: str
+    kept: dict[torch.dtype, Tensor] = field(default_factory=dict[torch.dtype, Tensor])
+    waiting: bool = False
+    accumulated: Tensor | None = None
+    earlier: Tensor | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    feedbacks: Feedbacks = field(default_factory=Feedbacks)
+    weight_copy: WeightCopy | None = None
+
+    def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
+        """Let a gradient wait for the closing backward.
+
+        Args:
+            grad: [*shape] of this rank alone.
+            dtype: of the sum, the parameter's own.
+            zero_stage: 0 or 1.
+
+        Returns:
+            What autograd is to add to `.grad`: the gradient itself at stage 0, zeros of the shard's shape at stage 1.
+        """
+        held = self._local_grad()
+        if held is None:
+            self._forget()  # the user has cleared the gradients, and with them the open window
+        if zero_stage == 0:
+            if not self.waiting and held is not None:
+                self.earlier = held.clone()
+                held.zero_()
+            self.waiting = True
+            return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self.waiting = True
+        if self.accumulated is None:
+            self.accumulated = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        else:
+            self.accumulated += grad
+        return torch.zeros_like(_local(self._resting()))
+
+    def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
+        """The sum of all gradients of the window, `grad` the last; nothing waits afterwards."""
+        held = self._local_grad()
+        if held is None:
+            self._forget()
+        if not self.waiting:
+            return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if zero_stage == 0:
+            assert held is not None
+            total = held + grad
+            if self.earlier is None:
+                held.zero_()
+            else:
+                held.copy_(self.earlier)
+        else:
+            assert self.accumulated is not None
+            total = self.accumulated
+            total += grad
+        self._forget()
+        return total
+
+    def _forget(self) -> None:
+        self.waiting = False
+        self.accumulated = self.earlier = None
+
+    def _resting(self) -> Tensor:
+        return cast(Tensor, local_parameters(self.owner)[self.attribute])
+
+    def _local_grad(self) -> Tensor | None:
+        grad = self._resting().grad
+        return None if grad is None else _local(grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast(DTensor, tensor).to_local().detach()
+
+
+def attach_state(handle: Tensor, owner: nn.Module, attribute: str) -> None:
+    """Give a handle the state of its parameter, `owner.attribute`."""
+    setattr(handle, _STATE, ParameterState(owner, attribute))
+
+
+def state_behind(handle: Tensor) -> ParameterState:
+    """The state of the parameter that a handle stands for.
+
+    Raises:
+        ZgraphError: the handle is a copy, which stands for nothing.
+    """
+    state = getattr(handle, _STATE, None)
+    if state is None:
+        raise ZgraphError(
+            f"zgraph: the handle of {name_of(handle)} has lost its state on the way to a window's operation; pass the "
+            "handle that zgraph.shard made, not a copy of it."
+        )
+    return state

@@ -1,0 +1,79 @@
+"""Why a collective could not be hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from zgraph.analysis.simulate import Timeline
+from zgraph.graph import meta, nodes
+from zgraph.scheduling.schedule import Limits, is_movable, limited_bytes
+
+
+def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, limits: Limits | None) -> str:
+    """What kept a collective from running under compute, as half a sentence.
+
+    Args:
+        start: that the compute lane waited for.
+        order: of the whole graph.
+        timeline: of that order.
+        limits: that the order keeps to; None: it was made by rules, which know no costs.
+    """
+    if nodes.is_marker(start):
+        return "a marker gathers or reduces on the spot; lower_gathers and lower_reductions let it overlap"
+    if not meta.parameters(start):
+        return "a collective of the model's own, which no pass moves"
+    place_of = {node: place for place, node in enumerate(order)}
+    span = timeline.spans[start]
+    cause = timeline.causes.get(start)
+    if cause is not None and timeline.spans[cause].lane == span.lane:
+        wait = nodes.wait_of(cause)
+        if wait is None or place_of[wait] > place_of[start]:  # else the program itself waited for it
+            return f"queued behind {cause.name} on {span.lane}"
+    before = order[: place_of[start]]
+    ahead = next((node for node in reversed(before) if timeline.spans[node].us and not is_movable(node)), None)
+    behind = _waited_before(start, order, place_of, timeline) if limits is None else None
+    if behind is not None:
+        return f"waited for before {behind.name}, which does not need it, by a rule; schedule_overlap goes by costs"
+    if nodes.copy_in(start) is None:
+        return "too little to compute once what it carries is ready"
+    if ahead is None:
+        return "too little to compute before its result is needed"
+    if limits is None:
+        return f"started behind {ahead.name} by a rule; schedule_overlap goes by costs"
+    whole = nodes.whole_bytes(start)
+    if limits.budget_bytes is not None and timeline.memory.bytes_during[place_of[ahead]] + whole > limits.budget_bytes:
+        return f"the budget of {limits.budget_bytes} bytes has no room for {whole} bytes beside {ahead.name}"
+    started = [node for node in timeline.exposed_us if _is_under_way(node, place_of, place_of[ahead])]
+    under_way = [size for node in started if (size := limited_bytes(node))]
+    if len(under_way) > 1 and sum(under_way) + whole > limits.in_flight_bytes:
+        return f"in_flight_bytes={limits.in_flight_bytes} has no room for {whole} bytes beside {ahead.name}"
+    return f"too little to compute between {ahead.name} and its result's first reader"
+
+
+def _waited_before(
+    start: fx.Node, order: Sequence[fx.Node], place_of: Mapping[fx.Node, int], timeline: Timeline
+) -> fx.Node | None:
+    """The compute behind a collective's wait that could have gone ahead of it, if there is any."""
+    wait = nodes.wait_of(start)
+    if wait is None:
+        return None
+    timed = (node for node in order[place_of[wait] :] if timeline.spans[node].us and not nodes.is_communication(node))
+    first = next(timed, None)
+    pending, seen = [] if first is None else [first], dict[fx.Node, None]()
+    while pending:
+        node = pending.pop()
+        if node is wait:
+            return None
+        if node not in seen and place_of[node] > place_of[wait]:
+            seen[node] = None
+            pending.extend(node.all_input_nodes)
+    return first
+
+
+def _is_under_way(node: fx.Node, place_of: Mapping[fx.Node, int], place: int) -> bool:
+    if not (nodes.is_start(node) and is_movable(node)):
+        return False
+    wait = nodes.wait_of(node)
+    return place_of[node] < place and (wait is None or place_of[wait] > place)

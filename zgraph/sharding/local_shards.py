@@ -1,0 +1,129 @@
+"""Compiled graphs take local shards: what a DTensor parameter would cost in every call is paid once for all of them.
+
+Dynamo's graph reads a parameter as `parameter.to_local()`. Left to AOTAutograd, each DTensor is taken apart in front of
+every forward, and each gradient is made a DTensor of its own, with a new specification, behind every backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from zgraph.torch_compat.dtensor import dtensor_like
+from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake
+
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: Compile) -> Callable[..., Any]:
+    """Compile Dynamo's graph with local shards in the place of its DTensor inputs.
+
+    Args:
+        gm: changed in place, and so are the bodies of its checkpointed regions. An input that is read in another way
+            than by `to_local()` stays a DTensor.
+        inputs: its example inputs.
+        compile: called with the changed graph and the example inputs that fit it.
+
+    Returns:
+        A function of the real inputs, DTensors included; their gradients are DTensors of the same mesh and placements.
+    """
+    found = _take_local(gm)
+    if not found:
+        return compile(gm, inputs)
+    positions = list(found)
+    examples = list(inputs)
+    for position, shard in found.items():
+        examples[position] = shard
+    compiled = compile(gm, examples)
+
+    def run(*args: Any) -> Any:
+        given = list(args)
+        shards = local_shards([given[position] for position in positions])
+        for position, shard in zip(positions, shards, strict=True):
+            given[position] = shard
+        return compiled(*given)
+
+    return run
+
+
+def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
+    """Let users of `input.to_local()` read the input itself; for each input that this settles, its fake local shard."""
+    settled: dict[int, Tensor] = {}
+    changed: dict[fx.GraphModule, None] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = dynamo_fake(node)
+        if not isinstance(value, DTensor) or (reads := _local_reads(gm, node)) is None:
+            continue
+        for reader, taken in reads:
+            taken.replace_all_uses_with(taken.all_input_nodes[0])
+            reader.graph.erase_node(taken)
+            changed[reader] = None
+        with torch.no_grad():
+            settled[position] = value.to_local().detach().requires_grad_(value.requires_grad)
+    for reader in changed:
+        reader.recompile()
+    return settled
+
+
+def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, fx.Node]] | None:
+    """Every `to_local()` of an input and the graph it stands in; None where the input is read in another way, too.
+
+    Dynamo leaves a checkpointed region as a graph of its own, which takes parameters as operands.
+    """
+    found: list[tuple[fx.GraphModule, fx.Node]] = []
+    for user in node.users:
+        if _is_to_local(user):
+            found.append((gm, user))
+            continue
+        body = _checkpointed_body(gm, user)
+        if body is None or node in user.kwargs.values():
+            return None
+        operands = zip(user.args[1:], body.graph.find_nodes(op="placeholder"), strict=True)
+        for inner in [_local_reads(body, read) for operand, read in operands if operand is node]:
+            if inner is None:
+                return None
+            found.extend(inner)
+    return found
+
+
+def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The graph of a checkpointed region, where this node is its only caller; None for anything else."""
+    body = node.args[0] if node.op == "call_function" and node.target is checkpoint_operator() else None
+    if not isinstance(body, fx.Node) or len(body.users) > 1:
+        return None
+    if len(gm.graph.find_nodes(op="get_attr", target=body.target)) > 1:
+        return None
+    return cast(fx.GraphModule, gm.get_submodule(cast(str, body.target)))
+
+
+def _is_to_local(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "to_local" and len(node.args) == 1 and not node.kwargs
+
+
+def local_shards(parameters: Sequence[DTensor]) -> list[Tensor]:
+    """`to_local()` of all of them, as one node of autograd's graph."""
+    if not torch.is_grad_enabled():
+        return [parameter.to_local() for parameter in parameters]
+    tracked = iter(_LocalShards.apply(*[parameter for parameter in parameters if parameter.requires_grad]))
+    return [next(tracked) if parameter.requires_grad else parameter.to_local() for parameter in parameters]
+
+
+class _LocalShards(torch.autograd.Function):
+    """Local shards of DTensors; the gradient of a shard becomes a DTensor like its parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.parameters = parameters
+        return tuple(parameter.to_local().detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None if grad is None else dtensor_like(grad, parameter)
+            for grad, parameter in zip(grads, ctx.parameters, strict=True)
+        )

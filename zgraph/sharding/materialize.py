@@ -1,0 +1,220 @@
+"""`zgraph.materialize`: gives a sharded model that was built on the meta device its values, one module at a time.
+
+While `init` runs, the model looks as it did before `shard`: its own classes, and plain whole parameters. Their storage
+comes and goes like pages. It is there for the module that is being initialised, and for any other parameter from the
+moment an operator touches it; whatever does not fit beside it is cut down to this rank's shard. An init that reaches
+into another module (Hugging Face GPT-2 rescales the projections of a block, nn.MultiheadAttention zeroes a bias of its
+child) therefore does what it does to a whole model, at the memory of one module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.errors import ZgraphError
+from zgraph.runtime.shared_rng import SharedDraws, random_state, set_random_state
+from zgraph.sharding.paged_parameters import WITH_NAN, Memory, Page, find_pages, mesh_of
+from zgraph.torch_compat.dynamo import is_compiled_wrapper, without_compile
+from zgraph.torch_compat.memory import DispatchMode
+from zgraph.torch_compat.modules import reset_method, tree_flatten
+from zgraph.torch_compat.operators import OpOverload, written_tensors
+
+
+def materialize(
+    module: nn.Module, init: Callable[[nn.Module], object] | None = None, *, seed: int | None = None
+) -> nn.Module:
+    """Give a sharded model's meta parameters and buffers storage and values, as if it had been initialised whole.
+
+        with torch.device("meta"):
+            model = Net()
+        zgraph.shard(model, mesh)
+        zgraph.materialize(model)
+
+    The result, and what is drawn from torch's default generators afterwards, is bitwise that of `model.apply(init)` on
+    the whole model, followed by `zgraph.shard`. Beside the shards only the parameters of one module are in memory:
+    those of the largest at most, or what a single operator of `init` reads and writes.
+
+    Every rank draws rank 0's numbers, whatever its own random state; its own state advances as if it had drawn from
+    it. What draws more or less often depending on values, such as rrelu_, counts as on rank 0's values. Collectives
+    run where `init` touches a parameter a second time (a tied one, or one of another module), so `init` has to do the
+    same on all ranks. With nothing on the meta device the call changes nothing.
+
+    Parameters are the same objects afterwards, so an optimizer may be older than this call. Where that is impossible
+    (something holds a weak reference, such as a compiler that met the model before) the parameter is replaced, and an
+    optimizer that holds the old one is refused at the next forward.
+
+    Args:
+        module: sharded by `zgraph.shard`; or what torch.compile made of it.
+        init: called without gradient for each module as `module.apply(init)` would, children first. None: each
+            module's `reset_parameters`, once. That is what the constructor did where each module initialises itself at
+            the end of its `__init__`; a tied parameter takes the value of its last module, and under torch 2.11 a
+            convolution that was moved to channels_last draws its numbers in the order of memory.
+            Modules that have, with all their children, nothing on the meta device are left out, and parameters that
+            had values keep them.
+        seed: of torch's generators, as torch.manual_seed sets it; None: they continue from rank 0's state.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ZgraphError: a parameter is not sharded, `init` left one or a buffer without a value, or replaced it by
+            something that does not fit. As after an exception of `init` itself, everything that was on the meta device
+            still is, the random state is as it was, and the call can be repeated.
+    """
+    root = without_compile(module)
+    pages = find_pages(root)
+    if not any(page.resting.is_meta for page in pages):
+        return module
+    mesh = mesh_of(pages)
+    before = random_state(mesh.device_type)
+    memory = Memory(pages)
+    with _whole_classes(root):
+        try:
+            memory.show()
+            draws = SharedDraws(mesh, seed)
+            _initialise(root, init, memory, draws)
+            memory.page_out_all()
+            _check_values(root, init, pages, mesh)
+        except BaseException:
+            memory.hide()
+            set_random_state(mesh.device_type, before)
+            raise
+        memory.settle()
+    draws.settle()
+    return module
+
+
+# --- running init ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _whole_classes(root: nn.Module) -> Generator[None]:
+    """Meanwhile the modules have the classes that they had before `shard`: init may ask for `type(module)`."""
+    sharded = {part: type(part) for part in root.modules() if hasattr(type(part), "_zgraph_base")}
+    try:
+        for part, kind in sharded.items():
+            part.__class__ = getattr(kind, "_zgraph_base")  # noqa: B009 (the type does not have it for pyright)
+        yield
+    finally:
+        for part, kind in sharded.items():
+            part.__class__ = kind
+
+
+def _initialise(
+    root: nn.Module, init: Callable[[nn.Module], object] | None, memory: Memory, draws: SharedDraws
+) -> None:
+    names = {id(part): name for name, part in root.named_modules()}
+    on_meta = {id(part) for page in memory.pages if page.resting.is_meta for part, _ in page.sites}
+    wanted = {id(part) for part in root.modules() if any(id(child) in on_meta for child in part.modules())}
+    done: set[int] = set()
+
+    def visit(part: nn.Module) -> None:
+        run = init
+        if run is None:
+            # The constructor initialised each module once, and a compiled module has the methods of the one it wraps.
+            if id(part) in done or is_compiled_wrapper(part):
+                return
+            run = _reset
+        done.add(id(part))
+        if id(part) not in wanted:
+            return
+        memory.page_in(memory.of_module.get(id(part), []))
+        try:
+            with torch.no_grad(), _Watch(memory, draws):
+                run(part)
+            memory.adopt(part)
+        except Exception as error:
+            where = names.get(id(part)) or "the model itself"
+            error.add_note(f"zgraph.materialize: while initialising {where} ({type(part).__name__}).")
+            raise
+
+    root.apply(visit)
+
+
+def _reset(part: nn.Module) -> None:
+    reset = reset_method(part)
+    if reset is not None:
+        reset()
+
+
+class _Watch(DispatchMode):
+    """Pages in what an operator needs, notes what it writes, and gives it the shared random numbers."""
+
+    def __init__(self, memory: Memory, draws: SharedDraws) -> None:
+        super().__init__()
+        self.memory = memory
+        self.draws = draws
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Views too, though they need no values: torch checks their bounds against the storage.
+        self.memory.page_in(self.memory.of(tree_flatten((args, kwargs))[0]))
+        for page in self.memory.of(written_tensors(func, args, kwargs)):
+            page.written = page.changed = True
+        return self.draws.run(func, args, kwargs)
+
+
+# --- what init left out ---------------------------------------------------------------------------------------------
+
+
+def _check_values(
+    root: nn.Module, init: Callable[[nn.Module], object] | None, pages: Sequence[Page], mesh: DeviceMesh
+) -> None:
+    """Refuse what has no value, or only in part; the same on all ranks.
+
+    Raises:
+        ZgraphError: names the first of them.
+    """
+    source = "reset_parameters" if init is None else "init"
+    fresh = [page for page in pages if page.resting.is_meta]
+    unwritten = [page for page in fresh if not page.written]
+    if unwritten:
+        shown = ", ".join(_described(page) for page in unwritten[:4])
+        more = f" and {len(unwritten) - 4} more" if len(unwritten) > 4 else ""
+        advice = (
+            "Give the module a reset_parameters that fills its parameters and buffers, or pass init=."
+            if init is None
+            else "init has to write every parameter and buffer; call module.reset_parameters() for the modules that it "
+            "has nothing of its own for."
+        )
+        raise ZgraphError(f"zgraph.materialize: {source} left without a value: {shown}{more}. {advice}")
+    holes = torch.tensor([_has_nan(page) for page in fresh], dtype=torch.int32, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(holes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    for page, hole in zip(fresh, holes.tolist(), strict=True):
+        if hole:
+            raise ZgraphError(
+                f"zgraph.materialize: {source} wrote {_described(page)} only in part, or computed it from what had no "
+                "value yet (there are NaNs in it). Write all of it first, with torch.nn.init.zeros_ for instance."
+            )
+    for name, part in root.named_modules():
+        for attribute, value in vars(part).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ZgraphError(
+                    f"zgraph.materialize: {f'{name}.' if name else ''}{attribute} is a plain attribute on the meta "
+                    f"device, neither parameter nor buffer; register it as a buffer, or let {source} assign it."
+                )
+
+
+def _described(page: Page) -> str:
+    owner = page.sites[0][0]
+    kind = "parameter" if page.is_parameter else "buffer"
+    lacks = "" if reset_method(owner) is not None else ", which has no reset_parameters"
+    return f"{page.name} ({kind} of {type(owner).__name__}{lacks})"
+
+
+def _has_nan(page: Page) -> bool:
+    """Of this rank's part. The sum needs no memory; it is NaN for infinities of both signs too."""
+    values = page.whole if page.shard is None else page.shard
+    if not page.is_parameter or values.dtype not in WITH_NAN:
+        return False
+    return bool(values.sum().isnan()) and bool(values.isnan().any())

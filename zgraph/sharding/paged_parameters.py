@@ -1,0 +1,328 @@
+"""Whole tensors whose storage comes and goes: in memory while an initialisation needs them, else this rank's shard."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from zgraph.errors import ZgraphError
+from zgraph.runtime.collective_error import collective_error
+from zgraph.sharding.unit import state_of
+from zgraph.torch_compat.memory import storage_key
+from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
+
+# New pages of these hold NaN, so that what is left out is found instead of trained on.
+WITH_NAN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+Site = tuple[nn.Module, str]
+
+
+@dataclass(eq=False)
+class Page:
+    """One parameter or buffer, and the whole tensor that stands for it while `init` runs.
+
+    Attributes:
+        name: qualified, of its first place.
+        sites: every (module, attribute) that holds it.
+        resting: what the module held before: a DTensor, or a meta buffer.
+        whole: [*shape] plain tensor; its storage is empty while the page is out.
+        shown: what the module holds meanwhile: a parameter or buffer over the storage of `whole`.
+        whole_bytes: of the full storage.
+        cut: some rank keeps less than the whole.
+        shard: this rank's part, once there are values that are not in `whole`.
+        written: an operator has written to it.
+        changed: since it was last paged out.
+    """
+
+    name: str
+    sites: list[Site]
+    resting: Tensor
+    whole: Tensor
+    shown: Tensor
+    whole_bytes: int
+    cut: bool
+    shard: Tensor | None = None
+    written: bool = False
+    changed: bool = False
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.resting, DTensor)
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether it has a smaller form: a shard, or the values that it had before and will keep."""
+        return self.cut or not self.resting.is_meta
+
+    @property
+    def is_in(self) -> bool:
+        return self.whole.untyped_storage().nbytes() == self.whole_bytes
+
+
+def find_pages(root: nn.Module) -> list[Page]:
+    """Sharded parameters, and buffers on the meta device, in the order of `named_modules`.
+
+    Raises:
+        ZgraphError: a meta parameter is not sharded.
+    """
+    pages: dict[int, Page] = {}
+    for prefix, part in root.named_modules():
+        held: dict[str, Tensor | None] = {**local_parameters(part), **local_buffers(part)}
+        for attribute, tensor in held.items():
+            if tensor is None or id(tensor) in pages:
+                if tensor is not None:
+                    pages[id(tensor)].sites.append((part, attribute))
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if not isinstance(tensor, DTensor) and tensor.is_meta and attribute in local_parameters(part):
+                raise ZgraphError(
+                    f"zgraph.materialize: {name} is on the meta device and not sharded; call zgraph.shard(model) first."
+                )
+            if isinstance(tensor, DTensor) or tensor.is_meta:
+                pages[id(tensor)] = Page(name, [(part, attribute)], tensor, tensor, tensor, 0, False)
+    mesh = mesh_of(pages.values()) if any(page.resting.is_meta for page in pages.values()) else None
+    if mesh is not None:
+        for page in pages.values():
+            _lay_out(page, mesh.device_type)
+    return list(pages.values())
+
+
+def mesh_of(pages: Iterable[Page]) -> DeviceMesh:
+    for page in pages:
+        if isinstance(page.resting, DTensor):
+            return page.resting.device_mesh
+    raise ZgraphError("zgraph.materialize: the model has no sharded parameter; call zgraph.shard(model) first.")
+
+
+def _lay_out(page: Page, device_type: str) -> None:
+    """Make the whole tensor, without its storage."""
+    resting = page.resting
+    page.whole = torch.empty_strided(resting.shape, resting.stride(), dtype=resting.dtype, device=device_type)
+    page.whole_bytes = page.whole.untyped_storage().nbytes()
+    page.whole.untyped_storage().resize_(0)
+    page.shown = page.whole.detach()
+    if isinstance(resting, DTensor):
+        page.shown = nn.Parameter(page.whole, requires_grad=resting.requires_grad)
+        placements = enumerate(resting.placements)
+        page.cut = any(not kind.is_replicate() and resting.device_mesh.size(axis) > 1 for axis, kind in placements)
+        if not page.resting.is_meta:
+            with torch.no_grad():
+                page.shard = resting.to_local()
+            page.written = True
+    for mark, value in vars(resting).items():
+        if mark != "_is_param":  # torch's own, and untrue of a plain parameter
+            setattr(page.shown, mark, value)
+
+
+class Memory:
+    """All pages of a model, and which are in: never more than the largest module needs, or one operator."""
+
+    def __init__(self, pages: Sequence[Page]) -> None:
+        self.pages = pages
+        self.by_storage = {storage_key(page.whole): page for page in pages}
+        self.of_module: dict[int, list[Page]] = {}
+        for page in pages:
+            for part, _ in page.sites:
+                owned = self.of_module.setdefault(id(part), [])
+                if page not in owned:
+                    owned.append(page)
+        self.budget_bytes = max(
+            (sum(page.whole_bytes for page in owned if page.comes_and_goes) for owned in self.of_module.values()),
+            default=0,
+        )
+        self.in_memory: dict[Page, None] = {}  # the ones that come and go, least recently used first
+
+    def show(self) -> None:
+        """Put the whole tensors where the model reads its parameters and buffers."""
+        for page in self.pages:
+            for part, attribute in page.sites:
+                _hold(page, part, attribute, page.shown)
+
+    def hide(self) -> None:
+        """Put back what was there, as if nothing had been initialised."""
+        for page in self.pages:
+            for part, attribute in page.sites:
+                _hold(page, part, attribute, page.resting)
+
+    def of(self, tensors: Iterable[object]) -> list[Page]:
+        """The pages that these tensors are, or are views of."""
+        keys = dict.fromkeys(storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+        return [self.by_storage[key] for key in keys if key in self.by_storage]
+
+    def page_in(self, needed: Sequence[Page]) -> None:
+        """Give all of these storage and their values; the least recently used others make room."""
+        missing_bytes = sum(page.whole_bytes for page in needed if page.comes_and_goes and not page.is_in)
+        for page in [page for page in self.in_memory if page not in needed]:
+            if sum(page.whole_bytes for page in self.in_memory) + missing_bytes <= self.budget_bytes:
+                break
+            self.page_out(page)
+        for page in needed:
+            if page.comes_and_goes:
+                self.in_memory.pop(page, None)
+                self.in_memory[page] = None
+            if page.is_in:
+                continue
+            page.whole.untyped_storage().resize_(page.whole_bytes)
+            if page.shard is not None:
+                _gather_into(page)
+            elif page.whole.dtype in WITH_NAN:
+                page.whole.fill_(torch.nan)
+            else:
+                page.whole.zero_()
+
+    def page_out(self, page: Page) -> None:
+        """Keep this rank's part and give the rest back."""
+        self.in_memory.pop(page, None)
+        if page.changed and page.resting.is_meta:
+            page.shard = None  # before the new one, not after
+            page.shard = _own_part(page)
+        page.changed = False
+        page.whole.untyped_storage().resize_(0)
+
+    def page_out_all(self) -> None:
+        empty = [page for page in self.pages if page.resting.is_meta and page.whole.numel() == 0]
+        for page in empty:  # no operator writes what has no elements
+            page.written = page.changed = True
+        for page in [*self.in_memory, *(page for page in empty if page.cut)]:
+            self.page_out(page)
+
+    def adopt(self, root: nn.Module) -> None:
+        """Take over what `init` assigned instead of writing in place, here or in a child.
+
+        Raises:
+            ZgraphError: it cannot stand for the parameter.
+        """
+        for part in root.modules():
+            for page in self.of_module.get(id(part), ()):
+                for site, attribute in page.sites:
+                    if site is not part:
+                        continue
+                    if page.is_parameter:
+                        self._adopt_parameter(page, part, attribute)
+                    else:
+                        self._adopt_buffer(page, part, attribute)
+
+    def _adopt_parameter(self, page: Page, part: nn.Module, attribute: str) -> None:
+        found = local_parameters(part).get(attribute)
+        if found is not None and found is page.shown and storage_key(found) == storage_key(page.whole):
+            return
+        if (
+            found is None
+            or (found is not page.shown and len(page.sites) > 1)
+            or (found.shape, found.dtype, found.is_meta) != (page.whole.shape, page.whole.dtype, False)
+        ):
+            now = "nothing" if found is None else f"{list(found.shape)} {found.dtype} on {found.device.type}"
+            raise ZgraphError(
+                f"zgraph.materialize: init has replaced {page.name} ({list(page.whole.shape)} {page.whole.dtype}, read "
+                f"in {len(page.sites)} places) by {now}; write into it in place, as torch.nn.init does."
+            )
+        self.page_in([page])
+        page.whole.copy_(found.detach())
+        page.written = page.changed = True
+        page.shown.data = page.whole
+        page.shown.requires_grad_(found.requires_grad)
+        _hold(page, part, attribute, page.shown)
+
+    def _adopt_buffer(self, page: Page, part: nn.Module, attribute: str) -> None:
+        found = local_buffers(part).get(attribute)
+        if found is not None and found is page.shown and storage_key(found) == storage_key(page.whole):
+            return
+        if found is not None and found.is_meta:
+            raise ZgraphError(
+                f"zgraph.materialize: init has replaced the buffer {page.name} by another one on the meta device; "
+                "give it a real value."
+            )
+        page.written = True
+        if found is not None and found.device.type != page.whole.device.type:
+            local_buffers(part)[attribute] = found.to(page.whole.device)
+
+    def settle(self) -> None:
+        """The parameters become DTensors again, now with storage; buffers are in place already."""
+        for page in self.pages:
+            if not isinstance(page.resting, DTensor):
+                continue
+            for part, attribute in page.sites:
+                _hold(page, part, attribute, page.resting)
+            if page.resting.is_meta:
+                _fill_resting(page, page.resting)
+
+
+def _hold(page: Page, part: nn.Module, attribute: str, value: Tensor) -> None:
+    if page.is_parameter:
+        replace_parameter(part, attribute, value)
+    else:
+        local_buffers(part)[attribute] = value
+
+
+def _own_part(page: Page) -> Tensor:
+    """This rank's part of the whole, in storage of its own. All ranks hold the same whole, so nothing is sent."""
+    assert isinstance(page.resting, DTensor)
+    placed = distribute_tensor(page.whole, page.resting.device_mesh, page.resting.placements, src_data_rank=None)
+    part = placed.to_local()
+    shared = storage_key(part) == storage_key(page.whole)
+    return part.clone(memory_format=torch.contiguous_format) if shared else part
+
+
+def _gather_into(page: Page) -> None:
+    """Fill the whole from the ranks' parts; on the usual placement without a second buffer of its size."""
+    assert isinstance(page.resting, DTensor) and page.shard is not None
+    mesh, placements = page.resting.device_mesh, page.resting.placements
+    axes = [axis for axis, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(axis) > 1]
+    if not axes:
+        page.whole.copy_(page.shard)
+        return
+    if len(axes) > 1 or type(placements[axes[0]]) is not Shard or not placements[axes[0]].is_shard(0):
+        page.whole.copy_(_as_dtensor(page, page.shard).full_tensor())
+        return
+    group = mesh.get_group(axes[0])
+    try:
+        # Shard(0) splits as torch.chunk does: the last ranks may have less, or nothing.
+        for rank, rows in enumerate(page.whole.chunk(mesh.size(axes[0]))):
+            if rank == mesh.get_local_rank(axes[0]):
+                rows.copy_(page.shard)  # sent from here: gloo may hold what it has sent a moment longer than it waits
+            piece = rows.contiguous()
+            dist.broadcast(piece, src=dist.get_global_rank(group, rank), group=group)
+            if piece is not rows:
+                rows.copy_(piece)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise collective_error("broadcast", [page.name], group.group_name, error) from error
+
+
+def _as_dtensor(page: Page, shard: Tensor) -> DTensor:
+    resting = page.resting
+    assert isinstance(resting, DTensor)
+    return DTensor.from_local(
+        shard, resting.device_mesh, resting.placements, run_check=False, shape=resting.shape, stride=resting.stride()
+    )
+
+
+def _fill_resting(page: Page, resting: DTensor) -> None:
+    """Give the parameter its shard: the same object where torch allows it, else a new one in its places."""
+    shard = page.whole if page.shard is None else page.shard
+    laid_out = cast(DTensor, resting.detach()).to_local()  # on meta, laid out as shard() does values
+    if shard.stride() != laid_out.stride():
+        shard = torch.empty_like(laid_out, device=shard.device).copy_(shard)
+        page.whole.untyped_storage().resize_(0)
+    filled = nn.Parameter(_as_dtensor(page, shard), requires_grad=page.shown.requires_grad)
+    for mark, value in vars(page.shown).items():
+        setattr(filled, mark, value)
+    try:
+        torch.utils.swap_tensors(resting, filled)
+    except RuntimeError:  # something holds a weak reference to it, or has it in an autograd graph
+        for part, attribute in page.sites:
+            state = state_of(part)
+            sites = state.by_attribute[attribute].sites if state and attribute in state.by_attribute else page.sites
+            for site, name in sites:
+                replace_parameter(site, name, filled)
+            if state is not None:
+                state.scope.replaced.append((page.name, weakref.ref(cast(nn.Parameter, resting))))

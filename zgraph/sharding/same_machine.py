@@ -1,0 +1,65 @@
+"""Which preset the GPUs of all ranks are, so that nobody has to name it; agreed on while they shard."""
+
+from __future__ import annotations
+
+import platform
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.analysis.hardware import Hardware
+from zgraph.torch_compat.collectives import all_gather
+from zgraph.torch_compat.groups import backend_of
+
+# As torch.cuda.get_device_name has them: SXM modules, behind NVLink of the presets' rates. "GH200" is no "H200".
+_NAMES = MappingProxyType({"a100": r"\bA100-SXM\d*-80GB\b", "h100": r"\bH100 80GB HBM3\b", "h200": r"\bH200\b(?! NVL)"})
+
+
+def preset_of(device_name: str) -> str | None:
+    """The preset that a GPU's name stands for; None for PCIe cards and others, of whose links a name says nothing."""
+    return next((preset for preset, pattern in _NAMES.items() if re.search(pattern, device_name)), None)
+
+
+def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
+    """The machine that all ranks of a mesh are on; called by all of them. None: none that has a preset.
+
+    Without GPUs and NCCL nothing is asked or sent.
+    """
+    device = torch.device(mesh.device_type)
+    groups = mesh.get_all_groups()
+    if device.type != "cuda" or any(backend_of(group, device) != "nccl" for group in groups):
+        return None
+    preset = preset_of(torch.cuda.get_device_name())
+    known = -1 if preset is None else list(_NAMES).index(preset)
+    host = zlib.crc32(platform.node().encode())
+    return machine_behind(gathered(torch.tensor([known, host], device=device), groups).tolist())
+
+
+def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """[n] of every rank of a mesh -> [N, n] in the mesh's order, along its last axis first."""
+    found = own.unsqueeze(0)
+    for group in reversed(groups):
+        every = found.new_empty((dist.get_world_size(group) * found.shape[0], found.shape[1]))
+        all_gather(every, found, group)
+        found = every
+    return found
+
+
+def machine_behind(ranks: Sequence[Sequence[int]]) -> Hardware | None:
+    """What ranks that say (preset, host) are on, in order; None where they differ, or nodes have unequal numbers."""
+    presets = {preset for preset, _ in ranks}
+    if len(presets) > 1 or -1 in presets:
+        return None
+    hosts = [host for _, host in ranks]
+    local = hosts.count(hosts[0])
+    nodes = [hosts[first : first + local] for first in range(0, len(hosts), local)]
+    if any(len(set(node)) > 1 or len(node) < local for node in nodes) or len(set(hosts)) < len(nodes):
+        return None
+    return replace(Hardware.preset(list(_NAMES)[presets.pop()]), ranks_per_node=local)

@@ -1,0 +1,356 @@
+"""`zgraph.shard`: every parameter becomes a DTensor at rest, and reads as the whole tensor inside forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from zgraph.runtime.groups import separate_reductions
+from zgraph.runtime.handle import make_handle
+from zgraph.runtime.window_state import attach_state
+from zgraph.sharding.same_machine import agreed_machine
+from zgraph.sharding.state_dict import follow_state_dicts
+from zgraph.sharding.unit import STATE, ModuleState, ParamSpec, Read, Scope, state_of, unit_class
+from zgraph.torch_compat.groups import backend_of
+from zgraph.torch_compat.modules import local_parameters, replace_parameter
+
+Unit = nn.Module | type[nn.Module]
+Ignored = nn.Parameter | nn.Module
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A parameter and every place that reads it: ("h.0.mlp", module, "weight")."""
+
+    name: str
+    parameter: nn.Parameter
+    sites: tuple[tuple[str, nn.Module, str], ...]
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    zero_stage: int = 3,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    mean_dtype: torch.dtype | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    units: Iterable[Unit] | None = None,
+    ignored: Iterable[Ignored] = (),
+) -> nn.Module:
+    """Shard a module's parameters over a mesh, in place, so that `forward` gathers what it reads.
+
+    Rank 0's values of parameters and buffers become everyone's. At rest each parameter is a DTensor: `Shard(0)` at
+    stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the whole tensor in
+    `param_dtype`; its gradient is averaged over the ranks in rank order and arrives, sharded, in `.grad`. This holds
+    with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a process group
+    makes a second one of its ranks, for reductions.
+
+    Call it on parts first to give them other options; a later call on the whole leaves them as they are.
+
+    Args:
+        module: any module. Parameters on the meta device are sharded without storage; `zgraph.materialize` then
+            gives them values.
+        mesh: one axis to shard over; or two for hybrid sharding, of which the first replicates and the second shards
+            (gathers stay inside; gradients are reduced inside, then across). None: all ranks of the default group.
+        zero_stage: 0 keeps every parameter whole on every rank, the others keep 1/N of parameter, gradient and
+            optimizer state (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054). They differ in what a window keeps, see
+            `no_sync`: 3 gathers for every forward and again for every backward, and reduces in every backward; 2
+            gathers once per window; 1 gathers once and reduces once per window, as 0 does.
+        param_dtype: in which parameters are gathered and computed with; floating-point inputs of `module` are cast to
+            it. None: the parameter's own.
+        reduce_dtype: in which gradients travel. A gradient narrower than this travels as it is: the sum is fp32 on
+            arrival whatever came in, so widening first would cost bytes and change no bit. None: as they are.
+        mean_dtype: in which means come back where each rank computes a part and gathers the others': at stage 0, of 0-d
+            parameters, and across the replicas of hybrid sharding. Rounded once, equal on all ranks, and never wider
+            than the parameter. None: `reduce_dtype`, or where that is None the gradient's own. torch.float32 keeps what
+            the sum has, for more bytes.
+        reduction: "mean" divides the summed gradient by the number of ranks, "sum" does not.
+        units: modules, or classes of modules, that gather all their parameters when their forward starts. Name a
+            module whose reads depend on the data, such as a mixture-of-experts block: all its parameters then receive
+            a gradient (zeros where no rank read them). None: each module gathers what it owns.
+        ignored: parameters, or modules with all theirs, that zgraph only wraps: every rank keeps its own values, and
+            their gradients are not reduced.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: an option or the model cannot be honoured; the message says which and what to do.
+    """
+    mesh = _check_mesh(mesh, module)
+    _check_options(zero_stage, reduction, param_dtype=param_dtype, reduce_dtype=reduce_dtype, mean_dtype=mean_dtype)
+    ignored_ids = _ignored_ids(ignored)
+    found = _find_parameters(module, mesh)
+    unit_names = _unit_names(module, units)
+
+    _check_untied(found, module)
+
+    scope = Scope()
+    scope.machine = agreed_machine(mesh)
+    for part in module.modules():
+        known = state_of(part)
+        if known is not None:
+            if known.scope is not scope:
+                scope.replaced.extend(known.scope.replaced)
+                known.scope.replaced = []
+            scope.has_windows = scope.has_windows or known.scope.has_windows
+            known.scope = scope  # parts sharded before now share the root's scope
+            continue
+        object.__setattr__(part, STATE, ModuleState(scope=scope))
+        follow_state_dicts(part)
+    gathering = mesh.get_group(mesh.ndim - 1).group_name
+    if zero_stage > 0 and found:
+        gathering = _separate_reductions(mesh)
+    for entry in found:
+        spec = ParamSpec(
+            shape=tuple(entry.parameter.shape),
+            dtype=entry.parameter.dtype,
+            device_type=mesh.device_type,
+            compute_dtype=(
+                param_dtype if param_dtype and entry.parameter.is_floating_point() else entry.parameter.dtype
+            ),
+            wire_dtype=reduce_dtype,
+            mean_dtype=mean_dtype,
+            zero_stage=zero_stage if entry.parameter.ndim > 0 else 0,
+            reduction=reduction,
+            replicas=mesh.get_group(0).group_name if mesh.ndim > 1 else "",
+            group_name=gathering,
+            ignored=id(entry.parameter) in ignored_ids,
+        )
+        scope.has_windows = scope.has_windows or (spec.zero_stage < 3 and not spec.ignored)
+        _place(entry, spec, mesh)
+        scope.replaced.append((entry.name, weakref.ref(entry.parameter)))
+        _assign_to_unit(entry, spec, module, unit_names)
+    for name, part in module.named_modules():
+        state = _state(part)
+        state.tied = state.tied or name in unit_names
+        if part is module and param_dtype is not None:
+            state.input_dtype = param_dtype
+        own = tuple(dict.fromkeys([*getattr(type(part), "_zgraph_attributes", ()), *state.by_attribute]))
+        if own or state.reads or part is module:
+            base = getattr(type(part), "_zgraph_base", type(part))
+            part.__class__ = unit_class(base, own)
+    _broadcast_buffers(module, mesh)
+    return module
+
+
+def _device_type_of(group: dist.ProcessGroup | None) -> str:
+    on_cuda = group is not None and torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
+    return "cuda" if on_cuda else "cpu"
+
+
+def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "zgraph.shard: no process group; start the script with torchrun and call "
+                "torch.distributed.init_process_group first. On one device leave zgraph.shard out: "
+                'torch.compile(model, backend="zgraph") works without it.'
+            )
+        first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
+        # Nothing but meta: where the process group works.
+        device_type = first.device.type if first is not None else _device_type_of(dist.group.WORLD)
+        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if mesh.ndim > 2:
+        axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ValueError(
+            f"zgraph.shard: the mesh has {mesh.ndim} axes {axes}; zgraph shards over one, and replicates over one "
+            f"more at most. Pass one or two of them, such as mesh[{axes[-2:]!r}]."
+        )
+    if dist.get_world_size() % mesh.size():
+        raise ValueError(
+            f"zgraph.shard: a mesh of {mesh.size()} ranks {mesh.mesh.tolist()} does not divide the world of "
+            f"{dist.get_world_size()}; start torchrun with a multiple of {mesh.size()} ranks, or make another mesh."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"zgraph.shard: rank {dist.get_rank()} is not part of the mesh {mesh.mesh.tolist()}; call shard only on "
+            "the mesh's own ranks, with a mesh whose size fits the world."
+        )
+    return mesh
+
+
+def _check_options(zero_stage: int, reduction: str, **dtypes: torch.dtype | None) -> None:
+    if zero_stage not in ZERO_STAGES:
+        raise ValueError(f"zgraph.shard: zero_stage={zero_stage!r} is not available; write zero_stage=0, 1, 2 or 3.")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'zgraph.shard: reduction={reduction!r} is unknown; write "mean" or "sum".')
+    for name, dtype in dtypes.items():
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"zgraph.shard: {name}={dtype} is no floating-point dtype; write torch.bfloat16, say.")
+
+
+def _ignored_ids(ignored: Iterable[Ignored]) -> dict[int, None]:
+    ids: dict[int, None] = {}
+    for entry in ignored:
+        for parameter in entry.parameters() if isinstance(entry, nn.Module) else (entry,):
+            ids[id(parameter)] = None
+    return ids
+
+
+def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
+    """Every parameter that is still to be sharded, with all its places, in the order of `named_parameters`."""
+    sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for prefix, part in module.named_modules():
+        for attribute, parameter in local_parameters(part).items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if isinstance(parameter, DTensor):
+                _check_sharded_before(name, part, attribute, parameter, mesh)
+                continue
+            if parameter.is_complex():
+                raise ValueError(
+                    f"zgraph.shard: {name} is complex, and gradients are summed as real numbers; store its real and "
+                    "imaginary part (torch.view_as_real) and join them in forward."
+                )
+            if "forward" in part.__dict__:
+                raise ValueError(
+                    f"zgraph.shard: the module of {name} has a forward of its own as an instance attribute, which a "
+                    "sharded class cannot replace; call zgraph.shard before whatever wraps it."
+                )
+            if parameter.device.type != mesh.device_type and not parameter.is_meta:
+                raise ValueError(
+                    f"zgraph.shard: {name} is on {parameter.device.type}, the mesh on {mesh.device_type}; move the "
+                    f'model first: model.to("{mesh.device_type}").'
+                )
+            if isinstance(part, nn.RNNBase):
+                raise ValueError(
+                    f"zgraph.shard: {name} belongs to a {type(part).__name__}, which reads its weights past attribute "
+                    "access; build the recurrence from nn.LSTMCell or nn.GRUCell, or shard the other parts one by one."
+                )
+            parameters[id(parameter)] = parameter
+            sites.setdefault(id(parameter), []).append((prefix, part, attribute))
+    return [
+        _Found(".".join(filter(None, (places[0][0], places[0][2]))), parameters[key], tuple(places))
+        for key, places in sites.items()
+    ]
+
+
+def _check_sharded_before(name: str, part: nn.Module, attribute: str, parameter: DTensor, mesh: DeviceMesh) -> None:
+    state = state_of(part)
+    if state is None or attribute not in state.by_attribute:
+        raise ValueError(
+            f"zgraph.shard: {name} is a DTensor already ({list(parameter.placements)} on {parameter.device_mesh}); "
+            "tensor-parallel parameters are not supported together with zgraph.shard yet. Shard the plain module."
+        )
+    if parameter.device_mesh != mesh:
+        raise ValueError(
+            f"zgraph.shard: {name} was sharded on {parameter.device_mesh}, not on {mesh}; one model needs one mesh, or "
+            "clipping and fused optimizers cannot work on it."
+        )
+
+
+def _check_untied(found: Sequence[_Found], module: nn.Module) -> None:
+    scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
+    replaced = {
+        id(old): name
+        for scope in scopes.values()
+        for name, reference in scope.replaced
+        if (old := reference()) is not None
+    }
+    for entry in found:
+        if id(entry.parameter) in replaced:
+            raise ValueError(
+                f"zgraph.shard: {entry.name} is tied to {replaced[id(entry.parameter)]}, which an earlier call has "
+                "sharded; shard both in one call, or the tie is lost."
+            )
+
+
+def _unit_names(module: nn.Module, units: Iterable[Unit] | None) -> tuple[str, ...]:
+    """Qualified names of the named units; of nested ones only the outermost counts."""
+    names: list[str] = []
+    for unit in units or ():
+        matching = [
+            name
+            for name, part in module.named_modules()
+            if part is unit or (isinstance(unit, type) and isinstance(part, unit))
+        ]
+        if not matching:
+            shown = unit.__name__ if isinstance(unit, type) else type(unit).__name__
+            raise ValueError(f"zgraph.shard: units names {shown}, which the model does not contain; name one it does.")
+        names.extend(matching)
+    return tuple(
+        name for name in dict.fromkeys(names) if not any(name != other and _inside(name, other) for other in names)
+    )
+
+
+def _inside(name: str, unit: str) -> bool:
+    return unit == "" or name == unit or name.startswith(unit + ".")
+
+
+def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh) -> None:
+    """Replace the parameter, wherever it is read, by its DTensor."""
+    inner = Shard(0) if spec.zero_stage > 0 and not spec.ignored else Replicate()
+    placement: Sequence[Placement] = (*[Replicate()] * (mesh.ndim - 1), inner)
+    with torch.no_grad():
+        if spec.ignored:
+            distributed = DTensor.from_local(entry.parameter.detach(), mesh, placement, run_check=False)
+        else:
+            distributed = distribute_tensor(entry.parameter.detach(), mesh, placement)
+    resting = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad)
+    for mark, value in vars(entry.parameter).items():  # such as what a user's optimizer groups go by
+        setattr(resting, mark, value)
+    for _, part, attribute in entry.sites:
+        replace_parameter(part, attribute, resting)
+
+
+def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...]) -> None:
+    """Decide who gathers it: the named unit around all its readers, else their closest common parent."""
+    sites = tuple((part, attribute) for _, part, attribute in entry.sites)
+    handle = make_handle(entry.name)
+    attach_state(handle, *sites[0])
+    read = Read(entry.name, spec, handle, sites)
+    prefixes = [prefix for prefix, _, _ in entry.sites]
+    unit = next((name for name in unit_names if all(_inside(prefix, name) for prefix in prefixes)), None)
+    if unit is None:
+        unit = _common_parent(prefixes)
+    owner = _state(root.get_submodule(unit))
+    owner.reads += (read,)
+    for _, part, attribute in entry.sites:
+        _state(part).by_attribute[attribute] = read
+
+
+def _common_parent(prefixes: Sequence[str]) -> str:
+    shared = prefixes[0].split(".") if prefixes[0] else []
+    for prefix in prefixes[1:]:
+        parts = prefix.split(".") if prefix else []
+        same = [a == b for a, b in zip(shared, parts, strict=False)]
+        shared = shared[: same.index(False) if False in same else len(same)]
+    return ".".join(shared)
+
+
+def _state(module: nn.Module) -> ModuleState:
+    return cast(ModuleState, state_of(module))
+
+
+def _separate_reductions(mesh: DeviceMesh) -> str:
+    """Let reductions over the last axis not wait behind gathers, nor gathers behind them: the group of gathers."""
+    group = mesh.get_group(mesh.ndim - 1)
+    device = torch.device(mesh.device_type)
+    # NCCL may split the new group off the default one, which takes every rank of the world.
+    if backend_of(group, device) == "nccl" and mesh.size() != dist.get_world_size():
+        return group.group_name
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return separate_reductions(group, device)
+
+
+def _broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Rank 0's buffers become everyone's, as its parameters did."""
+    for group in mesh.get_all_groups():  # along the first axis, then from there along the second
+        for buffer in module.buffers():
+            if buffer.device.type == mesh.device_type and not isinstance(buffer, DTensor):
+                dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)

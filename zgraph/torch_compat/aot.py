@@ -1,0 +1,128 @@
+"""AOTAutograd: joint graphs, their inputs, their partition, and calls that empty their lists."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from zgraph.torch_compat.inductor import inductor_decompositions
+from zgraph.torch_compat.operators import written_arguments
+
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+
+
+Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def aot_autograd(
+    *,
+    compile_forward: Compiler,
+    compile_backward: Compiler,
+    compile_inference: Compiler,
+    partition: Partitioner,
+    decompose: bool = False,
+) -> Callable[..., Any]:
+    """A Dynamo backend that traces forward and backward (2.11 - 2.13).
+
+    `decompose` takes operators apart as Inductor needs it; else they stay what they are in eager mode.
+
+    `functorch.compile.aot_module_simplified` is the public part of it, but would leave the generated backward visible
+    to Dynamo.
+    """
+    from torch._dynamo.backends.common import aot_autograd as build
+
+    return build(
+        fw_compiler=compile_forward,
+        bw_compiler=compile_backward,
+        inference_compiler=compile_inference,
+        partition_fn=partition,
+        decompositions=inductor_decompositions() if decompose else {},
+    )
+
+
+def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's min-cut partitioner, which honours `meta["recompute"]`.
+
+    2.11 - 2.13: where Inductor may draw in its own way (`fallback_random` is off), operators on GPUs that backward
+    computes again draw from generators of the graph instead of the device's.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True):
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def may_be_written(node: fx.Node) -> bool:
+    """Whether AOTAutograd lets a saved tensor change until backward reads it (2.11 - 2.13)."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+def rng_state_operators() -> tuple[object, object]:
+    """What the partitioner wraps random operators in that backward computes again (2.11 - 2.13).
+
+    `save(operator, ...)` returns the generator's state and the operator's result, `run(state, operator, ...)` the
+    result.
+    """
+    from torch._prims import rng_prims
+
+    return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
+
+
+def aot_input_index(node: fx.Node) -> int | None:
+    """Which input of the Dynamo graph a joint-graph placeholder came from; None for tangents and unknown kinds.
+
+    2.11 - 2.13 leave a descriptor in `meta["desc"]`; DTensor inputs are flattened, so several placeholders may share
+    one index.
+    """
+    described: Any = node.meta.get("desc")
+    while described is not None and hasattr(described, "base"):
+        described = described.base
+    index = getattr(described, "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a joint-graph placeholder is a gradient of an output, by its name as in the partitioner (2.11 - 2.13)."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs of a joint graph that hold something else once the step has run (2.11 - 2.13).
+
+    Nodes write to them, or an output describes itself (`meta["desc"]`) as what is copied into one afterwards.
+    """
+    written = [node for call in graph.nodes for node in written_arguments(call)]
+    output = next(iter(reversed(graph.nodes)))
+    copied = [getattr(one, "mutated_input", None) for one in output.meta.get("desc", ())]
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node in written or any(node.meta.get("desc") == one for one in copied if one is not None)
+    ]
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that `run` takes one list and empties it (`_boxed_call`, 2.11 - 2.13)."""
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+class BoxedCodeGen(CodeGen):
+    """Generated code takes one list and empties it, so that each input dies at its last use.
+
+    2.12 and newer carry the same class under a private name; 2.11 does not.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
+        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
+        lines = [f"def {getattr(self, '_func_name', 'forward')}(self, args_list){maybe_return_annotation}:"]
+        if names:
+            lines.append(f"    {', '.join(names)}, = args_list")
+        lines.append("    args_list.clear()")
+        return "\n".join(lines)

@@ -1,0 +1,105 @@
+"""Functional collectives as operators, and the works that are waited for."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work
+from torch._ops import OpOverload as OpOverload
+
+from zgraph.torch_compat.groups import resolve_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Gather equal pieces into one tensor. 2.13 renames all_gather_into_tensor and warns of the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+    return gather(output, input, group=group, async_op=async_op)  # pyright: ignore[reportDeprecated]
+
+
+# The ops themselves, not torch.distributed._functional_collectives: passes build nodes out of OpOverloads.
+
+
+def all_gather_op() -> Any:
+    """all_gather_into_tensor(input, group_size, group_name) -> [group_size * input.shape[0], ...]"""
+    return torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+def all_gather_into(output: Tensor, input: Tensor, group_name: str) -> Tensor:
+    """What `all_gather_op` computes, through its variant that fills a given tensor.
+
+    2.11 - 2.13: all_gather_into_tensor runs as gloo's ALLGATHER_COALESCED. Each gloo worker thread stores the name of
+    the operation it has finished into one string of the group, without a lock (ProcessGroupGloo::runLoop). A name of
+    more than 15 characters lies on the heap, so two such gathers that finish at once free it twice. The out variant
+    runs as ALLGATHER.
+    """
+    world = dist.get_world_size(resolve_group(group_name))
+    return torch.ops._c10d_functional.all_gather_into_tensor_out.default(input, world, group_name, out=output)
+
+
+def grouped_gather_op() -> Any:
+    """all_gather_into_tensor_coalesced(inputs, group_size, group_name) -> as all_gather_into_tensor, of each"""
+    return torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+
+
+def gather_group(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
+    """Gather each input into its output, launched as one where the backend can (NCCL); one work for all.
+
+    2.11 - 2.13: `ProcessGroup.allgather_into_tensor_coalesced`, which the functional op calls as well. That one leaves
+    its work with every output, to be waited for once for each.
+    """
+    return group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+
+
+def all_to_all_op() -> Any:
+    """all_to_all_single(input, output_split_sizes, input_split_sizes, group_name)"""
+    return torch.ops._c10d_functional.all_to_all_single.default
+
+
+def reduce_scatter_op() -> Any:
+    """reduce_scatter_tensor(input, reduce_op, group_size, group_name) -> [input.shape[0] / group_size, ...]"""
+    return torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+def all_reduce_op() -> Any:
+    """all_reduce(input, reduce_op, group_name)"""
+    return torch.ops._c10d_functional.all_reduce.default
+
+
+def wait_op() -> Any:
+    """wait_tensor(input): the same tensor, usable"""
+    return torch.ops._c10d_functional.wait_tensor.default
+
+
+def wait(started: Tensor) -> Tensor:
+    """The result of a functional collective, usable."""
+    return wait_op()(started)
+
+
+def register_work(result: Tensor, work: dist.Work) -> None:
+    """Let `wait(result)` wait for this as well; several works of one tensor add up (`_register_work`, 2.11 - 2.13)."""
+    _register_work(result, work)
+
+
+def works_waited_for() -> int:
+    """How much is registered to be waited for (`_get_work_registry_size`, 2.11 - 2.13)."""
+    from torch._C._distributed_c10d import _get_work_registry_size
+
+    return _get_work_registry_size()
+
+
+def is_functional_collective(target: object) -> bool:
+    """Whether target starts a functional collective (wait_tensor and in-place variants are not starts)."""
+    if not isinstance(target, OpOverload):
+        return False
+    if target.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
+        return False
+    return target is not wait_op() and not target._schema.is_mutable

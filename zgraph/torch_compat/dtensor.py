@@ -1,0 +1,85 @@
+"""DTensors without what their public functions cost in every call."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """This rank's part, without a place in autograd's graph (`_local_tensor`, 2.11 - 2.13).
+
+    `to_local()` of it takes forty times as long, more yet where gradients are enabled.
+    """
+    return tensor._local_tensor
+
+
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor of the same mesh, placements and shape as another, around this local tensor (`_spec`, 2.11 - 2.13).
+
+    `DTensor.from_local` checks first, and `DTensor(...)` goes through a guard against Dynamo: both take far longer.
+    """
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
+
+
+def locals_of(tensors: Iterable[DTensor]) -> list[Tensor]:
+    """`local_of` of each, many at once (`_local_tensor`, 2.11 - 2.13)."""
+    return list(map(attrgetter("_local_tensor"), tensors))
+
+
+def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
+    """`.grad` of each; of a DTensor it takes a third of the time past the search for a `__torch_function__`.
+
+    `DisableTorchFunctionSubclass`, 2.11 - 2.13; DTensor's own is the disabled one.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(attrgetter("grad"), tensors))
+
+
+def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
+    """What says how each lies on its mesh, of which shape and dtype; tensors may share one (`_spec`, 2.11 - 2.13)."""
+    return list(map(attrgetter("_spec"), tensors))
+
+
+def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
+    """This rank's rows of a tensor whose `rows` lie on all ranks of a mesh in order (`DTensorSpec`, 2.11 - 2.13).
+
+    `DTensor.from_local` would move a tensor of the host to the mesh's device.
+    """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    shape = torch.Size((rows, *local.shape[1:]))
+    whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(mesh, tuple(Shard(0) for _ in range(mesh.ndim)), tensor_meta=whole)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A number that all ranks of a mesh have, without what `DTensor.from_local` checks (`DTensorSpec`, 2.11 - 2.13)."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    whole = TensorMeta(torch.Size(), (), local.dtype)
+    spec = DTensorSpec(mesh, tuple(Replicate() for _ in range(mesh.ndim)), tensor_meta=whole)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_type: float) -> DTensor:
+    """Norms of what each rank has of some tensors, which are split along these axes of a mesh (2.11 - 2.13).
+
+    `_NormPartial` is what DTensor's own norms of sharded tensors return.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    placements = [_NormPartial(norm_type) if is_split else Replicate() for is_split in split]
+    return DTensor.from_local(norms, mesh, placements, run_check=False)

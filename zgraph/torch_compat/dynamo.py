@@ -1,0 +1,122 @@
+"""Dynamo: which frames it compiles, what it saw of them, and errors through it."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+
+from torch import fx, nn
+
+P = ParamSpec("P")
+
+
+R = TypeVar("R")
+
+
+def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo trace the function as part of its caller, and run it as it is where the caller is not traced.
+
+    A function that Dynamo compiles alone has its integers turned into symbols as soon as two calls differ in them.
+    2.11 - 2.13: `torch._dynamo.eval_frame.skip_code` does the same, and would load Dynamo at import.
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction
+
+    return _skip_frames(function, inside=_FrameAction.DEFAULT)
+
+
+def no_frames_inside(function: Callable[P, R]) -> Callable[P, R]:
+    """As `never_a_frame`, and what the function calls is run as it is too, such as `DTensor.to_local` (2.11 - 2.13)."""
+    from torch._C._dynamo.eval_frame import _FrameAction
+
+    return _skip_frames(function, inside=_FrameAction.SKIP)
+
+
+def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, inside)
+    set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def checkpoint_operator() -> object:
+    """What calls a checkpointed region in a Dynamo graph: `(body, *operands, **options of checkpoint)`; 2.11 - 2.13."""
+    return torch.ops.higher_order.tag_activation_checkpoint
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether torch.compile made it around another module (2.11 - 2.13)."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """The module inside what torch.compile returned, else the module itself (`_orig_mod`, 2.11 - 2.13)."""
+    return cast(nn.Module, module._orig_mod) if is_compiled_wrapper(module) else module
+
+
+def dynamo_example(node: fx.Node) -> object:
+    """The real value behind a placeholder of a Dynamo graph, or None once Dynamo has dropped it (2.11 - 2.13)."""
+    return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example
+
+
+def dynamo_fake(node: fx.Node) -> object:
+    """The fake value of a placeholder of a Dynamo graph (2.11 - 2.13)."""
+    return node.meta.get("example_value")
+
+
+def compile_id() -> str:
+    """Dynamo's "frame/recompile" id of this compile, such as "0/1"; "manual" outside of one (2.11 - 2.13)."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_compile_id()
+    return "manual" if current is None else str(current)
+
+
+def recompile_reason() -> str:
+    """The guard that failed, when the frame being compiled was compiled before; "" else.
+
+    Dynamo notes it for its own metrics (`get_metrics_context`, 2.11 - 2.13), of the variant it asked first. "" also
+    where it has noted nothing: wording and place are Dynamo's affair.
+    """
+    from torch._dynamo.utils import get_metrics_context
+
+    noted = get_metrics_context()._metrics.get("recompile_reason")
+    # "0/1: guard    # line of code that it comes from", and then lines of a stack; 0/1 is the variant.
+    return "" if noted is None else str(noted).partition("\n")[0].partition(": ")[2].partition(" # ")[0].strip()
+
+
+def graph_breaks() -> dict[str, int]:
+    """Graph breaks that Dynamo has met in this process, by reason (`counters`, 2.11 - 2.13).
+
+    A break counts each time Dynamo traces up to it: once for the outermost frame, again for each frame inside it that
+    Dynamo then compiles alone.
+    """
+    from torch._dynamo.utils import counters
+
+    found: dict[str, int] = {}
+    for text, count in counters["graph_break"].items():
+        reason = text.partition("\n")[0]
+        found[reason] = found.get(reason, 0) + count
+    return found
+
+
+def raise_through_dynamo(message: str) -> NoReturn:
+    """Raise a ValueError out of a backend so that the caller of the compiled model gets it as it is.
+
+    Dynamo wraps what backends raise in BackendCompilerFailed. 2.11 - 2.13: a ShortenTraceback passes, less Dynamo's own
+    part of the traceback, and with a hint for Dynamo's developers added to its arguments.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    class OptionError(ShortenTraceback, ValueError):
+        __qualname__ = "OptionError"
+
+        def __str__(self) -> str:
+            return message
+
+    raise OptionError(message, first_useful_frame=inspect.currentframe()) from None

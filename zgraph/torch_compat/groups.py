@@ -1,0 +1,149 @@
+"""Process groups: by name, by device, made beside others, and fake ones."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+
+def resolve_group(group_name: str) -> ProcessGroup:
+    """The process group of that name (2.11 - 2.13: public only through functional collectives)."""
+    return _resolve_process_group(cast(Any, group_name))
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> str:
+    """ "gloo", "nccl", ...: what moves a group's tensors of a device; "" where nothing does.
+
+    2.11 - 2.13: `dist.get_backend` says "undefined" of a group that serves several devices, such as `init_device_mesh`
+    makes where nobody has called `init_process_group`; hence `_get_backend`.
+    """
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:  # none for this device
+        return ""
+
+
+def find_group(group_name: str) -> ProcessGroup | None:
+    """The process group of that name, None where there is none (`_world.pg_names`, 2.11 - 2.13)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return next((group for group, name in _world.pg_names.items() if name == group_name), None)
+
+
+def groups_of_ranks() -> int:
+    """How many groups of more than one rank this rank is in (`_world.pg_names`, 2.11 - 2.13)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return sum(dist.get_world_size(group) > 1 for group in _world.pg_names)
+
+
+def make_beside(
+    group: ProcessGroup, group_name: str, members: Sequence[int] | None = None, *, high_priority: bool = False
+) -> ProcessGroup:
+    """A second group of the same ranks, backend and timeout, of this name; called by its members alone.
+
+    Args:
+        group: whose ranks they are.
+        group_name: of the new one.
+        members: which of them, by their rank in the group; None: all.
+        high_priority: of the stream on which its collectives run, where it is NCCL's
+            (`ProcessGroupNCCL.Options.is_high_priority_stream`).
+
+    Where the default group is bound to a device (`init_process_group(device_id=...)`) the new one is as well, and is
+    split off its communicator here and now; all ranks of the world take part in that.
+
+    2.11 - 2.13: `dist.new_group` would need every rank of the world, and `use_local_synchronization` names a group by
+    how many groups a rank is in, which members of one group need not agree on. `_new_process_group_helper` takes a
+    name. `destroy_process_group()` destroys what it has made with all others.
+    """
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+    ranks = dist.get_process_group_ranks(group)
+    if members is not None:
+        ranks = [ranks[member] for member in members]
+    backend, store = _world.pg_map[group]
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # a fake one has none
+    timeout = options._timeout if options is not None else timedelta(minutes=30)
+    chosen: Any = None
+    if high_priority and "nccl" in str(backend):
+        chosen = dist.ProcessGroupNCCL.Options()
+        chosen.is_high_priority_stream = True
+        chosen._timeout = timeout
+    made, _ = _new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        backend,
+        store,
+        cast(Any, group_name),
+        backend_options=chosen,
+        timeout=timeout,
+        device_id=dist.distributed_c10d._get_default_group().bound_device_id,
+        group_desc=group_name,
+    )
+    _world.pg_group_ranks[cast("ProcessGroup", made)] = {rank: place for place, rank in enumerate(ranks)}
+    return cast("ProcessGroup", made)
+
+
+def collectives_so_far(group: ProcessGroup) -> int:
+    """How many collectives a group has started, as its flight recorder counts them in `collective_seq_id`.
+
+    2.11 - 2.13: `_get_sequence_number_for_group` of its backend, which counts a coalesced collective once.
+    """
+    return cast(Any, group)._get_sequence_number_for_group()
+
+
+def flight_recorder_directory() -> Path:
+    """Where torch's flight recorder writes its dump when the watchdog ends a process.
+
+    2.13: the directory of TORCH_FR_DUMP_TEMP_FILE, or TORCH_NCCL_DEBUG_INFO_TEMP_FILE, a path without the rank; else
+    `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp; not checked on 2.11 and 2.12).
+    """
+    given = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    if given:
+        return Path(given).parent
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch"
+
+
+def default_store() -> Store:
+    """The rendezvous store of the default group (2.11 - 2.13: there is no public getter)."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+@contextmanager
+def fake_world(world: int) -> Generator[None]:
+    """This process as rank 0 of a group of its own making, whose collectives return at once and move nothing.
+
+    torch.testing._internal.distributed.fake_pg, which registers the backend "fake" (2.11 - 2.13).
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_fake_world() -> bool:
+    """Whether the default group has nobody else in it (backend "fake", 2.11 - 2.13)."""
+    return dist.get_backend() == "fake"
+
+
+def is_distributed_ready() -> bool:
+    return dist.is_available() and dist.is_initialized()

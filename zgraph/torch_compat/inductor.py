@@ -1,0 +1,120 @@
+"""Inductor: its decompositions, its compiler for islands, and its C++ toolchain."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+from torch import fx
+
+from zgraph.torch_compat.fake_values import fake_mode_of
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor expects to be taken apart, random operators as eager torch draws them (2.11 - 2.13)."""
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(fallback_random=True):
+        return select_decomp_table()
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Compile a functional aten graph that returns a tuple; called inside a compile (compile_fx_inner, 2.11 - 2.13).
+
+    Args:
+        gm: its output tensors keep the strides that `meta["val"]` says.
+        inputs: fake values of its placeholders.
+
+    Returns:
+        A function of one list, which it empties.
+    """
+    from torch._guards import TracingContext
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    returned = next(iter(reversed(gm.graph.nodes)))
+    returned.meta["user_visible_output_idxs"] = list(range(len(returned.args[0])))
+    context = TracingContext.try_get()
+    strides = None if context is None else context.output_strides
+    if context is not None:
+        context.output_strides = None  # AOTAutograd would take the island's for those of its own graph
+    try:
+        with V.set_fake_mode(fake_mode_of(inputs)), config.patch(dict(_ISLAND_OPTIONS)):
+            return cast("Callable[[list[Any]], Any]", compile_fx_inner(gm, list(inputs)))
+    finally:
+        if context is not None:
+            context.output_strides = strides
+
+
+# What may be set for whole programs, and is wrong or useless for an island of one:
+# - random operators as eager torch draws them;
+# - a CUDA graph for each island would copy its inputs, keep its outputs in a pool of its own, and be captured again for
+#   each set of addresses: what collectives write lies elsewhere in each step;
+# - what lies outside was traced with the strides that outputs have.
+# max_autotune and its like may stay: they choose kernels, by measurements on this rank, and change no order.
+_ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs": False, "pad_outputs": False})
+
+
+def load_cpp(source: str) -> ctypes.CDLL:
+    """C++ without headers of torch, compiled as Inductor compiles, and loaded.
+
+    The library is kept in Inductor's cache directory, by source, command line and processor, so that it is compiled
+    once on a machine; processes that come at the same time wait for the first. Exact: no multiplication is contracted
+    with an addition, and nothing is assumed of NaNs, signed zeros or the order of sums.
+
+    Run on 2.11 and 2.13 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's own options
+    (`CppOptions`) turn off the vectorization of loops, so they are not taken.
+
+    Raises:
+        RuntimeError: there is no compiler, or it refuses the source.
+        OSError: the cache directory cannot be written to, or libraries in it cannot be loaded.
+    """
+    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir, write
+    from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder, get_cpp_compiler
+    from torch.utils._filelock import FileLock
+
+    if sys.platform == "win32":
+        raise RuntimeError("the kernels are written for g++ and clang++, which Windows does not use")
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    flags = [
+        "O3",
+        *(["march=native"] if x86 else ["mcpu=native"]),
+        "std=c++17",
+        "shared",
+        "fPIC",
+        "ffp-contract=off",
+        "fno-math-errno",
+        "fno-trapping-math",
+        *(["fopenmp"] if sys.platform == "linux" else []),
+    ]
+    options = BuildOptionsBase(compiler=get_cpp_compiler(), cflags=flags)
+    command = CppBuilder("o", "i", options).get_command_line()
+    key, path = write(source, "cpp", extra=f"{command} {_processor()}")
+    library = os.path.join(os.path.dirname(path), f"{key}.so")
+    with FileLock(os.path.join(get_lock_dir(), f"{key}.lock"), timeout=LOCK_TIMEOUT):
+        if not os.path.exists(library):
+            # Under a name of its own first: a process that is killed leaves nothing that looks whole.
+            builder = CppBuilder(f"{key}.{os.getpid()}", path, options, output_dir=os.path.dirname(path))
+            builder.build()
+            os.replace(builder.get_target_file_path(), library)
+    return ctypes.CDLL(library)
+
+
+def _processor() -> str:
+    """What "native" stands for here: kind and features of the processor."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            first = file.read().partition("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    kept = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in first.splitlines() if line.partition("\t")[0].strip(" :") in kept)

@@ -1,0 +1,63 @@
+"""Modules, optimizers and trees: what they keep under private names."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+class OptimizerOfLists(torch.optim.Optimizer):
+    """Base, beside an element-wise optimizer of torch.optim, of one that may be told what its step works on.
+
+    `_init_group(group, parameters, gradients, *states)` fills empty lists with the parameters of a group that have
+    gradients, with these gradients, and with entries of their state, which it makes where there is none; it returns
+    flags, of complex parameters for instance (read on 2.13).
+    """
+
+    def lists_of(self, group: dict[str, Any], lists: tuple[list[Any], ...], fill: Callable[..., Any]) -> Any:
+        """Fill the lists, by `fill(group, *lists)` or otherwise, and return what that returns."""
+        raise NotImplementedError
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        return self.lists_of(group, lists, cast(Any, super())._init_group)
+
+
+def tree_flatten(tree: object) -> tuple[list[Any], Any]:
+    """torch's own pytree, which knows Hugging Face's ModelOutput (2.11 - 2.13)."""
+    from torch.utils._pytree import tree_flatten as flatten
+
+    return flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    from torch.utils._pytree import tree_unflatten as unflatten
+
+    return unflatten(leaves, spec)
+
+
+def replace_parameter(owner: torch.nn.Module, name: str, value: Tensor) -> None:
+    """Put value where owner keeps the parameter `name` (`_parameters`, all versions).
+
+    `setattr` would do, were it not for modules that intercept it (`nn.RNNBase`) or forbid it.
+    """
+    owner._parameters[name] = cast(torch.nn.Parameter, value)
+
+
+def local_parameters(owner: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The module's own parameters by name, without the detour over attribute access (`_parameters`, all versions)."""
+    return owner._parameters
+
+
+def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name, persistent or not (`_buffers`, all versions)."""
+    return owner._buffers
+
+
+def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
+    """`reset_parameters`; nn.MultiheadAttention and nn.Transformer call theirs `_reset_parameters` (2.11 - 2.13)."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -1,0 +1,129 @@
+"""What an operator's schema says of it, and kernels for many tensors at once."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload as OpOverload
+
+
+def foreach_norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
+    """The norm of each, as torch's own clipping takes it (`_foreach_norm`, 2.11 - 2.13)."""
+    return tuple(torch._foreach_norm(list(tensors), norm_type))
+
+
+def foreach_scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all in place, as torch's own clipping does (`_foreach_mul_`, 2.11 - 2.13)."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def arguments_by_name(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator's call by the names in its schema (`_schema`, 2.11 - 2.13)."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | node.kwargs  # fewer, where defaults are left out
+
+
+def argument_of(node: fx.Node, name: str) -> object:
+    """A named argument of an operator's call, or its default; None where there is none (`_schema`, 2.11 - 2.13)."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node's call writes to, by its schema (`_schema`, 2.11 - 2.13)."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            items = given if isinstance(given, list | tuple) else (given,)
+            written.extend(item for item in items if isinstance(item, fx.Node))
+    return written
+
+
+def returns_alias(target: object) -> bool:
+    """Whether the call's result shares storage with its first argument, by its schema (`_schema`, 2.11 - 2.13)."""
+    if not isinstance(target, OpOverload):
+        return False
+    return any(returned.alias_info is not None for returned in target._schema.returns)
+
+
+def alias_positions(target: object) -> tuple[int | None, ...]:
+    """For each result of an operator which argument it shares storage with, by its schema (`_schema`, 2.11 - 2.13)."""
+    if not isinstance(target, OpOverload):
+        return ()
+    arguments = target._schema.arguments
+    return tuple(
+        next(
+            (
+                position
+                for position, argument in enumerate(arguments)
+                if argument.alias_info is not None and argument.alias_info.before_set & returned.alias_info.before_set
+            ),
+            None,
+        )
+        if returned.alias_info is not None
+        else None
+        for returned in target._schema.returns
+    )
+
+
+def is_binary(target: OpOverload) -> bool:
+    """Whether the operator computes with two tensors alike, self and other, by its schema (`_schema`, 2.11 - 2.13)."""
+    arguments = target._schema.arguments
+    return len(arguments) > 1 and arguments[1].name == "other" and torch.Tag.pointwise in target.tags
+
+
+def is_pure(target: OpOverload) -> bool:
+    """Whether equal arguments yield equal bits and nothing is written, by schema and tags (`_schema`, 2.11 - 2.13)."""
+    random = {torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise}
+    return not target._schema.is_mutable and not random.intersection(target.tags)
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a node's target calls other graphs, as torch.cond does (HigherOrderOperator, 2.11 - 2.13)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def flop_formula(target: object) -> Callable[..., Any] | None:
+    """torch's count of the flops of an operator, from shapes in place of tensors, and `out_val`.
+
+    2.11 - 2.13: torch.utils.flop_counter.flop_registry, by operators without overload; the module does not export it.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    if not isinstance(target, OpOverload):
+        return None
+    return flop_registry.get(target.overloadpacket)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target; one kernel on CUDA, casts included (`_foreach_copy_`, 2.11 - 2.13)."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def zero_each(targets: Sequence[Tensor]) -> None:
+    """Fill each with zeros; one kernel on CUDA (`_foreach_zero_`, 2.11 - 2.13)."""
+    torch._foreach_zero_(list(targets))
+
+
+def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to, by its schema (`_schema`, 2.11 - 2.13)."""
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            items = given if isinstance(given, list | tuple) else (given,)
+            written.extend(item for item in items if isinstance(item, Tensor))
+    return written

@@ -32,7 +32,7 @@ class LowerReductions(GraphPass):
             "all_reduce" is one collective instead of two where each rank needs the whole mean (stage 0, replicas), and
             a reduce_scatter elsewhere; its means are not rounded to `mean_dtype`.
             "auto": "all_to_all" on gloo; on NCCL what costs least on the context's hardware, or on the machine at hand,
-            see `zgraph.passes.common.reduction_algorithms`, never a narrow sum; where neither is known a reduce_scatter.
+            see common/reduction_algorithms.py, never a narrow sum; where neither is known a reduce_scatter.
     """
 
     algorithm: Algorithm = "auto"

@@ -62,7 +62,7 @@ class QuantizeGathers(GraphPass):
         min_numel, min_dims: of a parameter that is quantized.
         skip: names of parameters that are not, as shell patterns, see `CompressGradients`.
 
-    Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (codes of 8 bits); `zgraph.dialect.weight_differences`.
+    Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (8 bits); see dialect/weight_differences.py
     """
 
     method: BlockMethod | WeightDifferences = field(default_factory=lambda: NoFeedback(bits=8))

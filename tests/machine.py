@@ -1,6 +1,7 @@
 """A second account of the machine that schedules are simulated on: the world goes on from one change to the next.
 
-A judge of `zgraph.analysis.simulate`: exact fractions, one loop for the program and all lanes, memory counted anew at each node.
+A judge of `zgraph.analysis.simulate`: exact fractions, one loop for the program and all lanes, memory counted anew at
+each node.
 """
 
 from __future__ import annotations

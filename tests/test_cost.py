@@ -17,12 +17,12 @@ from tests.test_hardware import NODES
 from zgraph.analysis.cost import FREE, NodeCost, Totals, costs_of, node_cost
 from zgraph.analysis.formula import Formula, formula
 from zgraph.analysis.hardware import Hardware
-from zgraph.analysis.node_times import measure_nodes
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.compression.methods import to_text
 from zgraph.graph import meta, nodes
 from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, LoCo, LowerGathers, LowerReductions, NoFeedback, presets
+from zgraph.reporting.node_times import measure_nodes
 from zgraph.torch_compat.collectives import reduce_scatter_op
 
 aten = torch.ops.aten

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
+from zgraph.runtime import groups
 from zgraph.runtime.groups import make_node_groups, reduction_group, separate_reductions
 from zgraph.sharding.shard import _separate_reductions  # pyright: ignore[reportPrivateUsage]
 from zgraph.sharding.unit import sharded_parameters
@@ -49,9 +50,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(c10d, "_new_process_group_helper", record)
     nccl = type("ProcessGroupNCCL", (), {"Options": Options})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    monkeypatch.setattr(ops, "backend_of", lambda group, device: "nccl")
+    monkeypatch.setattr(groups, "backend_of", lambda group, device: "nccl")
     monkeypatch.setattr(
-        ops, "connect", lambda group, device: found.events.append(("connected", group.group_name, device))
+        groups, "connect", lambda group, device: found.events.append(("connected", group.group_name, device))
     )
     return found
 

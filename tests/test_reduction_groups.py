@@ -21,7 +21,7 @@ from zgraph.graph import nodes
 from zgraph.graph.traffic import transfers
 from zgraph.passes import LowerGathers, LowerReductions, SetTarget
 from zgraph.runtime.groups import reduction_group
-from zgraph.torch_compat.groups import fake_world, find_group, resolve_group
+from zgraph.torch_compat.groups import find_group, resolve_group
 
 BESIDE = "0.reductions"
 

@@ -232,7 +232,7 @@ def pipelined_window(zero_stage: int, mode: str) -> dict[str, Any]:
         return start_all_gather(chunk, world, group_name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zgraph.ops.start_all_gather", counted_gather)
+        patch.setattr("zgraph.dialect.window_ops.start_all_gather", counted_gather)
         outputs: list[Tensor] = []
         for micro in range(3):
             with zgraph.no_sync(model) if micro < 2 else contextlib.nullcontext():

@@ -1,56 +1,105 @@
 """zgraph: sharded training as compiler passes over torch.compile graphs."""
 
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from zgraph.torch_compat import require_supported_torch
 
 require_supported_torch(torch.__version__)
 
-from zgraph import ops  # noqa: E402
-from zgraph import passes as passes  # noqa: E402
-from zgraph.analysis.calibration import calibrate  # noqa: E402
-from zgraph.analysis.hardware import Hardware  # noqa: E402
-from zgraph.checkpoint import (  # noqa: E402
-    Checkpoint,
-    SafePlanner,
-    SafeReader,
-    latest_checkpoint,
-    load_checkpoint,
-    runtime_state,
-    save_checkpoint,
-)
-from zgraph.codegen import compressed_kernels as compressed_kernels  # noqa: E402  (registers them)
-from zgraph.codegen import low_rank_kernels as low_rank_kernels  # noqa: E402  (these too)
-from zgraph.codegen.kernels.triton import sum_blocks  # noqa: E402  (registers it)
-from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext  # noqa: E402
-from zgraph.compiler.pipeline import Pipeline  # noqa: E402
-from zgraph.dialect import compressed as compressed_ops  # noqa: E402  (registers the dialect)
-from zgraph.dialect import (
-    grouped_gathers,
-    weight_differences,
-)
-from zgraph.dialect import low_rank as low_rank_ops  # noqa: E402  (here as well)
-from zgraph.errors import (  # noqa: E402
-    AgreementError,
-    CheckpointError,
-    CollectiveError,
-    PreconditionError,
-    VerifyError,
-    ZgraphError,
-    ZgraphWarning,
-)
-from zgraph.optimizers.gradients import GradScaler, clip_grad_norm_  # noqa: E402
-from zgraph.optimizers.local_step import step_on_shards  # noqa: E402
-from zgraph.optimizers.loss_scale import forget_errors, set_loss_scale  # noqa: E402
-from zgraph.planning import plan  # noqa: E402
-from zgraph.reporting.of_model import explain, measure, summary  # noqa: E402
-from zgraph.reporting.summary import Report  # noqa: E402
-from zgraph.sharding.materialize import materialize  # noqa: E402
-from zgraph.sharding.no_sync import no_sync  # noqa: E402
-from zgraph.sharding.shard import shard  # noqa: E402
-from zgraph.sharding.state_dict import follow_compiled_modules, full_state_dict  # noqa: E402
+if TYPE_CHECKING:
+    from zgraph import passes as passes
+    from zgraph.analysis.calibration import calibrate
+    from zgraph.analysis.hardware import Hardware
+    from zgraph.checkpoint import (
+        Checkpoint,
+        SafePlanner,
+        SafeReader,
+        latest_checkpoint,
+        load_checkpoint,
+        runtime_state,
+        save_checkpoint,
+    )
+    from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+    from zgraph.compiler.pipeline import Pipeline
+    from zgraph.errors import (
+        AgreementError,
+        CheckpointError,
+        CollectiveError,
+        PreconditionError,
+        VerifyError,
+        ZgraphError,
+        ZgraphWarning,
+    )
+    from zgraph.optimizers.gradients import GradScaler, clip_grad_norm_
+    from zgraph.optimizers.local_step import step_on_shards
+    from zgraph.optimizers.loss_scale import forget_errors, set_loss_scale
+    from zgraph.planning import plan
+    from zgraph.reporting.of_model import explain, measure, summary
+    from zgraph.reporting.summary import Report
+    from zgraph.sharding.materialize import materialize
+    from zgraph.sharding.no_sync import no_sync
+    from zgraph.sharding.shard import shard
+    from zgraph.sharding.state_dict import full_state_dict
 
-follow_compiled_modules()
+# Where each public name lives. It is imported when it is first asked for: DTensor and Dynamo take seconds to load.
+_HOMES = MappingProxyType(
+    {
+        "AgreementError": "zgraph.errors",
+        "Checkpoint": "zgraph.checkpoint",
+        "CheckpointError": "zgraph.errors",
+        "CollectiveError": "zgraph.errors",
+        "Fact": "zgraph.compiler.graph_pass",
+        "GradScaler": "zgraph.optimizers.gradients",
+        "GraphPass": "zgraph.compiler.graph_pass",
+        "Hardware": "zgraph.analysis.hardware",
+        "PassContext": "zgraph.compiler.graph_pass",
+        "Pipeline": "zgraph.compiler.pipeline",
+        "PreconditionError": "zgraph.errors",
+        "Report": "zgraph.reporting.summary",
+        "SafePlanner": "zgraph.checkpoint",
+        "SafeReader": "zgraph.checkpoint",
+        "VerifyError": "zgraph.errors",
+        "ZgraphError": "zgraph.errors",
+        "ZgraphWarning": "zgraph.errors",
+        "calibrate": "zgraph.analysis.calibration",
+        "clip_grad_norm_": "zgraph.optimizers.gradients",
+        "explain": "zgraph.reporting.of_model",
+        "forget_errors": "zgraph.optimizers.loss_scale",
+        "full_state_dict": "zgraph.sharding.state_dict",
+        "latest_checkpoint": "zgraph.checkpoint",
+        "load_checkpoint": "zgraph.checkpoint",
+        "materialize": "zgraph.sharding.materialize",
+        "measure": "zgraph.reporting.of_model",
+        "no_sync": "zgraph.sharding.no_sync",
+        "plan": "zgraph.planning",
+        "runtime_state": "zgraph.checkpoint",
+        "save_checkpoint": "zgraph.checkpoint",
+        "set_loss_scale": "zgraph.optimizers.loss_scale",
+        "shard": "zgraph.sharding.shard",
+        "step_on_shards": "zgraph.optimizers.local_step",
+        "summary": "zgraph.reporting.of_model",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "passes":
+        return importlib.import_module("zgraph.passes")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zgraph' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AgreementError",
@@ -80,7 +129,6 @@ __all__ = [
     "materialize",
     "measure",
     "no_sync",
-    "ops",
     "passes",
     "plan",
     "runtime_state",

@@ -288,7 +288,7 @@ def _machine_of(gm: fx.GraphModule) -> Hardware | None:
 def _report_of(gm: fx.GraphModule, given: Report | None) -> Report:
     """The one the user has given, else that of the model whose parameters the frame reads, which is told of it."""
     scopes = _scopes_of(gm)
-    report = given or next((scope.report for scope in scopes if scope.report is not None), None) or Report()
+    report = given or next((scope.report for scope in scopes if isinstance(scope.report, Report)), None) or Report()
     for scope in scopes:
         scope.report = report
     return report

@@ -1,1 +1,1 @@
-"""codegen.kernels"""
+"""Kernels of compression: plain references, and those for CPUs and for Triton that equal them."""

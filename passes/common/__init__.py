@@ -1,1 +1,1 @@
-"""passes.common"""
+"""Rewrites and choices that several passes share."""

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from zgraph.analysis.cost import group_stride, size_hint
+from zgraph.analysis.sizes import size_hint
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.dialect.window_ops import gradients_wait
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
@@ -18,7 +18,7 @@ from zgraph.graph import meta, nodes
 from zgraph.graph.nodes import ReduceArgs
 from zgraph.passes.common.reduction_algorithms import Algorithm, Reduction, choose_algorithm
 from zgraph.runtime.chunks import Chunk, chunk_rows, local_rows
-from zgraph.runtime.groups import reduction_group
+from zgraph.runtime.groups import group_stride, reduction_group
 from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.collectives import all_gather_op, all_reduce_op, all_to_all_op, reduce_scatter_op, wait_op
 

@@ -10,9 +10,10 @@ import torch
 from tests.graphs import compile_model, fake_world, mlp
 from zgraph import Pipeline, Report
 from zgraph.compiler.graph_pass import Direction
+from zgraph.compiler.pipeline import PassRun
 from zgraph.graph.traffic import Transfer
 from zgraph.passes import presets
-from zgraph.reporting.summary import GraphReport, PassRun
+from zgraph.reporting.of_graph import GraphReport
 
 
 def transfer(sent: int, kind: str = "all_gather_into_tensor", dtype: torch.dtype = torch.float32) -> Transfer:

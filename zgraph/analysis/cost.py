@@ -6,34 +6,29 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.sizes import size_hint, tensors_of
+from zgraph.analysis.symbols import Symbols
 from zgraph.compression.low_rank import FACTOR_DTYPE
 from zgraph.compression.methods import from_text
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes
 from zgraph.graph.traffic import SizeOf, transfers_of
 from zgraph.runtime.chunks import payload_bytes
-from zgraph.runtime.groups import group_size
-from zgraph.torch_compat.fake_values import hint_of, size_expression
-from zgraph.torch_compat.groups import resolve_group
+from zgraph.runtime.groups import group_size, group_stride
+from zgraph.torch_compat.fake_values import size_expression
 from zgraph.torch_compat.operators import flop_formula, returns_alias, written_arguments
-
-if TYPE_CHECKING:
-    from zgraph.analysis.formula import Symbols
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 COMPUTE = "compute"
-# What Inductor takes for a size that only data decides.
-DATA_DEPENDENT_SIZE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +107,6 @@ class Totals:
             if cost.lane.startswith("group:"):
                 sent += cost.moved_bytes
         return cls(sent, lane_us)
-
-
-def group_stride(group_name: str) -> int:
-    """Distance of a group's first two members in global ranks: the same for all groups along one axis of a mesh."""
-    members = dist.get_process_group_ranks(resolve_group(group_name)) if group_name else [0]
-    return abs(members[1] - members[0]) if len(members) > 1 else 1
 
 
 # Operators without an entry in torch's flop registry, and those they count like.
@@ -357,22 +346,3 @@ def _copy_lane(node: fx.Node) -> meta.Lane | None:
     if kinds[0] == kinds[1] or "cpu" not in kinds:
         return None
     return "host_to_device" if kinds[0] == "cpu" else "device_to_host"
-
-
-def size_hint(size: object) -> int:
-    """A size as a number, by its hint where it is symbolic."""
-    hint = hint_of(size)
-    return DATA_DEPENDENT_SIZE if hint is None else hint
-
-
-def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The fake tensors that a node yields."""
-    return _tensors_in(meta.value(node))
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in cast("tuple[Any, ...]", value) for tensor in _tensors_in(item)]
-    return []

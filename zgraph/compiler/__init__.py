@@ -1,1 +1,1 @@
-"""compiler"""
+"""What a pass is, and what runs passes: pipeline, verification, partition, agreement, the budget."""

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from zgraph.analysis.cost import NodeCost, group_stride
+from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.simulate import Sharing
-from zgraph.runtime.groups import make_node_groups
+from zgraph.runtime.groups import group_stride, make_node_groups
 from zgraph.scheduling.schedule import Limits
 from zgraph.torch_compat.groups import backend_of, resolve_group
 

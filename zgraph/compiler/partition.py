@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from zgraph.analysis.cost import size_hint
+from zgraph.analysis.sizes import size_hint
 from zgraph.graph import meta, nodes
 from zgraph.torch_compat.aot import may_be_written, min_cut_partition, rng_state_operators
 from zgraph.torch_compat.operators import OpOverload, argument_of

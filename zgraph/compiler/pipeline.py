@@ -12,9 +12,19 @@ from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.verify import Snapshot, Where, check_values, verify
 from zgraph.errors import PreconditionError
 from zgraph.graph import meta
-from zgraph.reporting.summary import PassRun
 
 Observer = Callable[[GraphPass, Direction, fx.Graph], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRun:
+    """One pass on one graph."""
+
+    name: str
+    direction: Direction
+    changed: bool
+    seconds: float
+    nodes_after: int
 
 
 @dataclass(frozen=True)

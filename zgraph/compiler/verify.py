@@ -132,7 +132,8 @@ def check_values(changed: Iterable[fx.Node], where: Where) -> None:
             found = meta.evaluate(node)
         except KeyError as missing:
             raise where.error(
-                f"{node.name} reads {missing.args[0]}, which has no fake value; create nodes with zgraph.graph.meta.create.",
+                f"{node.name} reads {missing.args[0]}, which has no fake value; create nodes with "
+                "zgraph.graph.meta.create.",
                 node,
             ) from None
         except Exception as error:

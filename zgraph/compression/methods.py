@@ -180,7 +180,7 @@ class LoCo(BlockMethod):
             ranks of the group share a node and others do not.
 
     Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in what a group is rotated by, how
-    it is clipped, and in scaling codes so that they are unbiased along the gradient; see `zgraph.codegen.kernels.reference`.
+    it is clipped, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
     """
 
     beta: float = 0.8

@@ -1,1 +1,5 @@
-"""dialect"""
+"""The operators of zgraph's graphs, with eager kernels; importing the room registers all of them."""
+
+from zgraph.dialect import compressed, grouped_gathers, low_rank, markers, sum_ranks, weight_differences, window_ops
+
+__all__ = ["compressed", "grouped_gathers", "low_rank", "markers", "sum_ranks", "weight_differences", "window_ops"]

@@ -1,1 +1,1 @@
-"""graph"""
+"""Reading and editing FX graphs: metadata, predicates, what collectives send, text."""

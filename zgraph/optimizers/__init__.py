@@ -1,1 +1,1 @@
-"""optimizers"""
+"""Steps, clipping and loss scaling on local shards."""

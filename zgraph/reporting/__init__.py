@@ -1,1 +1,1 @@
-"""reporting"""
+"""What zgraph shows: dumps, the report of what was compiled, predictions and measurements."""

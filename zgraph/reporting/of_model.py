@@ -104,7 +104,7 @@ def _report_of(model: nn.Module, caller: str) -> Report:
             "torch.compile, and print that."
         )
     report = states[0].scope.report
-    if report is None:
+    if not isinstance(report, Report):
         raise ZgraphError(
             f'zgraph.{caller}: nothing was compiled yet; compile with backend="zgraph", and run a step first.'
         )

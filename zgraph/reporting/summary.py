@@ -8,21 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from zgraph.compiler.graph_pass import Direction
+from zgraph.compiler.pipeline import PassRun
 from zgraph.graph.text import dtype_text
 from zgraph.graph.traffic import Transfer
 from zgraph.reporting.of_graph import GraphReport
 from zgraph.runtime.profiler import GraphMeter, Measured, Meter
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassRun:
-    """One pass on one graph."""
-
-    name: str
-    direction: Direction
-    changed: bool
-    seconds: float
-    nodes_after: int
 
 
 @dataclass(eq=False)

@@ -1,1 +1,1 @@
-"""State that outlives a call of a compiled graph."""
+"""What runs beneath compiled graphs and outlives their calls: groups, collectives, parameter state, random numbers."""

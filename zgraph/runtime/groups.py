@@ -93,3 +93,9 @@ def make_node_groups(group_name: str, ranks_per_node: int) -> tuple[str, str]:
 def group_backend(group_name: str, device: torch.device) -> str:
     """What moves a group's tensors of a device: "gloo", "nccl", ...; "" of the group "", which sends nothing."""
     return backend_of(resolve_group(group_name), device) if group_name else ""
+
+
+def group_stride(group_name: str) -> int:
+    """Distance of a group's first two members in global ranks: the same for all groups along one axis of a mesh."""
+    members = dist.get_process_group_ranks(resolve_group(group_name)) if group_name else [0]
+    return abs(members[1] - members[0]) if len(members) > 1 else 1

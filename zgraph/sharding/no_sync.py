@@ -98,4 +98,4 @@ def _refuse_early_steps(scope: Scope, module: nn.Module) -> None:
                         "gradient is not reduced; run the last forward and backward outside of no_sync first."
                     )
 
-    register_optimizer_step_pre_hook(check)
+    weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)

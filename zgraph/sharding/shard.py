@@ -17,7 +17,7 @@ from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import attach_state
 from zgraph.sharding.same_machine import agreed_machine
-from zgraph.sharding.state_dict import follow_state_dicts
+from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import STATE, ModuleState, ParamSpec, Read, Scope, state_of, unit_class
 from zgraph.torch_compat.groups import backend_of
 from zgraph.torch_compat.modules import local_parameters, replace_parameter
@@ -96,6 +96,7 @@ def shard(
 
     _check_untied(found, module)
 
+    follow_compiled_modules()
     scope = Scope()
     scope.machine = agreed_machine(mesh)
     for part in module.modules():

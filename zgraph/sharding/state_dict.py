@@ -6,6 +6,7 @@ here let `load_state_dict` take whole tensors too, and `full_state_dict` gives t
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Any
 
@@ -32,11 +33,13 @@ def follow_state_dicts(module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(_accept)
 
 
+@functools.cache  # one hook, whichever models follow
 def follow_compiled_modules() -> None:
-    """Let what torch.compile makes of a sharded module load keys without `_orig_mod.`. Called once, at import.
+    """Let what torch.compile makes of sharded modules load keys without `_orig_mod.`; the first `shard` calls it.
 
     The wrapper sees a state dict before the module inside, finds none of its keys there, and has no hook of its own;
-    torch's registration hook is the public way to be told that one is being built. It leaves all other modules alone.
+    torch's registration hook is the public way to be told that one is being built. It leaves all other modules alone,
+    and stays: copies of sharded models, which nobody announces, need it as well.
     """
 
     def meet(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

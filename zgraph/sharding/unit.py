@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.hardware import Hardware
 from zgraph.dialect.markers import unshard
 from zgraph.errors import ZgraphError
-from zgraph.reporting.summary import Report
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, state_behind
 from zgraph.sharding.dry_run_load import COMPILED, load_whole_or_nothing
@@ -74,7 +73,7 @@ class Scope:
         window: where the running forward stands in its window.
         last: where the last forward that recorded gradients stood.
         guards_steps: optimizers are watched for steps in an open window.
-        report: what was compiled for these modules; None: nothing.
+        report: the `zgraph.Report` of what was compiled for these modules, which this room only keeps; None: nothing.
         machine: that all ranks are on, as far as GPUs tell it; None: unknown.
     """
 
@@ -86,7 +85,7 @@ class Scope:
         self.window: str = ALONE
         self.last: str = ALONE
         self.guards_steps = False
-        self.report: Report | None = None
+        self.report: object = None
         self.machine: Hardware | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they

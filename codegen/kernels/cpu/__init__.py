@@ -1,1 +1,1 @@
-"""codegen.kernels.cpu"""
+"""C++ kernels and their source."""

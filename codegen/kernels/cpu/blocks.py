@@ -1,4 +1,4 @@
-"""The two compression kernels for CPUs: C++ that equals `zgraph.codegen.kernels.reference` bit for bit, in one pass each.
+"""The two compression kernels for CPUs: C++ that equals the reference (kernels/reference.py) bit for bit, in one pass.
 
 The source (`zgraph.codegen.kernels.cpu.source`) is made for a method and a dtype. So one library serves every bucket of
 whatever shape, and is compiled once, not once per bucket shape. It is found on disk by other processes.

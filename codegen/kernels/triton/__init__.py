@@ -1,1 +1,1 @@
-"""codegen.kernels.triton"""
+"""Triton kernels, their sources and launches."""

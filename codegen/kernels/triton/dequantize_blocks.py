@@ -63,7 +63,7 @@ def dequantize_each_bucket(
     *,
     options: LaunchOptions | None = None,
 ) -> None:
-    """Store what each rank has sent, as `zgraph.codegen.kernels.reference.dequantize_each_bucket` does, all in one launch.
+    """Store what each rank has sent, as `reference.dequantize_each_bucket` does, all in one launch.
 
     Args:
         received: [ranks, payload_bytes] uint8; rows may lie apart, by a multiple of 16 bytes.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zgraph.codegen.kernels.triton import source as pieces
-from zgraph.dialect.sum_ranks import sum_pieces, sum_ranks
+from zgraph.dialect import sum_ranks as operator
 
 _BLOCK = 1024
 _WARPS = 4
@@ -67,10 +67,10 @@ def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -
     return output
 
 
-@sum_ranks.register_kernel("cuda")
+@operator.sum_ranks.register_kernel("cuda")
 def _(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
     known = {received.dtype, dtype} <= set(_DTYPES) and received.is_contiguous()
     if not known or importlib.util.find_spec("triton") is None:
-        return sum_pieces(received, world, divisor, dtype)
+        return operator.sum_pieces(received, world, divisor, dtype)
     with torch.cuda.device(received.device):
         return sum_pieces(received, world, divisor, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zgraph.codegen.kernels.cpu import blocks as cpu_blocks
 from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
-from zgraph.compression.methods import BlockMethod, Draw, from_text
+from zgraph.compression.methods import BlockMethod, RngKey, from_text
 from zgraph.compression.payload import BucketLayout
 from zgraph.dialect.compressed import layout_of, shard_bytes
 from zgraph.dialect.sum_ranks import divisor_beside
@@ -22,7 +22,7 @@ from zgraph.runtime.window_state import state_behind
 from zgraph.sharding.unit import closes_window
 
 _DEVICES = ("cpu", "cuda")
-_ALWAYS = Draw(0)  # a parameter that is gathered twice is to be the same
+_ALWAYS = RngKey(0)  # a parameter that is gathered twice is to be the same
 
 
 @torch.library.impl("zgraph::quantize_grads", _DEVICES)
@@ -50,7 +50,7 @@ def quantize_grads(
         copies.wait(feedback.fetched)
     step = kept[0].reductions
     payload = grads[0].new_zeros((world, layout.payload_bytes), dtype=torch.uint8)
-    _quantize(grads, states, layout, Draw(step, salt), rank, payload)
+    _quantize(grads, states, layout, RngKey(step, salt), rank, payload)
     for handle, feedback, state in zip(handles, kept, states, strict=True):
         if errors:
             feedback.store(copies, state)
@@ -81,7 +81,7 @@ def dequantize_sum(
 ) -> list[Tensor]:
     layout = layout_of(method, tuple(numels), world, stretches)
     outputs = [received.new_empty((stretches * numel,), dtype=dtype) for numel in numels]
-    _dequantize_sum(received.view(world, -1), layout, Draw(int(draw.item()), salt), 0, divisor, outputs)
+    _dequantize_sum(received.view(world, -1), layout, RngKey(int(draw.item()), salt), 0, divisor, outputs)
     return outputs
 
 
@@ -97,7 +97,7 @@ def dequantize_each(
 ) -> list[Tensor]:
     layout = layout_of(method, tuple(numels), 1, 1)
     outputs = [received.new_empty((world, numel), dtype=dtype) for numel in numels]
-    _dequantize_each(received.view(world, -1), layout, Draw(int(draw.item()), salt), outputs)
+    _dequantize_each(received.view(world, -1), layout, RngKey(int(draw.item()), salt), outputs)
     return [output.view(-1) for output in outputs]
 
 
@@ -137,7 +137,7 @@ def _feedbacks(
 def _begin(handles: Sequence[Tensor], kept: Sequence[Feedback]) -> None:
     for handle, feedback in zip(handles, kept, strict=True):
         scaled = state_behind(handle).feedbacks.loss_scale is not None
-        feedback.begin(forgets_every=from_text(feedback.method).forgets_every, keep_before=scaled)
+        feedback.begin(reset_interval=from_text(feedback.method).reset_interval, keep_before=scaled)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _quantize(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Tensor]],
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     rank: int,
     payload: Tensor,
 ) -> None:
@@ -174,7 +174,7 @@ def _quantize(
 
 
 def _dequantize_sum(
-    received: Tensor, layout: BucketLayout, draw: Draw, first_rank: int, divisor: int, outputs: Sequence[Tensor]
+    received: Tensor, layout: BucketLayout, draw: RngKey, first_rank: int, divisor: int, outputs: Sequence[Tensor]
 ) -> None:
     if isinstance(layout.method, BlockMethod):
         _kernels(received.device).dequantize.dequantize_sum_bucket(received, layout, draw, first_rank, divisor, outputs)
@@ -186,7 +186,7 @@ def _dequantize_sum(
             output.view(layout.stretches, numel)[stretch].copy_(total / divisor_beside(total, divisor))
 
 
-def _dequantize_each(received: Tensor, layout: BucketLayout, draw: Draw, outputs: Sequence[Tensor]) -> None:
+def _dequantize_each(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
     """Rows of `received`, one for each rank, become rows of the outputs: on a GPU all in one launch."""
     if isinstance(layout.method, BlockMethod):
         _kernels(received.device).dequantize.dequantize_each_bucket(received, layout, draw, outputs)

@@ -37,12 +37,12 @@ class InductorLowering:
         self.compiled: dict[object, Compiled] = {}
 
     def lower(
-        self, gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_node: int = 1
+        self, gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_host: int = 1
     ) -> Compiled:
         """As `lower_fx`, with a call of a compiled function in the place of each island."""
         gm = fx.GraphModule(gm, gm.graph)
         self.islands += self.place(gm)
-        return lower_fx(gm, meter_of, ranks_per_node)
+        return lower_fx(gm, meter_of, ranks_per_host)
 
     def place(self, gm: fx.GraphModule) -> int:
         """Put calls of compiled functions in the places of islands; returns how many there were."""

@@ -18,7 +18,7 @@ from zgraph.sharding.unit import closes_window
 
 _DEVICES = ("cpu", "cuda")
 _ALIGNMENT_BYTES = 64  # of what torch allocates on a CPU
-SLOT = "inside"  # under which a parameter keeps the error of its whole gradient, as for codes
+SLOT = "first_hop"  # under which a parameter keeps the error of its whole gradient, as for codes
 
 
 @torch.library.impl("zgraph::low_rank_left", _DEVICES)
@@ -31,7 +31,7 @@ def low_rank_left(
         if not feedback.reductions:
             feedback.tensors["right"].copy_(first_right(name_of(handle), feedback.tensors["right"]))
         scaled = state_behind(handle).feedbacks.loss_scale is not None
-        feedback.begin(forgets_every=0, keep_before=scaled)
+        feedback.begin(reset_interval=0, keep_before=scaled)
     left = grads[0].new_empty(layout.left_numel, dtype=torch.float32)
     deltas: list[Tensor] = []
     for batch, out in zip(layout.batches(), layout.left(left), strict=True):

@@ -22,14 +22,14 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def lower_fx(
-    gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_node: int = 1
+    gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_host: int = 1
 ) -> Callable[[list[Any]], Any]:
     """Generated Python, one line a node: no fusion, no reordering, each value dropped at its last use.
 
     Args:
         gm: the final forward, backward or inference graph.
         meter_of: asked at each call whether it is to be measured, and by whom; such a call runs another program.
-        ranks_per_node: of the machine, by which collectives choose how to run.
+        ranks_per_host: of the machine, by which collectives choose how to run.
 
     Returns:
         A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
@@ -43,7 +43,7 @@ def lower_fx(
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_start)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
             wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
-        start.target = starter_of(start, number, ranks_per_node)
+        start.target = starter_of(start, number, ranks_per_host)
     _call_cast_kernels(gm.graph)
     for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
         node.target = cast_each

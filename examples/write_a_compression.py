@@ -23,14 +23,14 @@ class Signs(passes.CompressionMethod):
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"error": ((chunks, numel), torch.float32)}  # zeros at first; checkpoints save and restore it
 
-    def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: passes.Draw, rank: int) -> Sequence[Tensor]:
+    def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: passes.RngKey, rank: int) -> Sequence[Tensor]:
         wanted = grad.float() + self.keep * state["error"]  # [chunks, numel], a chunk for each rank
         scale = wanted.abs().mean(1, keepdim=True)
         state["error"].copy_(wanted - torch.where(wanted > 0, scale, -scale))
         bits = nn.functional.pad(wanted > 0, (0, -grad.shape[1] % 8)).unflatten(1, (-1, 8))
         return (bits << torch.arange(8)).sum(2).to(torch.uint8), scale.view(torch.uint8)
 
-    def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: passes.Draw) -> Tensor:
+    def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: passes.RngKey) -> Tensor:
         signs, scale = sections  # [ranks, bytes] each: what all ranks have sent of this one's chunk
         bits = (signs.unsqueeze(2) >> torch.arange(8) & 1).flatten(1)[:, :numel]
         return ((2 * bits - 1) * scale.contiguous().view(torch.float32)).sum(0)

@@ -1,7 +1,7 @@
 """The passes, one per file; `presets.default()` is the list that runs when no pipeline is given."""
 
 from zgraph.compression.low_rank import LowRank
-from zgraph.compression.methods import CompressionMethod, Draw, ErrorFeedback, LoCo, NoFeedback, TwoHop
+from zgraph.compression.methods import CompressionMethod, ErrorFeedback, LoCo, NoFeedback, RngKey, TwoHop
 from zgraph.passes import presets
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
@@ -21,7 +21,6 @@ __all__ = [
     "CompressGradients",
     "CompressionMethod",
     "DedupeGathers",
-    "Draw",
     "ErrorFeedback",
     "HoistStarts",
     "LoCo",
@@ -30,6 +29,7 @@ __all__ = [
     "LowerReductions",
     "NoFeedback",
     "QuantizeGathers",
+    "RngKey",
     "ScheduleOverlap",
     "SetTarget",
     "SinkWaits",

@@ -48,13 +48,13 @@ class BucketCollectives(GraphPass):
             and a member stays out where the costs say that waiting for it would expose more than the latency that it
             saves; each kind counted as if it had its link to itself. "auto": the same on NCCL where the GPUs have a
             preset, by its figures; 64 MiB on others; and elsewhere 2 MiB, of which latency is a small part on Ethernet.
-        gathers: how parameters share a gather. "coalesced": in one flat buffer, out of which each is copied (or
+        gathers: how parameters share a gather. "flat": in one flat buffer, out of which each is copied (or
             decoded, where codes travel).
-            "grouped": side by side, each straight into its own storage; NCCL launches them as one, elsewhere they run
+            "coalesced": side by side, each straight into its own storage; NCCL launches them as one, elsewhere they run
             one after the other. "sequential": not at all: each is gathered where its reader stands, and nothing is
             moved ahead, so that hardly more than one is whole at a time. One that is read twice stays in between.
             "auto": of each bucket the cheaper of the first two on the context's hardware, which fits its budget, else
-            the third; without hardware "grouped" on NCCL and "coalesced" elsewhere.
+            the third; without hardware "coalesced" on NCCL and "flat" elsewhere.
         latency_share: of a bucket's transfer, from which on it is large enough; where the link decides.
     """
 
@@ -75,7 +75,7 @@ class BucketCollectives(GraphPass):
             )
         if self.gathers not in ("auto", *get_args(Mode)):
             raise ValueError(
-                f'bucket_collectives: gathers={self.gathers!r} is unknown; write "auto", "coalesced", "grouped" or '
+                f'bucket_collectives: gathers={self.gathers!r} is unknown; write "auto", "flat", "coalesced" or '
                 '"sequential".'
             )
         if not 0 < self.latency_share <= 1:
@@ -268,7 +268,7 @@ def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: P
     modes: list[Mode] = []
     for bucket in plan:
         if not gathers_parameter(bucket.starts[0]):
-            modes.append("coalesced")
+            modes.append("flat")
         elif gathers != "auto":
             modes.append(gathers)
         elif ctx.plan_bytes is None:
@@ -283,10 +283,10 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
     """By what launches of single members cost on the link, and copies through a buffer on the compute lane."""
     first = bucket.starts[0]
     if nodes.is_quantized_gather(first):
-        return "coalesced"  # codes are written to, and decoded out of, the flat buffer: nothing is copied
+        return "flat"  # codes are written to, and decoded out of, the flat buffer: nothing is copied
     if ctx.hardware is None:
         device = meta.tensor_value(nodes.sent_by(first)[0]).device
-        return "grouped" if ctx.group_backend(nodes.group_of(first), device) == "nccl" else "coalesced"
+        return "coalesced" if ctx.group_backend(nodes.group_of(first), device) == "nccl" else "flat"
     more = 0 if ctx.hardware.backend == "nccl" else len(bucket.starts) - 1
     launch_us = ctx.collective_us(next(transfers_of(first)).kind, 0, nodes.group_of(first)) + ctx.sharing.issue_us
     launches_us = more * launch_us
@@ -294,14 +294,14 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
     copied = [*map(nodes.whole_bytes, bucket.starts)]
     copied.append(sum(copied) // ctx.group_size(nodes.group_of(first)))
     copies_us = sum(ctx.hardware.compute_us(0, 2 * size, dtype) for size in copied)
-    return "grouped" if launches_us < copies_us else "coalesced"
+    return "coalesced" if launches_us < copies_us else "flat"
 
 
 def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
     """The cheaper one, if there is room for it beside the one member that is whole in any case."""
     sizes = [*map(nodes.whole_bytes, bucket.starts)]
-    needed: dict[Mode, int] = {"coalesced": sum(sizes), "grouped": sum(sizes) - min(sizes), "sequential": 0}
-    options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "grouped")
+    needed: dict[Mode, int] = {"flat": sum(sizes), "coalesced": sum(sizes) - min(sizes), "sequential": 0}
+    options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "coalesced")
     return next((mode for mode in options if needed[mode] <= room_bytes), "sequential")
 
 

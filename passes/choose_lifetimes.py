@@ -13,8 +13,8 @@ from zgraph.analysis.simulate import Sharing
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.graph import meta, nodes
 from zgraph.graph.nodes import UnshardArgs
-from zgraph.scheduling.lifetime_model import Look, Model
-from zgraph.scheduling.plan_lifetimes import walk
+from zgraph.scheduling.lifetime_model import Model, StepEstimate
+from zgraph.scheduling.plan_lifetimes import greedy_frontier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ChooseLifetimes(GraphPass):
         apply(found, {node.name: node for node in gm.graph.nodes})
         self._note(found, fastest, ctx)
 
-    def _note(self, found: Look, fastest: Look, ctx: PassContext) -> None:
+    def _note(self, found: StepEstimate, fastest: StepEstimate, ctx: PassContext) -> None:
         parameters = [value for value in found.gaps if value.gather is not None]
         kept = [value.name for value in parameters if value not in found.dropped]
         activations = [value.name for value in found.dropped if value.gather is None]
@@ -102,14 +102,14 @@ def plan_lifetimes(
     cost_of: Callable[[fx.Node], NodeCost],
     sharing: Sharing,
     target_bytes: int,
-) -> tuple[Look, Look]:
+) -> tuple[StepEstimate, StepEstimate]:
     """The fastest step found that holds no more than the target, else the most frugal; and the one that keeps all."""
     model = Model(joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing)
-    path = walk(model)
-    return path.choose(target_bytes), path.looks[0]
+    path = greedy_frontier(model)
+    return path.choose(target_bytes), path.estimates[0]
 
 
-def apply(found: Look, joint: Mapping[str, fx.Node]) -> None:
+def apply(found: StepEstimate, joint: Mapping[str, fx.Node]) -> None:
     """Tag the nodes of these names so that the partitioner can split them in no other way."""
     for node in found.saved:
         saved = joint[node.name]

@@ -24,7 +24,7 @@ from zgraph.graph.nodes import ReduceArgs
 from zgraph.passes.common.build_low_rank import build_low_rank
 from zgraph.passes.common.build_reduction import ReductionBuilder
 from zgraph.runtime.chunks import Chunk, chunk_rows
-from zgraph.runtime.collectives import nodes_of
+from zgraph.runtime.collectives import hosts_of
 from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, wait_op
 from zgraph.torch_compat.groups import resolve_group
@@ -53,7 +53,7 @@ class CompressGradients(GraphPass):
         skip: names of parameters that are not, as shell patterns ("*.embed*"). Blocks that share one compiled graph are
             treated as the one it was compiled for: a pattern that tells them apart needs the whole model compiled.
         warmup_steps: optimizer steps in which gradients travel as they are, before the first is compressed.
-        means: of a replicated parameter each rank keeps a part of the mean, and gathers it from the others in this
+        mean_codec: of a replicated parameter each rank keeps a part of the mean, and gathers it from the others in this
             dtype, or compressed by a BlockMethod with an error of its own. `mean_dtype` of `zgraph.shard` is for what
             travels as it is. Of no use to LowRank, whose means each rank rebuilds by itself.
     """
@@ -63,7 +63,7 @@ class CompressGradients(GraphPass):
     min_dims: int = 2
     skip: tuple[str, ...] = ()
     warmup_steps: int = 0
-    means: torch.dtype | BlockMethod = torch.bfloat16
+    mean_codec: torch.dtype | BlockMethod = torch.bfloat16
 
     name: ClassVar[str] = "compress_gradients"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_DEDUPED})
@@ -82,15 +82,15 @@ class CompressGradients(GraphPass):
             )
         if isinstance(self.skip, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"compress_gradients: skip={self.skip!r}; write a tuple of patterns, ({self.skip!r},).")
-        if not (self.means in MEANS or isinstance(self.means, BlockMethod)):
+        if not (self.mean_codec in MEANS or isinstance(self.mean_codec, BlockMethod)):
             raise ValueError(
-                f"compress_gradients: means={self.means}; write torch.bfloat16, torch.float16, torch.float32, or a "
-                "method of zgraph's own, such as zgraph.passes.LoCo(bits=8)."
+                f"compress_gradients: mean_codec={self.mean_codec}; write torch.bfloat16, torch.float16 or float32, "
+                "or a method of zgraph's own, such as zgraph.passes.LoCo(bits=8)."
             )
-        if isinstance(self.method, LowRank) and self.means != torch.bfloat16:
+        if isinstance(self.method, LowRank) and self.mean_codec != torch.bfloat16:
             raise ValueError(
-                f"compress_gradients: means={self.means} with LowRank, by which each rank rebuilds means from factors; "
-                "nothing is gathered, leave means out."
+                f"compress_gradients: mean_codec={self.mean_codec} with LowRank, by which each rank rebuilds means "
+                "from factors; nothing is gathered, leave mean_codec out."
             )
         if isinstance(self.method, CompressionMethod):
             to_text(self.method)  # refused here rather than in the middle of a compile
@@ -117,7 +117,7 @@ class CompressGradients(GraphPass):
         previous: fx.Node | None = None
         for marker in covered:
             nodes.drop_unchanging_views(marker)
-            reduction = _CompressedReduction(gm.graph, marker, ctx, self.method, self.means, previous)
+            reduction = _CompressedReduction(gm.graph, marker, ctx, self.method, self.mean_codec, previous)
             with gm.graph.inserting_before(marker):
                 reduced = reduction.build()
             previous = reduction.first
@@ -158,13 +158,13 @@ class _CompressedReduction(ReductionBuilder):
         marker: fx.Node,
         ctx: PassContext,
         method: CompressionMethod | TwoHop,
-        means: torch.dtype | BlockMethod,
+        mean_codec: torch.dtype | BlockMethod,
         previous: fx.Node | None,
     ) -> None:
         super().__init__(graph, marker, ctx)
         self.previous = previous  # the first quantization of the reduction before this one
         self.first: fx.Node | None = None
-        self.means = means
+        self.mean_codec = mean_codec
         if isinstance(method, LoCo):
             method = self._hops_of(method)
         self.method = method
@@ -172,17 +172,19 @@ class _CompressedReduction(ReductionBuilder):
 
     def _hops_of(self, method: LoCo) -> CompressionMethod | TwoHop:
         one_hop = replace(method, hops=1)
-        if method.hops == 1 or (method.hops == "auto" and self.copies == 1 and self._known_ranks_per_node() is None):
+        if method.hops == 1 or (
+            method.hops == "auto" and self.num_replicas == 1 and self._known_ranks_per_host() is None
+        ):
             return one_hop
-        return TwoHop(across=one_hop)
+        return TwoHop(inter_host=one_hop)
 
-    def _known_ranks_per_node(self) -> int | None:
-        """How many neighbouring ranks of the group share a node of the context's hardware; None where it has one each,
-        lies on one node, or has nodes with unequal numbers of ranks."""
+    def _known_ranks_per_host(self) -> int | None:
+        """How many neighbouring ranks of the group share a host of the context's hardware; None where it has one each,
+        lies on one host, or has hosts with unequal numbers of ranks."""
         machine = self.ctx.hardware or self.ctx.machine
         if machine is None or self.world == 1:
             return None
-        on_nodes = nodes_of(resolve_group(self.args.group_name), machine.ranks_per_node)
+        on_nodes = hosts_of(resolve_group(self.args.group_name), machine.ranks_per_host)
         found = len(on_nodes[0])
         neighbours = [list(range(first, first + found)) for first in range(0, self.world, found)]
         return found if 1 < found < self.world and on_nodes == neighbours else None
@@ -192,9 +194,9 @@ class _CompressedReduction(ReductionBuilder):
         return source if meta.tensor_value(source).dtype in MEANS else grad
 
     def mean_dtype(self, grad: torch.dtype) -> torch.dtype:
-        if not isinstance(self.means, torch.dtype) or self.means.itemsize >= self.args.dtype.itemsize:
+        if not isinstance(self.mean_codec, torch.dtype) or self.mean_codec.itemsize >= self.args.dtype.itemsize:
             return self.args.dtype
-        return self.means
+        return self.mean_codec
 
     def padded(self, pieces: fx.Node, world: int) -> fx.Node:
         return pieces  # what is missing counts as zeros
@@ -208,50 +210,59 @@ class _CompressedReduction(ReductionBuilder):
         rows = chunk_rows(shape[0], world)
         numel = rows * math.prod(shape[1:])
         is_second = len(chunk.group_names) > 1
-        if isinstance(self.method, TwoHop) and self.copies == 1:
+        if isinstance(self.method, TwoHop) and self.num_replicas == 1:
             found = self._two_hops(pieces, self.method, chunk, numel, divisor, dtype)
         else:
             method = self.method
             if isinstance(method, TwoHop):
-                method = method.across if is_second else method.inside
-            slot, salt = ("across", self.copies + self.rank) if is_second else ("inside", self.replica)
+                method = method.inter_host if is_second else method.intra_host
+            slot, salt = ("second_hop", self.num_replicas + self.rank) if is_second else ("first_hop", self.replica)
             found = self._exchange(pieces, method, slot, chunk, group_name, numel, salt, divisor, dtype)
         return self.node(aten.view.default, found, [rows, *shape[1:]])
 
     def _two_hops(
         self, pieces: fx.Node, method: TwoHop, chunk: Chunk, numel: int, divisor: int, dtype: torch.dtype
     ) -> fx.Node:
-        """Over the ranks of a node, then over ranks of equal place in their nodes."""
+        """Over the ranks of a host, then over ranks of equal place in their hosts."""
         group_name = chunk.group_names[-1]
-        per_node = self._ranks_per_node(method)
-        inside, across = self.ctx.node_groups(group_name, per_node)
-        world, stretches = self.ctx.group_size(inside), self.ctx.group_size(across)
-        node, place = divmod(self.rank, per_node)
+        per_host = self._ranks_per_node(method)
+        intra_host, inter_host = self.ctx.host_groups(group_name, per_host)
+        world, stretches = self.ctx.group_size(intra_host), self.ctx.group_size(inter_host)
+        host, place = divmod(self.rank, per_host)
         wide = accumulate_dtype(meta.tensor_value(pieces).dtype)
-        hops = replace(chunk, group_names=(inside, across))
+        hops = replace(chunk, group_names=(intra_host, inter_host))
         if world == 1:
             partial = pieces
         else:
             first_divisor, first_dtype = (1, wide) if stretches > 1 else (divisor, dtype)
             partial = self._exchange(
-                pieces, method.inside, "inside", hops, inside, numel, node, first_divisor, first_dtype, stretches
+                pieces,
+                method.intra_host,
+                "first_hop",
+                hops,
+                intra_host,
+                numel,
+                host,
+                first_divisor,
+                first_dtype,
+                stretches,
             )
         if stretches == 1:
             return partial
         salt = self.world + place
-        return self._exchange(partial, method.across, "across", hops, across, numel, salt, divisor, dtype)
+        return self._exchange(partial, method.inter_host, "second_hop", hops, inter_host, numel, salt, divisor, dtype)
 
     def _ranks_per_node(self, method: TwoHop) -> int:
-        found = method.ranks_per_node or self._known_ranks_per_node()
+        found = method.ranks_per_host or self._known_ranks_per_host()
         if found is None:
             raise ValueError(
-                "compress_gradients: two hops need to know which ranks share a node, and the mesh has one axis; write "
-                "TwoHop(ranks_per_node=...), or shard over a mesh of (nodes, ranks per node)."
+                "compress_gradients: two hops need to know which ranks share a host, and the mesh has one axis; write "
+                "TwoHop(ranks_per_host=...), or shard over a mesh of (hosts, ranks per host)."
             )
         if self.world % found:
             raise ValueError(
-                f"compress_gradients: ranks_per_node={found} does not divide the {self.world} ranks of the group; "
-                "nodes need equally many ranks."
+                f"compress_gradients: ranks_per_host={found} does not divide the {self.world} ranks of the group; "
+                "hosts need equally many ranks."
             )
         return found
 
@@ -313,14 +324,14 @@ class _CompressedReduction(ReductionBuilder):
     def gathered(self, piece: fx.Node, chunk: Chunk, numel: int, dtype: torch.dtype) -> fx.Node:
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
-        if world == 1 or isinstance(self.means, torch.dtype):
+        if world == 1 or isinstance(self.mean_codec, torch.dtype):
             return super().gathered(piece, chunk, numel, dtype)
-        text, rank = to_text(self.means), self.ctx.group_rank(group_name)
+        text, rank = to_text(self.mean_codec), self.ctx.group_rank(group_name)
         own = meta.tensor_value(piece).shape[0]
-        salt = 2 * self.world * self.copies + (self.rank if len(chunk.group_names) > 1 else self.replica)
+        salt = 2 * self.world * self.num_replicas + (self.rank if len(chunk.group_names) > 1 else self.replica)
         payload, draw = self._quantized(piece, text, f"means of {len(chunk.group_names)}", own, 1, 1, rank, salt)
         start = self.node(all_gather_op(), payload, world, group_name, name=f"all_gather_grad_{self.label}")
-        meta.set_chunks(start, chunk_unit(self.means, chunk, 1))
+        meta.set_chunks(start, chunk_unit(self.mean_codec, chunk, 1))
         received = self.node(wait_op(), start, name=f"wait_grad_{self.label}")
         every = self.node(
             torch.ops.zgraph.dequantize_each.default,

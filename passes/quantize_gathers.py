@@ -125,7 +125,7 @@ def _check_stateless(who: str, method: object) -> None:
             f"{who}: method={method!r} does not quantize gathers; write a method of zgraph's own, such as "
             "zgraph.passes.NoFeedback(bits=8)."
         )
-    if method.old_share is not None:
+    if method.residual_decay is not None:
         raise ValueError(
             f"{who}: {type(method).__name__} adds to each gradient what the last one lost, which a parameter must not "
             f"receive; write zgraph.passes.NoFeedback(bits={method.bits}, group={method.group})."

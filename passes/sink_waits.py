@@ -87,20 +87,20 @@ def _is_started(node: fx.Node) -> bool:
 
 def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int) -> None:
     """Finish the oldest reductions before one more starts than may be in flight."""
-    under_way: list[fx.Node] = []
+    outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, is_exchange):
-        while under_way and (
-            len(under_way) == in_flight or sum(map(nodes.whole_bytes, [*under_way, start])) > in_flight_bytes
+        while outstanding and (
+            len(outstanding) == in_flight or sum(map(nodes.whole_bytes, [*outstanding, start])) > in_flight_bytes
         ):
-            finish_before(graph, under_way.pop(0), start)
-        under_way.append(start)
+            finish_before(graph, outstanding.pop(0), start)
+        outstanding.append(start)
     # The means of the last ones set out together, before any of them is waited for.
     means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
     order = nodes.order_of(graph)
-    if under_way:  # what is waited for before these have started is none of them
-        means = [start for start in means if order[cast(fx.Node, nodes.wait_of(start))] > order[under_way[-1]]]
+    if outstanding:  # what is waited for before these have started is none of them
+        means = [start for start in means if order[cast(fx.Node, nodes.wait_of(start))] > order[outstanding[-1]]]
     first_wait = min((cast(fx.Node, nodes.wait_of(start)) for start in means), key=order.__getitem__, default=None)
-    for start in under_way:
+    for start in outstanding:
         if first_wait is not None and order[start] < order[first_wait]:
             finish_before(graph, start, first_wait)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zgraph.codegen.kernels import reference
-from zgraph.compression.methods import BlockMethod, Draw, TwoHop
+from zgraph.compression.methods import BlockMethod, RngKey, TwoHop
 
 
 @dataclass
@@ -24,14 +24,14 @@ class Codec:
     method: BlockMethod
     errors: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
 
-    def alone(self, values: Tensor, draw: Draw, rank: int) -> Tensor:
+    def alone(self, values: Tensor, draw: RngKey, rank: int) -> Tensor:
         """What everybody decodes of one rank's own values."""
         (numel,) = values.shape
         error = self._error(rank, numel, 1)
         codes, scales = reference.quantize(values.view(1, -1), error, self.method, draw, rank)
         return reference.dequantize_sum(codes, scales, numel, self.method, draw, rank)
 
-    def sums(self, grads: Sequence[Tensor], numel: int, draw: Draw) -> list[Tensor]:
+    def sums(self, grads: Sequence[Tensor], numel: int, draw: RngKey) -> list[Tensor]:
         """What each rank receives of the sum: [numel] fp32 of consecutive stretches of the flat gradients.
 
         Args:
@@ -82,7 +82,7 @@ class OneHop:
     def mean(self, grads: Sequence[Tensor], step: int) -> Tensor:
         ranks, shape = len(grads), grads[0].shape
         sums = self.codec.sums(
-            [grad.reshape(-1) for grad in grads], part_numel(shape, self.zero_stage, ranks), Draw(step)
+            [grad.reshape(-1) for grad in grads], part_numel(shape, self.zero_stage, ranks), RngKey(step)
         )
         whole = (torch.cat(sums) / ranks)[: math.prod(shape)].view(shape)
         return whole.to(torch.bfloat16).float() if self.zero_stage == 0 else whole
@@ -94,34 +94,34 @@ class TwoHops:
 
     method: TwoHop
     zero_stage: int
-    ranks_per_node: int
+    ranks_per_host: int
 
     def __post_init__(self) -> None:
         self.inside: dict[int, Codec] = {}
         self.across: dict[int, Codec] = {}
 
     def mean(self, grads: Sequence[Tensor], step: int) -> Tensor:
-        ranks, shape, per_node = len(grads), grads[0].shape, self.ranks_per_node
-        nodes = ranks // per_node
+        ranks, shape, per_host = len(grads), grads[0].shape, self.ranks_per_host
+        nodes = ranks // per_host
         numel = part_numel(shape, self.zero_stage, ranks)
         flat = [torch.cat([grad.reshape(-1), grad.new_zeros(ranks * numel - grad.numel())]) for grad in grads]
         # Rank p of a node sums the parts that ranks p of all nodes will keep.
         partial: dict[tuple[int, int], list[Tensor]] = {}
         for node in range(nodes):
-            codec = self.inside.setdefault(node, Codec(self.method.inside))
+            codec = self.inside.setdefault(node, Codec(self.method.intra_host))
             for stretch in range(nodes):
                 own = [
-                    one.view(nodes, per_node, numel)[stretch].reshape(-1)
-                    for one in flat[node * per_node : (node + 1) * per_node]
+                    one.view(nodes, per_host, numel)[stretch].reshape(-1)
+                    for one in flat[node * per_host : (node + 1) * per_host]
                 ]
-                for place, total in enumerate(codec.sums(own, numel, Draw(step, node))):
+                for place, total in enumerate(codec.sums(own, numel, RngKey(step, node))):
                     partial.setdefault((node, place), []).append(total)
         whole: dict[int, Tensor] = {}
-        for place in range(per_node):
-            codec = self.across.setdefault(place, Codec(self.method.across))
+        for place in range(per_host):
+            codec = self.across.setdefault(place, Codec(self.method.inter_host))
             own = [torch.cat(partial[node, place]) for node in range(nodes)]
-            for node, total in enumerate(codec.sums(own, numel, Draw(step, ranks + place))):
-                whole[node * per_node + place] = total / ranks
+            for node, total in enumerate(codec.sums(own, numel, RngKey(step, ranks + place))):
+                whole[node * per_host + place] = total / ranks
         mean = torch.cat([whole[rank] for rank in range(ranks)])[: math.prod(shape)].view(shape)
         return mean.to(torch.bfloat16).float() if self.zero_stage == 0 else mean
 
@@ -144,15 +144,15 @@ class Hybrid:
         numel = part_numel(shape, self.zero_stage, shards)
         partial: dict[tuple[int, int], Tensor] = {}
         for replica in range(replicas):
-            codec = self.inside.setdefault(replica, Codec(self.method.inside))
+            codec = self.inside.setdefault(replica, Codec(self.method.intra_host))
             own = [grad.reshape(-1) for grad in grads[replica * shards : (replica + 1) * shards]]
-            for shard, total in enumerate(codec.sums(own, numel, Draw(step, replica))):
+            for shard, total in enumerate(codec.sums(own, numel, RngKey(step, replica))):
                 partial[replica, shard] = total
         whole: list[Tensor] = []
         for shard in range(shards):
-            codec = self.across.setdefault(shard, Codec(self.method.across))
+            codec = self.across.setdefault(shard, Codec(self.method.inter_host))
             own = [partial[replica, shard] for replica in range(replicas)]
-            totals = codec.sums(own, -(-numel // replicas), Draw(step, replicas + shard))
+            totals = codec.sums(own, -(-numel // replicas), RngKey(step, replicas + shard))
             whole.append((torch.cat(totals)[:numel] / ranks).to(torch.bfloat16).float())
         return torch.cat(whole)[: math.prod(shape)].view(shape)
 

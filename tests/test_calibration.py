@@ -37,8 +37,8 @@ def test_ranks_measure_the_same_once(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(_calibrate, str(tmp_path))
     assert first == second
     found = Hardware.from_json(first)
-    assert found.ranks_per_node == 2
-    assert found.links == {1: found.intra_node}
+    assert found.ranks_per_host == 2
+    assert found.links == {1: found.intra_host}
     assert set(found.flops_per_us) == {torch.float32, torch.bfloat16}
     assert found.cpu_us_per_wire_byte > 0 and found.cpu_us_per_collective > 0
     assert (found.backend, found.collectives_at_once) == ("gloo", 1)
@@ -86,20 +86,20 @@ class Wire:
 
     Attributes:
         now_us: of the clock.
-        under_way: results that nobody has waited for, with what one rank sends for them.
+        in_flight: results that nobody has waited for, with what one rank sends for them.
         most: the most that were under way at once, by what one rank sends for each.
     """
 
     latency_us: float
     bytes_per_us: float
     now_us: float = 0.0
-    under_way: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
+    in_flight: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
     most: dict[int, int] = field(default_factory=dict[int, int])
 
     def started(self, result: Tensor, sent_bytes: int) -> Tensor:
         self.now_us += self.latency_us + sent_bytes / self.bytes_per_us
-        self.under_way.append((result, sent_bytes))
-        alike = sum(1 for _, size in self.under_way if size == sent_bytes)
+        self.in_flight.append((result, sent_bytes))
+        alike = sum(1 for _, size in self.in_flight if size == sent_bytes)
         self.most[sent_bytes] = max(self.most.get(sent_bytes, 0), alike)
         return result
 
@@ -112,7 +112,7 @@ class Wire:
         )
 
     def wait(self, result: Tensor) -> Tensor:
-        self.under_way = [each for each in self.under_way if each[0] is not result]
+        self.in_flight = [each for each in self.in_flight if each[0] is not result]
         return wait(result)
 
     def timed(self, ranks: object, run: Callable[[], object]) -> tuple[float, float]:
@@ -136,11 +136,11 @@ def _link_on_a_wire() -> tuple[Link, float, float, dict[int, int]]:
             monkeypatch.setattr(calibration, name, stand_in)
         ranks = calibration._Ranks.of(group)  # pyright: ignore[reportPrivateUsage]
         axis = calibration._link_of(ranks, group, 1)  # pyright: ignore[reportPrivateUsage]
-    assert axis is not None and not wire.under_way
+    assert axis is not None and not wire.in_flight
     return axis.link, axis.cpu_us_per_collective, axis.cpu_us_per_byte, wire.most
 
 
-def test_small_collectives_are_timed_with_others_under_way(two_ranks: Ranks) -> None:
+def test_small_collectives_are_timed_with_others_in_flight(two_ranks: Ranks) -> None:
     """One alone is, on gloo, the time that its thread polls for a lock; the time is that of each, not of all."""
     first, second = two_ranks.run(_link_on_a_wire)
     assert first == second
@@ -153,7 +153,7 @@ def test_small_collectives_are_timed_with_others_under_way(two_ranks: Ranks) -> 
 
 def test_a_process_alone_has_no_links(tmp_path: Path) -> None:
     found = zgraph.calibrate(cache=tmp_path / "not" / "there")
-    assert (found.links, found.ranks_per_node) == ({}, 1)
+    assert (found.links, found.ranks_per_host) == ({}, 1)
     assert zgraph.calibrate(cache=tmp_path / "not" / "there") == found
 
 

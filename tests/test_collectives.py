@@ -24,10 +24,10 @@ from zgraph.graph.traffic import transfers
 from zgraph.passes import presets
 from zgraph.runtime.collectives import (
     finish_group,
-    goes_by_node,
+    goes_by_host,
     start_all_gather,
     start_all_to_all,
-    start_gather_by_node,
+    start_gather_by_host,
     start_grouped_gather,
     uses_messages,
 )
@@ -163,9 +163,9 @@ def test_gloo_does(two_ranks: Ranks, backend: str | None) -> None:
 def gathers_by_node() -> None:
     """Several in flight, waited for in another order than started, beside gathers and exchanges of the same ranks."""
     world = dist.get_world_size()
-    for ranks_per_node in (1, 2, 4):
+    for ranks_per_host in (1, 2, 4):
         owns = [of_rank(rows, 3, dtype=dtype) for rows in (0, 1, 20_000) for dtype in DTYPES]
-        by_node = [start_gather_by_node(own, world, WORLD, n, ranks_per_node) for n, own in enumerate(owns)]
+        by_node = [start_gather_by_host(own, world, WORLD, n, ranks_per_host) for n, own in enumerate(owns)]
         plain = [start_all_gather(own, world, WORLD) for own in owns]
         splits = [5] * world
         exchanged = start_all_to_all(torch.arange(5.0 * world), splits, splits, WORLD)
@@ -182,7 +182,7 @@ def test_a_gather_by_node_brings_the_same(ranks: Ranks) -> None:
 def waits_in_orders_of_their_own() -> None:
     """Of equal sizes, so that only their numbers tell them apart; a wait of one ends behind others' of the same."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    first, second = (start_gather_by_node(torch.tensor([float(n * 100 + rank)]), world, WORLD, n, 2) for n in range(2))
+    first, second = (start_gather_by_host(torch.tensor([float(n * 100 + rank)]), world, WORLD, n, 2) for n in range(2))
     waiting = [threading.Thread(target=wait, args=(one,)) for one in (first, second)]
     for thread in waiting if rank % 2 else waiting[::-1]:
         thread.start()
@@ -198,15 +198,15 @@ def test_numbers_tell_gathers_by_node_apart(ranks: Ranks) -> None:
 
 def trained_by_node() -> int:
     """Two steps of a compiled model, two ranks a node, against the eager markers; how many gathers went by node."""
-    hardware = replace(Hardware.preset("cpu"), ranks_per_node=2)
+    hardware = replace(Hardware.preset("cpu"), ranks_per_host=2)
     x, found, by_node = of_rank(4, 6), list[list[Tensor]](), list[int]()
 
     def counted(*args: Any) -> Tensor:
         by_node.append(args[-1])
-        return start_gather_by_node(*args)
+        return start_gather_by_host(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zgraph.runtime.collectives.start_gather_by_node", counted)
+        patch.setattr("zgraph.runtime.collectives.start_gather_by_host", counted)
         for is_compiled in (False, True):
             torch.manual_seed(0)
             model: Any = zgraph.shard(models.Uneven(), zero_stage=3)
@@ -241,8 +241,8 @@ def test_ranks_agree_on_where_gathers_by_node_are_waited_for(monkeypatch: pytest
         assert order_of_waits(graph, 1) == order_of_waits(graph, 4) == []
         waits = order_of_waits(graph, 2)
         assert waits == [
-            "gather 0 by nodes of 2 ranks is waited for after 2 starts",
-            "gather 1 by nodes of 2 ranks is waited for after 3 starts",
+            "gather 0 by hosts of 2 ranks is waited for after 2 starts",
+            "gather 1 by hosts of 2 ranks is waited for after 3 starts",
         ]
         agreed = Signature.of("forward", [*transfers(graph)], waits)
         assert agreed.entries[-2:] == tuple(waits) and len(agreed.names) == len(agreed.entries)
@@ -250,11 +250,11 @@ def test_ranks_agree_on_where_gathers_by_node_are_waited_for(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("world", "ranks_per_node", "expected"),
+    ("world", "ranks_per_host", "expected"),
     [(4, 1, False), (4, 4, False), (4, 8, False), (4, 2, True), (6, 2, True), (6, 4, False), (3, 2, False)],
 )
-def test_where_gathers_go_by_node(world: int, ranks_per_node: int, expected: bool) -> None:
+def test_where_gathers_go_by_node(world: int, ranks_per_host: int, expected: bool) -> None:
     with fake_world(world):
         group = dist.group.WORLD
         assert group is not None
-        assert goes_by_node(group, ranks_per_node) == expected
+        assert goes_by_host(group, ranks_per_host) == expected

@@ -12,10 +12,10 @@ from torch import Tensor
 from zgraph.compression.methods import (
     BlockMethod,
     CompressionMethod,
-    Draw,
     ErrorFeedback,
     LoCo,
     NoFeedback,
+    RngKey,
     TwoHop,
     from_text,
     to_text,
@@ -49,7 +49,7 @@ METHODS = [
         (LoCo, {"beta": float("nan")}, "beta=nan"),
         (LoCo, {"reset_every": -1}, "reset_every=-1"),
         (LoCo, {"hops": 3}, "hops=3"),
-        (TwoHop, {"ranks_per_node": 0}, "ranks_per_node=0; write how many ranks share a node"),
+        (TwoHop, {"ranks_per_host": 0}, "ranks_per_host=0; write how many ranks share a node"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(kind: Any, options: dict[str, Any], message: str) -> None:
@@ -65,8 +65,8 @@ def test_options_at_the_edge_are_taken() -> None:
 
 
 def test_what_is_forgotten_is_counted_in_steps() -> None:
-    assert LoCo().forgets_every == 1024 and LoCo(reset_every=7).forgets_every == 7
-    assert ErrorFeedback().forgets_every == 0 and NoFeedback().forgets_every == 0
+    assert LoCo().reset_interval == 1024 and LoCo(reset_every=7).reset_interval == 7
+    assert ErrorFeedback().reset_interval == 0 and NoFeedback().reset_interval == 0
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -113,13 +113,13 @@ def test_methods_that_no_text_can_hold() -> None:
 
 def test_an_unfinished_method_says_what_it_lacks() -> None:
     method = OwnMethod()
-    assert method.state(10, 2) == {} and method.forgets_every == 0
+    assert method.state(10, 2) == {} and method.reset_interval == 0
     with pytest.raises(NotImplementedError, match="OwnMethod does not say how many bytes it sends"):
         method.sections(10)
     with pytest.raises(NotImplementedError, match="OwnMethod has no quantize"):
-        method.quantize(torch.zeros(1, 2), {}, Draw(0), 0)
+        method.quantize(torch.zeros(1, 2), {}, RngKey(0), 0)
     with pytest.raises(NotImplementedError, match="OwnMethod has no dequantize_sum"):
-        method.dequantize_sum([], 2, Draw(0))
+        method.dequantize_sum([], 2, RngKey(0))
 
 
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 1000])
@@ -131,7 +131,7 @@ def test_bytes_of_a_chunk(method: BlockMethod, numel: int) -> None:
     assert (groups - 1) * method.group < numel <= groups * method.group
     assert 8 * codes == method.bits * groups * method.group
     kept = method.state(numel, 5)
-    if method.old_share is None:
+    if method.residual_decay is None:
         assert kept == {}
         return
     assert kept.pop("error") == ((5, groups, method.group), method.error_dtype)

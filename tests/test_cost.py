@@ -216,11 +216,11 @@ def test_compression_reads_gradients_and_reads_and_writes_its_errors(world: int)
     drawing = Drawing()
     grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
     quantize = torch.ops.zgraph.quantize_grads.default
-    node = drawing.call(quantize, [grad], [handle], [], method, "inside", [50], 2, 1, 0, 0, "")
+    node = drawing.call(quantize, [grad], [handle], [], method, "first_hop", [50], 2, 1, 0, 0, "")
     # Two chunks of two groups each: 32 int8 and a bf16 scale to keep, 16 bytes of codes and a bf16 scale to send.
     kept, sent = 2 * 2 * (32 + 2), 2 * 48  # 36 bytes, filled up to 16s
     assert cost(node).moved_bytes == 400 + 96 + 2 * kept + sent + 8
-    without = drawing.call(quantize, [grad], [handle], [], plain, "inside", [50], 2, 1, 0, 0, "")
+    without = drawing.call(quantize, [grad], [handle], [], plain, "first_hop", [50], 2, 1, 0, 0, "")
     assert cost(without).moved_bytes == 400 + 96 + sent + 8
 
 

@@ -147,7 +147,7 @@ def forget() -> dict[str, Any]:
     before = feedback_of(model)
     text = str(zgraph.summary(model))
     told = [str(zgraph.explain(model)), text]
-    zgraph.forget_errors(model)
+    zgraph.reset_error_feedback(model)
     after = feedback_of(model)
     backward(model, scaler, 1)
     again = [f.reductions for slots in feedback_of(model).values() for f in slots.values()]
@@ -170,14 +170,14 @@ def test_forgotten_errors_start_again_and_reports_count_them(two_ranks: Ranks) -
 
 def kept(scale: float | None = None) -> tuple[Feedbacks, Feedback]:
     feedbacks = Feedbacks(loss_scale=scale)
-    feedback = feedbacks.of("inside", "method", 20, 2, SPEC, torch.device("cpu"), "weight")
+    feedback = feedbacks.of("first_hop", "method", 20, 2, SPEC, torch.device("cpu"), "weight")
     feedback.tensors["error"].fill_(7)
     feedback.tensors["error_scale"].fill_(0.75)
     return feedbacks, feedback
 
 
-def step(feedback: Feedback, value: int, forgets_every: int = 0) -> None:
-    feedback.begin(forgets_every=forgets_every, keep_before=True)
+def step(feedback: Feedback, value: int, reset_interval: int = 0) -> None:
+    feedback.begin(reset_interval=reset_interval, keep_before=True)
     feedback.tensors["error"].fill_(value)
     feedback.end(closing=True)
 
@@ -185,12 +185,12 @@ def step(feedback: Feedback, value: int, forgets_every: int = 0) -> None:
 def test_a_step_that_forgets_and_is_dropped_has_not_forgotten() -> None:
     feedbacks, feedback = kept(64.0)
     feedback.steps = 4
-    step(feedback, 1, forgets_every=4)
+    step(feedback, 1, reset_interval=4)
     feedbacks.set_loss_scale(32.0)
     assert feedback.steps == 4
     assert feedback.tensors["error"].unique().tolist() == [7]
     assert feedback.tensors["error_scale"].unique().tolist() == [0.375]
-    feedback.begin(forgets_every=4, keep_before=True)
+    feedback.begin(reset_interval=4, keep_before=True)
     assert feedback.tensors["error"].unique().tolist() == [0]
 
 
@@ -231,11 +231,11 @@ def test_the_first_scale_multiplies_nothing_and_the_end_of_scaling_divides() -> 
 )
 def test_an_error_of_something_else_is_not_added_to_a_gradient(change: dict[str, Any], text: str) -> None:
     feedbacks, feedback = kept()
-    asked = {"slot": "inside", "method": "method", "numel": 20, "chunks": 2, "spec": SPEC} | change
-    with pytest.raises(zgraph.ZgraphError, match=r"forget_errors\(model\) on every rank") as caught:
+    asked = {"slot": "first_hop", "method": "method", "numel": 20, "chunks": 2, "spec": SPEC} | change
+    with pytest.raises(zgraph.ZgraphError, match=r"reset_error_feedback\(model\) on every rank") as caught:
         feedbacks.of(**asked, device=torch.device("cpu"), parameter="layers.0.weight")
     assert text in str(caught.value) and "layers.0.weight" in str(caught.value)
-    assert feedbacks.by_slot == {"inside": feedback}
+    assert feedbacks.by_slot == {"first_hop": feedback}
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
@@ -250,7 +250,7 @@ def refused(scale: float) -> str:
     for call in (
         lambda: zgraph.set_loss_scale(model, scale),
         lambda: zgraph.set_loss_scale(nn.Linear(2, 2), 2.0),
-        lambda: zgraph.forget_errors(nn.Linear(2, 2)),
+        lambda: zgraph.reset_error_feedback(nn.Linear(2, 2)),
     ):
         try:
             call()

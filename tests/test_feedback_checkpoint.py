@@ -45,7 +45,7 @@ class Odd(nn.Module):
 def make(
     method: CompressionMethod | TwoHop, *, seed: int = 0, replicas: int = 1, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    passes = {key: options.pop(key) for key in ("means",) if key in options}
+    passes = {key: options.pop(key) for key in ("mean_codec",) if key in options}
     torch.manual_seed(seed)
     if replicas > 1:
         shape = (replicas, dist.get_world_size() // replicas)
@@ -79,7 +79,7 @@ def decoded(model: nn.Module) -> dict[str, Tensor]:
     """What this rank has not sent of each whole gradient, element by element: written anew for this test."""
     found: dict[str, Tensor] = {}
     for name, slots in feedback_of(model).items():
-        feedback, shape = slots.get("inside"), SHAPES[name]
+        feedback, shape = slots.get("first_hop"), SHAPES[name]
         if feedback is None or not feedback.tensors:
             continue
         error = feedback.tensors["error"].double()
@@ -144,12 +144,12 @@ def resume(folder: str, how: str, method: CompressionMethod | TwoHop, options: d
 
 
 SAME = [
-    ("own", NARROW, {}, 2, ["inside"]),
-    ("own", NARROW, {"zero_stage": 0, "means": LoCo(bits=8, group=32)}, 2, ["inside", "means"]),
-    ("own", TwoHop(across=WIDE, ranks_per_node=1), {}, 2, ["across"]),
-    ("new", NARROW, {}, 2, ["inside"]),
-    ("ran", WIDE, {}, 2, ["inside"]),
-    ("new", replace(NARROW, hops=1), {"replicas": 2}, 4, ["across", "inside"]),
+    ("own", NARROW, {}, 2, ["first_hop"]),
+    ("own", NARROW, {"zero_stage": 0, "mean_codec": LoCo(bits=8, group=32)}, 2, ["first_hop", "means"]),
+    ("own", TwoHop(inter_host=WIDE, ranks_per_host=1), {}, 2, ["second_hop"]),
+    ("new", NARROW, {}, 2, ["first_hop"]),
+    ("ran", WIDE, {}, 2, ["first_hop"]),
+    ("new", replace(NARROW, hops=1), {"replicas": 2}, 4, ["second_hop", "first_hop"]),
 ]
 
 
@@ -273,8 +273,16 @@ def test_another_division_preserves_the_mean_of_the_errors(
 
 
 DROPPED = [
-    (2, {"zero_stage": 0, "means": WIDE}, NARROW, 3, {"zero_stage": 0, "means": WIDE}, "means of 1", ["inside"]),
-    (3, {}, TwoHop(across=WIDE, ranks_per_node=1), 2, {}, "across", []),
+    (
+        2,
+        {"zero_stage": 0, "mean_codec": WIDE},
+        NARROW,
+        3,
+        {"zero_stage": 0, "mean_codec": WIDE},
+        "means of 1",
+        ["first_hop"],
+    ),
+    (3, {}, TwoHop(inter_host=WIDE, ranks_per_host=1), 2, {}, "second_hop", []),
 ]
 
 
@@ -308,7 +316,7 @@ def load_alone(folder: str) -> str:
 
 
 def test_one_process_drops_them_with_a_warning(saved: Saved) -> None:
-    assert "first.weight (inside), second.weight (inside)" in load_alone(str(saved.folder))
+    assert "first.weight (first_hop), second.weight (first_hop)" in load_alone(str(saved.folder))
 
 
 # --- what is stored ---------------------------------------------------------------------------------------------------
@@ -354,13 +362,13 @@ def refuse(folder: str, method: CompressionMethod, ran: bool, how: str) -> dict[
     first = ""
     if how == "own":
         if text:  # what the message says
-            zgraph.forget_errors(model)
+            zgraph.reset_error_feedback(model)
             zgraph.load_checkpoint(f"{folder}/step_00000003", model, optimizer)
         try:
             train(model, optimizer, range(1))
         except zgraph.ZgraphError as error:
             first = str(error)
-        zgraph.forget_errors(model)
+        zgraph.reset_error_feedback(model)
         optimizer.zero_grad()
         assert len(train(model, optimizer, range(1))) == 1
     return {"text": text, "unchanged": unchanged, "first": first}
@@ -380,7 +388,7 @@ def test_a_model_that_has_not_run_refuses_another_method_at_its_first_reduction(
 
 def test_plain_dcp_does_not_lose_errors_in_silence(two_ranks: Ranks, saved: Saved) -> None:
     for result in two_ranks.run(refuse, str(saved.folder), NARROW, False, "dcp"):
-        assert "error, error_scale of first.weight (inside), which were not read" in result["text"]
+        assert "error, error_scale of first.weight (first_hop), which were not read" in result["text"]
         assert "zgraph.runtime_state(model, load_from=path)" in result["text"] and result["unchanged"]
 
 
@@ -389,7 +397,7 @@ def refuse_damage() -> list[str]:
     train(model, optimizer, range(1))
     module = model._orig_mod
     facts, sizes = facts_of(module), sizes_of(tensors_of(module, copies=True))
-    zgraph.forget_errors(model)
+    zgraph.reset_error_feedback(model)
     texts: list[str] = []
     shape = (2, 2, 2, 32)
     for changed in (
@@ -400,16 +408,16 @@ def refuse_damage() -> list[str]:
         {"error": ((2, 2, 2, 0), torch.int8)},
         {"extra": (shape, torch.int8)},
     ):
-        found = dict(sizes["first.weight"]["inside"])
+        found = dict(sizes["first.weight"]["first_hop"])
         for key, entry in changed.items():
             found.pop(key, None)
             if entry is not None:
                 found[key] = (torch.Size(entry[0]), entry[1])
         division = facts["first.weight"]["division"]
         elsewhere = {**facts["first.weight"], "division": division | {"by_rows": False}}
-        slots = {"inside": elsewhere["slots"]["inside"] | {"numel": 39}}  # as another stage cuts it
+        slots = {"first_hop": elsewhere["slots"]["first_hop"] | {"numel": 39}}  # as another stage cuts it
         try:
-            plan_restore({"first.weight": elsewhere | {"slots": slots}}, {"first.weight": {"inside": found}}, module)
+            plan_restore({"first.weight": elsewhere | {"slots": slots}}, {"first.weight": {"first_hop": found}}, module)
         except zgraph.CheckpointError as error:
             texts.append(str(error))
         else:
@@ -419,7 +427,7 @@ def refuse_damage() -> list[str]:
 
 def test_damaged_entries_are_refused(two_ranks: Ranks) -> None:
     for missing, rows, *shapes in two_ranks.run(refuse_damage):
-        assert "keeps error_scale of first.weight (inside), which were not read" in missing
+        assert "keeps error_scale of first.weight (first_hop), which were not read" in missing
         assert "where 2 ranks have saved a row each; it is damaged" in rows
         for text in shapes:
             assert "in 2 chunks of 39 elements, which is no error of a gradient of its shape" in text

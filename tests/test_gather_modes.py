@@ -59,7 +59,7 @@ def test_passes_keep_every_bit(mode: Mode, world: int) -> None:
             graphs = [found.graphs[direction] for found in after]
             assert_same_results([found.graphs[direction] for found in before], graphs)
             members = [nodes.is_grouped_gather(node) for node in nodes.call_functions(graphs[0].graph, nodes.is_gather)]
-            assert any(members) == (mode == "grouped")
+            assert any(members) == (mode == "coalesced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,5 +154,5 @@ def test_each_mode_holds_what_is_predicted(two_ranks: Ranks) -> None:
             forward[mode] = found[0][1]
     few = weight // 4
     assert weight < forward["sequential"] < weight + few
-    assert 4 * weight < forward["grouped"] < 4 * weight + few
-    assert 6 * weight < forward["coalesced"] < 6 * weight + few
+    assert 4 * weight < forward["coalesced"] < 4 * weight + few
+    assert 6 * weight < forward["flat"] < 6 * weight + few

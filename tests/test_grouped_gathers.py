@@ -27,7 +27,7 @@ from zgraph.passes.common.merge_collectives import Bucket, merge
 from zgraph.runtime.chunks import pad_rows
 
 aten = torch.ops.aten
-GROUPED = (LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=2**20, gathers="grouped"))
+GROUPED = (LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=2**20, gathers="coalesced"))
 NARROW: dict[str, Any] = {"param_dtype": torch.bfloat16}
 
 
@@ -106,7 +106,7 @@ def drawn_group() -> tuple[Drawing, list[torch.fx.Node]]:
     square = drawing.call(aten.mm.default, x, x)
     product = drawing.call(aten.mm.default, square, waits[0])
     gm = drawing.done(drawing.call(aten.mm.default, product, waits[1]))
-    merge(gm.graph, Bucket(tuple(starts), starts[0]), "grouped")
+    merge(gm.graph, Bucket(tuple(starts), starts[0]), "coalesced")
     return drawing, [square, product]
 
 
@@ -131,7 +131,7 @@ def test_a_group_is_waited_for_when_its_first_result_is_read() -> None:
 
 
 def grouped() -> Pipeline:
-    bucketing = BucketCollectives(bucket_bytes=2**20, gathers="grouped")
+    bucketing = BucketCollectives(bucket_bytes=2**20, gathers="coalesced")
     return Pipeline([bucketing if entry.name == bucketing.name else entry for entry in presets.default()])
 
 

@@ -13,16 +13,16 @@ import torch
 import zgraph
 from zgraph.analysis.hardware import Hardware, Link
 
-# Two ranks a node; 100 bytes/us and 1 us inside, 10 bytes/us and 5 us outside.
+# Two ranks a host; 100 bytes/us and 1 us inside, 10 bytes/us and 5 us outside.
 NODES = Hardware(
-    name="two a node",
+    name="two a host",
     flops_per_us={torch.float32: 1000.0, torch.bfloat16: 4000.0},
     memory_bytes_per_us=50.0,
     launch_us=2.0,
     memory_bytes=1 << 20,
-    intra_node=Link(latency_us=1.0, bytes_per_us=100.0),
-    inter_node=Link(latency_us=5.0, bytes_per_us=10.0),
-    ranks_per_node=2,
+    intra_host=Link(latency_us=1.0, bytes_per_us=100.0),
+    inter_host=Link(latency_us=5.0, bytes_per_us=10.0),
+    ranks_per_host=2,
     host_to_device=Link(latency_us=3.0, bytes_per_us=20.0),
     device_to_host=Link(latency_us=4.0, bytes_per_us=25.0),
     disk=Link(latency_us=7.0, bytes_per_us=5.0),
@@ -51,13 +51,13 @@ def test_a_kernel_takes_what_binds_it(flops: int, moved: int, dtype: torch.dtype
         ("all_gather_into_tensor", 600, 2, 1, 1 + 6),
         ("all_reduce", 600, 2, 1, 2 + 6),
         ("all_to_all_single", 600, 2, 1, 1 + 6),
-        # Two nodes: three messages, one of them outside; the ring uses both links of a node.
+        # Two hosts: three messages, one of them outside; the ring uses both links of a host.
         ("all_gather_into_tensor", 600, 4, 1, 2 * 1 + 1 * 5 + 600 / 20),
         ("reduce_scatter_tensor", 600, 4, 1, 2 * 1 + 1 * 5 + 600 / 20),
         ("all_reduce", 600, 4, 1, 2 * (2 * 1 + 1 * 5) + 600 / 20),
         # One partner inside, two outside, which get two thirds.
         ("all_to_all_single", 600, 4, 1, 1 * 1 + 2 * 5 + 400 / 10),
-        # Neighbours two ranks apart: all on other nodes.
+        # Neighbours two ranks apart: all on other hosts.
         ("all_gather_into_tensor", 600, 4, 2, 3 * 5 + 600 / 10),
         ("all_to_all_single", 600, 4, 2, 3 * 5 + 600 / 10),
     ],
@@ -69,7 +69,7 @@ def test_collectives_by_hand(kind: str, sent: int, size: int, stride: int, us: f
 @pytest.mark.parametrize(
     ("kind", "sent", "size", "stride", "us"),
     [
-        # Eight nodes of two: three rounds of a tree, and a hop inside; a ring would take 8 * 1 + 7 * 5.
+        # Eight hosts of two: three rounds of a tree, and a hop inside; a ring would take 8 * 1 + 7 * 5.
         ("all_gather_into_tensor", 600, 16, 1, 1 + 3 * 5 + 600 / 20),
         ("all_reduce", 600, 16, 1, 2 * (1 + 3 * 5) + 600 / 20),
         ("reduce_scatter_tensor", 600, 8, 2, 3 * 5 + 600 / 10),
@@ -96,10 +96,10 @@ def test_a_thousand_ranks_do_not_ask_for_buckets_of_gigabytes() -> None:
 def test_an_axis_of_its_own_link() -> None:
     known = dataclasses.replace(NODES, links={1: Link(latency_us=9.0, bytes_per_us=60.0)})
     assert known.collective_us("all_to_all_single", 600, 4, 1) == 3 * 9 + 10
-    # Two ranks on each of two nodes: over gloo a part crosses once, for both of them.
+    # Two ranks on each of two hosts: over gloo a part crosses once, for both of them.
     assert known.collective_us("all_gather_into_tensor", 600, 4, 1) == 3 * 9 + 10 / 2
     assert dataclasses.replace(known, backend="nccl").collective_us("all_gather", 600, 4, 1) == 3 * 9 + 10
-    alone = dataclasses.replace(known, ranks_per_node=1)
+    alone = dataclasses.replace(known, ranks_per_host=1)
     assert alone.collective_us("all_gather_into_tensor", 600, 4, 1) == 3 * 9 + 10
     assert known.collective_us("all_gather_into_tensor", 600, 4, 2) == NODES.collective_us("all_gather", 600, 4, 2)
 
@@ -122,7 +122,7 @@ def test_presets_survive_json(name: str) -> None:
     assert found.name == name
     assert Hardware.from_json(found.to_json()) == found
     assert found.flops_per_us[torch.float32] >= found.flops_per_us[torch.float64]
-    assert found.intra_node.bytes_per_us < found.memory_bytes_per_us
+    assert found.intra_host.bytes_per_us < found.memory_bytes_per_us
 
 
 def test_presets_have_the_dense_figures_of_the_data_sheets() -> None:
@@ -151,7 +151,7 @@ def test_an_unknown_preset_is_refused() -> None:
         ({"memory_bytes_per_us": 0.0}, "memory_bytes_per_us=0.0; write a positive number"),
         ({"launch_us": -1.0}, "launch_us=-1.0; write zero or a positive number"),
         ({"launch_us": float("nan")}, "launch_us=nan; write zero or a positive number"),
-        ({"ranks_per_node": 1.5}, "ranks_per_node=1.5; write a whole number of ranks"),
+        ({"ranks_per_host": 1.5}, "ranks_per_host=1.5; write a whole number of ranks"),
         ({"flops_per_us": {torch.bfloat16: 1.0}}, "flops_per_us has no torch.float32"),
         ({"flops_per_us": {torch.float32: "fast"}}, r"flops_per_us\[torch.float32\]='fast'; write a positive number"),
         ({"links": {0: NODES.disk}}, "the distance of neighbours in links=0; write a positive number"),

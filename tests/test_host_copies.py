@@ -132,7 +132,7 @@ def test_whoever_looks_from_the_host_waits_once() -> None:
     feedback.store(late, {"error": torch.ones(2)})
     assert feedback.fits({"error": ((2,), torch.float32)}) and feedback.kept_bytes == 8
     assert late.calls == ["store 0"], "neither has to know values"
-    feedback.begin(forgets_every=0, keep_before=True)
+    feedback.begin(reset_interval=0, keep_before=True)
     assert feedback.before is not None and feedback.before["error"].eq(1).all()
     feedback.scale(2.0)
     assert feedback.tensors["error"].eq(2).all()

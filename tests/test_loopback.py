@@ -190,10 +190,10 @@ LOCO = LoCo(hops=1)
     "run",
     [
         Run(zero_stage=0),
-        Run(zero_stage=1, micro_batches=2, gathers="coalesced"),
-        Run(zero_stage=2, micro_batches=2, gathers="grouped"),
-        Run(zero_stage=3, gathers="grouped"),
-        Run(zero_stage=3, micro_batches=2, rank=3, gathers="coalesced"),
+        Run(zero_stage=1, micro_batches=2, gathers="flat"),
+        Run(zero_stage=2, micro_batches=2, gathers="coalesced"),
+        Run(zero_stage=3, gathers="coalesced"),
+        Run(zero_stage=3, micro_batches=2, rank=3, gathers="flat"),
         Run(zero_stage=3, gathers="sequential"),
         Run(zero_stage=3, replicas=2),
     ],
@@ -231,7 +231,7 @@ def test_codes_that_are_late_are_waited_for(run: Run) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(lowering="inductor", gathers="grouped"),
+        Run(lowering="inductor", gathers="coalesced"),
         Run(lowering="inductor", zero_stage=1, micro_batches=2, compression=LOCO),
     ],
     ids=["3-grouped", "1-window-LoCo"],

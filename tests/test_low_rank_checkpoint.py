@@ -47,7 +47,7 @@ def resume(folder: str, zero_stage: int) -> bool:
     other, optimizer = make(7, zero_stage)
     zgraph.load_checkpoint(path, other, optimizer)
     again, found = train(other, optimizer, range(2, 4)), kept_tensors(other)
-    counts = {(kept["inside"].reductions, kept["inside"].steps) for kept in feedback_of(other).values()}
+    counts = {(kept["first_hop"].reductions, kept["first_hop"].steps) for kept in feedback_of(other).values()}
     same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     return again == losses and len(found) == 4 and same and counts == {(4, 4)}
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from zgraph.runtime.profiler import Allocations, Call, GraphMeter, Measured, Meter
+from zgraph.runtime.profiler import Allocations, Call, GraphProfiler, Measured, StepProfiler
 
 
-def meter_of(*calls: Call) -> GraphMeter:
-    meter = Meter(watch_allocations=False).of("0/0", "forward", ())
+def profiler_of(*calls: Call) -> GraphProfiler:
+    meter = StepProfiler(watch_allocations=False).of("0/0", "forward", ())
     meter.calls.extend(calls)
     return meter
 
@@ -30,13 +30,13 @@ def test_medians_leave_out_what_the_profile_slowed_down() -> None:
         call(900, ("a", 90), ("b", 80), profiled=True, label="first", given=7),
         *(call(us, ("a", us / 10), ("b", 1), ("b", 2)) for us in (50, 30, 40)),
     ]
-    assert meter_of(*calls).found({"first": 100, "other": 5}) == Measured(
+    assert profiler_of(*calls).found({"first": 100, "other": 5}) == Measured(
         calls=3, us=40, blocked_us={"a": 4, "b": 3}, peak_bytes=107
     )
 
 
 def test_a_single_step_is_all_there_is() -> None:
-    found = meter_of(call(900, ("a", 90), profiled=True, label="first"))
+    found = profiler_of(call(900, ("a", 90), profiled=True, label="first"))
     assert found.found({}) == Measured(calls=1, us=900, blocked_us={"a": 90}, peak_bytes=None)
 
 
@@ -93,7 +93,7 @@ def test_what_another_thread_lets_go_is_seen() -> None:
 
 def test_a_profile_ends_with_the_first_step() -> None:
     """forward, backward | forward: at the second forward; a graph called twice before is not the next step."""
-    meter = Meter(watch_allocations=True)
+    meter = StepProfiler(watch_allocations=True)
     allocations = meter.allocations
     assert allocations is not None
     watching: list[bool] = []
@@ -105,4 +105,4 @@ def test_a_profile_ends_with_the_first_step() -> None:
 
 def test_profiles_do_not_nest() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert Meter(watch_allocations=True).allocations is None
+        assert StepProfiler(watch_allocations=True).allocations is None

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
 from zgraph.runtime import groups
-from zgraph.runtime.groups import make_node_groups, reduction_group, separate_reductions
+from zgraph.runtime.groups import make_host_groups, reduction_group, separate_reductions
 from zgraph.sharding.shard import _separate_reductions  # pyright: ignore[reportPrivateUsage]
 from zgraph.sharding.unit import sharded_parameters
 from zgraph.torch_compat.groups import fake_world, make_beside, resolve_group
@@ -88,12 +88,12 @@ def test_groups_of_nodes_are_connected_too(recorded: Recorded) -> None:
         group: Any = resolve_group("0")
         claim_nccl(group)
         recorded.events.clear()
-        inside, across = make_node_groups("0", 2)
+        intra_host, inter_host = make_host_groups("0", 2)
         assert recorded.events == [
-            ("made", inside),
-            ("connected", inside, CUDA),
-            ("made", across),
-            ("connected", across, CUDA),
+            ("made", intra_host),
+            ("connected", intra_host, CUDA),
+            ("made", inter_host),
+            ("connected", inter_host, CUDA),
         ]
         assert not any(made["options"] for made in recorded.options[-2:])
 

@@ -18,8 +18,8 @@ from zgraph.analysis.liveness import step_curve
 from zgraph.analysis.simulate import Sharing
 from zgraph.graph import nodes
 from zgraph.passes.choose_lifetimes import apply
-from zgraph.scheduling.lifetime_model import Look, Model
-from zgraph.scheduling.plan_lifetimes import walk
+from zgraph.scheduling.lifetime_model import Model, StepEstimate
+from zgraph.scheduling.plan_lifetimes import greedy_frontier
 from zgraph.torch_compat.aot import min_cut_partition
 
 aten = torch.ops.aten
@@ -39,27 +39,27 @@ def test_the_step_on_paper_is_the_one_that_the_partitioner_makes(seed: int) -> N
     gm, costs = draw_training(seed, layers=5)
     model = model_of(gm, costs)
     for _ in range(3):
-        look = model.look(dict.fromkeys(value for value in model.values if chance.random() < 0.5))
+        estimate = model.estimate(dict.fromkeys(value for value in model.values if chance.random() < 0.5))
         tagged = nodes.copy_of(gm)
-        apply(look, {node.name: node for node in tagged.graph.nodes})
+        apply(estimate, {node.name: node for node in tagged.graph.nodes})
         forward, backward = min_cut_partition(tagged, (), num_fwd_outputs=1)
         curve = step_curve(forward.graph, backward.graph, user_outputs=1)
         calls = [place for place, node in enumerate(curve.nodes) if node.op == "call_function"]
-        assert list(look.bytes_during) == [curve.bytes_during[place] for place in calls]
+        assert list(estimate.bytes_during) == [curve.bytes_during[place] for place in calls]
         computed = [node.name for node in forward.graph.nodes if node.op == "call_function"]
         again = [n.name for n in backward.graph.nodes if n.op == "call_function" and n.name in computed]
-        assert again == [node.name for node in look.again if node.name in computed]
+        assert again == [node.name for node in estimate.recomputed if node.name in computed]
 
 
-def every_look(model: Model) -> list[Look]:
+def every_look(model: Model) -> list[StepEstimate]:
     subsets = itertools.chain.from_iterable(
         itertools.combinations(model.values, count) for count in range(len(model.values) + 1)
     )
-    return [model.look(dict.fromkeys(subset)) for subset in subsets]
+    return [model.estimate(dict.fromkeys(subset)) for subset in subsets]
 
 
-def fastest(looks: list[Look], target_bytes: int) -> float | None:
-    return min((look.step_us for look in looks if look.peak_bytes <= target_bytes), default=None)
+def fastest(estimates: list[StepEstimate], target_bytes: int) -> float | None:
+    return min((estimate.step_us for estimate in estimates if estimate.peak_bytes <= target_bytes), default=None)
 
 
 def test_the_choice_is_close_to_the_best_of_all_and_better_than_all_or_nothing() -> None:
@@ -68,15 +68,15 @@ def test_the_choice_is_close_to_the_best_of_all_and_better_than_all_or_nothing()
     better = worse = missed = 0
     for seed in range(25):
         model = model_of(*draw_training(seed, layers=4))
-        looks, path = every_look(model), walk(model)
+        estimates, path = every_look(model), greedy_frontier(model)
         parameters = dict.fromkeys(value for value in model.values if value.gather is not None)
         activations = dict.fromkeys(value for value in model.values if value.gather is None)
         whole = [{}, parameters, activations, parameters | activations]
-        all_or_nothing = [model.look(dropped) for dropped in whole]
-        least, most = min(look.peak_bytes for look in looks), looks[0].peak_bytes
+        all_or_nothing = [model.estimate(dropped) for dropped in whole]
+        least, most = min(estimate.peak_bytes for estimate in estimates), estimates[0].peak_bytes
         for quarter in range(5):
             target = least + (most - least) * quarter // 4
-            found, best, simple = path.choose(target), fastest(looks, target), fastest(all_or_nothing, target)
+            found, best, simple = path.choose(target), fastest(estimates, target), fastest(all_or_nothing, target)
             assert best is not None
             if found.peak_bytes > target:
                 missed += 1
@@ -92,13 +92,13 @@ def test_the_choice_is_close_to_the_best_of_all_and_better_than_all_or_nothing()
 @pytest.mark.parametrize("seed", range(5))
 def test_more_bytes_are_never_slower_on_paper(seed: int) -> None:
     model = model_of(*draw_training(seed, layers=8))
-    path = walk(model)
-    peaks = sorted(look.peak_bytes for look in path.looks)
+    path = greedy_frontier(model)
+    peaks = sorted(estimate.peak_bytes for estimate in path.estimates)
     chosen = [path.choose(target) for target in peaks]
-    assert [look.step_us for look in chosen] == sorted((look.step_us for look in chosen), reverse=True)
-    assert all(look.peak_bytes <= target for look, target in zip(chosen, peaks, strict=True))
+    assert [estimate.step_us for estimate in chosen] == sorted((estimate.step_us for estimate in chosen), reverse=True)
+    assert all(estimate.peak_bytes <= target for estimate, target in zip(chosen, peaks, strict=True))
     assert path.choose(0).peak_bytes == peaks[0]
-    assert len({look.peak_bytes for look in chosen}) > 3
+    assert len({estimate.peak_bytes for estimate in chosen}) > 3
 
 
 def chain_of(call: str) -> tuple[Model, fx.Node]:
@@ -133,9 +133,9 @@ def chain_of(call: str) -> tuple[Model, fx.Node]:
 )
 def test_what_may_not_run_again_is_kept(call: str, expected: bool) -> None:
     model, node = chain_of(call)
-    look = model.look({})
-    assert node in look.saved or any(node in one.all_input_nodes for one in look.saved)
-    droppable = [value for value in model.values if model.chain(value, look) is not None]
+    estimate = model.estimate({})
+    assert node in estimate.saved or any(node in one.all_input_nodes for one in estimate.saved)
+    droppable = [value for value in model.values if model.chain(value, estimate) is not None]
     assert any(source is node for value in droppable for source in (*value.nodes, *value.nodes[0].all_input_nodes)) == (
         expected
     )
@@ -149,6 +149,6 @@ def test_a_parameter_is_a_value_like_any_other() -> None:
         model.costs = {
             node: NodeCost(cost.lane, cost.us * (100 if cost.lane == slow else 1)) for node, cost in model.costs.items()
         }
-        first = next(iter(walk(model).looks[1].dropped))
+        first = next(iter(greedy_frontier(model).estimates[1].dropped))
         assert (first.gather is not None) == (slow == "compute")
         model.costs = {node: costs[node.name] for node in model.costs}

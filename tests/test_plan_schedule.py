@@ -102,7 +102,7 @@ def test_a_schedule_keeps_what_it_must(seed: int) -> None:
     assert sorted(plan.order, key=order.index) == order
     for before, after in [(source, node) for node in order for source in node.all_input_nodes]:
         assert plan.order.index(before) < plan.order.index(after)
-    assert spine(plan.order) == spine(order)
+    assert compute_order(plan.order) == compute_order(order)
     for lane in ("group:0", "group:1"):
         for is_kind in (nodes.is_gather, nodes.is_all_to_all):
             queue = [n for n in order if is_kind(n) and case.step.costs[n].lane == lane]
@@ -125,14 +125,14 @@ def test_the_plan_of_a_plan_is_the_plan(seed: int) -> None:
     assert other.after == plan.after or min(plan.before.step_us, other.before.step_us) <= plan.after.step_us
 
 
-def spine(order: list[fx.Node]) -> list[fx.Node]:
+def compute_order(order: list[fx.Node]) -> list[fx.Node]:
     return [node for node in order if not nodes.is_communication(node) and node.op != "placeholder"]
 
 
 def shuffled_starts(step: Step, seed: int) -> list[fx.Node]:
     """Another order of the step in which compute and each kind of collective stand as before."""
     order = step.order
-    fixed = [spine(order)]
+    fixed = [compute_order(order)]
     fixed += [[node for node in order if is_kind(node)] for is_kind in (nodes.is_gather, nodes.is_all_to_all)]
     before = {after: one for chain in fixed for one, after in itertools.pairwise(chain)}
     chance, found = random.Random(seed), dict[fx.Node, None]()
@@ -150,20 +150,20 @@ def shuffled_starts(step: Step, seed: int) -> list[fx.Node]:
 
 
 @pytest.mark.parametrize("in_flight", [2, 3, 4])
-def test_no_more_is_under_way_than_asked(in_flight: int) -> None:
+def test_no_more_is_in_flight_than_asked(in_flight: int) -> None:
     """Gathers of one size: two may be under way in any case."""
     step = draw_step(3, layers=6)
     storages = storages_of(step.order)
     gathers = [nodes.whole_bytes(node) for node in step.order if nodes.is_start(node)]
     limits = Limits(in_flight_bytes=in_flight * max(gathers))
     plan = plan_overlap(step.order, step.costs, Sharing(), storages, limits)
-    under_way: dict[fx.Node, int] = {}
+    outstanding: dict[fx.Node, int] = {}
     for node in plan.order:
         if nodes.is_start(node):
-            under_way[node] = nodes.whole_bytes(node)
-            assert len(under_way) <= 2 or sum(under_way.values()) <= limits.in_flight_bytes
+            outstanding[node] = nodes.whole_bytes(node)
+            assert len(outstanding) <= 2 or sum(outstanding.values()) <= limits.in_flight_bytes
         elif nodes.is_wait(node):
-            under_way.pop(node.all_input_nodes[0])
+            outstanding.pop(node.all_input_nodes[0])
 
 
 def test_limits_of_a_budget_that_cannot_be_kept_are_approached() -> None:

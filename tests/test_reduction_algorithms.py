@@ -188,20 +188,20 @@ def json_name(methods: tuple[str, ...]) -> str:
 
 def test_codes_cross_to_another_node_once() -> None:
     """Four ranks on two nodes: 8 bits inside, and only the sums of a node cross, in 4 bits."""
-    machine = replace(H100, ranks_per_node=2)
+    machine = replace(H100, ranks_per_host=2)
     assert groups_of(4, machine, LoCo()) == [("NoFeedback", 2), ("LoCo", 2)]
     assert groups_of(4, machine, LoCo(hops=2)) == [("NoFeedback", 2), ("LoCo", 2)]
-    assert groups_of(4, machine, LoCo()) == groups_of(4, None, TwoHop(ranks_per_node=2))
+    assert groups_of(4, machine, LoCo()) == groups_of(4, None, TwoHop(ranks_per_host=2))
 
 
 @pytest.mark.parametrize(
     ("hardware", "method"),
     [
-        (replace(H100, ranks_per_node=2), LoCo(hops=1)),  # asked for
+        (replace(H100, ranks_per_host=2), LoCo(hops=1)),  # asked for
         (None, LoCo()),  # unknown
         (H100, LoCo()),  # all on one node
-        (replace(H100, ranks_per_node=1), LoCo()),
-        (replace(H100, ranks_per_node=3), LoCo()),  # nodes of 3 and 1
+        (replace(H100, ranks_per_host=1), LoCo()),
+        (replace(H100, ranks_per_host=3), LoCo()),  # nodes of 3 and 1
     ],
 )
 def test_one_hop_where_none_would_be_saved(hardware: Hardware | None, method: LoCo) -> None:

@@ -38,12 +38,12 @@ def test_a_name_stands_for_a_preset(name: str, preset: str | None) -> None:
 
 def test_ranks_must_be_alike_and_lie_together() -> None:
     four = machine_behind([(1, 7)] * 4 + [(1, 9)] * 4)
-    assert four is not None and (four.name, four.ranks_per_node) == ("h100", 4)
+    assert four is not None and (four.name, four.ranks_per_host) == ("h100", 4)
     assert machine_behind([(2, 5)]) is not None
     assert machine_behind([(1, 7), (2, 7)]) is None
     assert machine_behind([(1, 7), (-1, 7)]) is None
-    assert machine_behind([(1, 7), (1, 7), (1, 9)]) is None  # a node less full than another
-    assert machine_behind([(1, 7), (1, 9), (1, 7), (1, 9)]) is None  # as if four nodes
+    assert machine_behind([(1, 7), (1, 7), (1, 9)]) is None  # a host less full than another
+    assert machine_behind([(1, 7), (1, 9), (1, 7), (1, 9)]) is None  # as if four hosts
 
 
 def rows_of_all() -> list[list[int]]:

@@ -61,7 +61,7 @@ def test_the_kernels_of_compression_are_timed_on_errors_of_their_own() -> None:
     drawing = Drawing()
     grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
     quantize, dequantize = torch.ops.zgraph.quantize_grads.default, torch.ops.zgraph.dequantize_sum.default
-    both = drawing.call(quantize, [grad], [handle], [], method, "inside", [50], 2, 1, 0, 0, "")
+    both = drawing.call(quantize, [grad], [handle], [], method, "first_hop", [50], 2, 1, 0, 0, "")
     payload, draw = (drawing.call(operator.getitem, both, place) for place in range(2))
     shards = drawing.call(dequantize, payload, draw, method, [50], 2, 1, 0, 2, torch.float32)
     timed, estimated = TimedCosts(CPU, HashStore()), CostModel(CPU)
@@ -77,7 +77,7 @@ def test_ranks_share_the_time_of_a_quantizer_though_each_draws_signs_of_its_own(
     for rank in (0, 1):
         drawing = Drawing()
         grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
-        args = ([grad], [handle], [], method, "inside", [50], 2, 1, rank, 4 + rank, "")
+        args = ([grad], [handle], [], method, "first_hop", [50], 2, 1, rank, 4 + rank, "")
         found.append(TimedCosts(CPU, store).cost(drawing.call(torch.ops.zgraph.quantize_grads.default, *args)).us)
     assert found[0] == found[1]
     assert store.num_keys() == 1

@@ -107,8 +107,8 @@ def held_in_window(zero_stage: int, mode: str, inside: int, after: int) -> list[
 
     def look() -> int:
         alive = live_tensors(shard_numel)
-        resting = [local(value) for p in model.parameters() for value in (p, p.grad) if value is not None]
-        return storage_bytes([*alive, *resting])
+        sharded = [local(value) for p in model.parameters() for value in (p, p.grad) if value is not None]
+        return storage_bytes([*alive, *sharded])
 
     train_window(call, 2)
     model.zero_grad()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from zgraph.optimizers.gradients import GradScaler, clip_grad_norm_
     from zgraph.optimizers.local_step import step_on_shards
-    from zgraph.optimizers.loss_scale import forget_errors, set_loss_scale
+    from zgraph.optimizers.loss_scale import reset_error_feedback, set_loss_scale
     from zgraph.planning import plan
     from zgraph.reporting.of_model import explain, measure, summary
     from zgraph.reporting.summary import Report
@@ -70,7 +70,7 @@ _HOMES = MappingProxyType(
         "calibrate": "zgraph.analysis.calibration",
         "clip_grad_norm_": "zgraph.optimizers.gradients",
         "explain": "zgraph.reporting.of_model",
-        "forget_errors": "zgraph.optimizers.loss_scale",
+        "reset_error_feedback": "zgraph.optimizers.loss_scale",
         "full_state_dict": "zgraph.sharding.state_dict",
         "latest_checkpoint": "zgraph.checkpoint",
         "load_checkpoint": "zgraph.checkpoint",
@@ -122,7 +122,6 @@ __all__ = [
     "calibrate",
     "clip_grad_norm_",
     "explain",
-    "forget_errors",
     "full_state_dict",
     "latest_checkpoint",
     "load_checkpoint",
@@ -131,6 +130,7 @@ __all__ = [
     "no_sync",
     "passes",
     "plan",
+    "reset_error_feedback",
     "runtime_state",
     "save_checkpoint",
     "set_loss_scale",

@@ -34,7 +34,7 @@ from zgraph.reporting.dump import Dumper
 from zgraph.reporting.of_graph import describe
 from zgraph.reporting.summary import Report
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.profiler import GraphMeter
+from zgraph.runtime.profiler import GraphProfiler
 from zgraph.sharding.local_shards import compile_on_local_shards
 from zgraph.sharding.unit import Scope, scope_behind
 from zgraph.torch_compat.aot import aot_autograd, aot_input_index
@@ -43,7 +43,7 @@ from zgraph.torch_compat.fake_values import without_fake_mode
 from zgraph.torch_compat.groups import is_distributed_ready
 
 Graphs = dict[Direction, fx.GraphModule]
-MeterOf = Callable[[], GraphMeter | None]
+MeterOf = Callable[[], GraphProfiler | None]
 
 
 def zgraph(
@@ -196,23 +196,23 @@ class FrameCompiler:
         return max(curves, key=agreed_peak)
 
     def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        meter_of = partial(self.report.meter_of, self.frame, direction)
+        profiler_of = partial(self.report.profiler_of, self.frame, direction)
         with self.report.phase("lowering"):
             rank = dist.get_rank() if is_distributed_ready() else 0
-            main = with_numbers(self._lowered(gm, meter_of), gm.graph, f"{self.frame} {direction}", rank)
+            main = with_numbers(self._lowered(gm, profiler_of), gm.graph, f"{self.frame} {direction}", rank)
             if direction != "backward" or self.warm_backward is None:
                 return main
             return switch_after(self.warmup_steps, self._lowered(self.warm_backward, None), main, gm)
 
     @property
     def _ranks_per_node(self) -> int:
-        return 1 if self.ctx.hardware is None else self.ctx.hardware.ranks_per_node
+        return 1 if self.ctx.hardware is None else self.ctx.hardware.ranks_per_host
 
-    def _lowered(self, gm: fx.GraphModule, meter_of: MeterOf | None) -> Callable[[list[Any]], Any]:
+    def _lowered(self, gm: fx.GraphModule, profiler_of: MeterOf | None) -> Callable[[list[Any]], Any]:
         if self.inductor is None:
-            return lower_fx(gm, meter_of, self._ranks_per_node)
+            return lower_fx(gm, profiler_of, self._ranks_per_node)
         islands, distinct = self.inductor.islands, len(self.inductor.compiled)
-        lowered = self.inductor.lower(gm, meter_of, self._ranks_per_node)
+        lowered = self.inductor.lower(gm, profiler_of, self._ranks_per_node)
         self.report.islands += self.inductor.islands - islands
         self.report.distinct_islands += len(self.inductor.compiled) - distinct
         return lowered

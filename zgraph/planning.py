@@ -169,14 +169,14 @@ def plan(
         finally:
             torch.compiler.reset()  # or the next plans of the same classes would meet the limit of recompiles
         cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
-        resting = [_local(value) for value in (*model.parameters(), *model.buffers())]
+        sharded = [_local(value) for value in (*model.parameters(), *model.buffers())]
         trained = [_local(value) for value in model.parameters() if value.requires_grad]
     if not kept.graphs:
         raise ZgraphError("zgraph.plan: nothing was compiled; the model's forward is disabled for torch.compile.")
     return Plan(
         world_size=world_size,
         hardware=machine,
-        parameter_bytes=_bytes(resting),
+        parameter_bytes=_bytes(sharded),
         moment_bytes=ADAM_MOMENTS * _bytes(trained),
         cublas_bytes=cublas,
         communicator_bytes=communicators,

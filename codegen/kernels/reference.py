@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from zgraph.compression.exact_arithmetic import fp32, reciprocal, round_product
-from zgraph.compression.methods import HADAMARD, SCALE_DTYPE, BlockMethod, Draw
+from zgraph.compression.methods import HADAMARD, SCALE_DTYPE, BlockMethod, RngKey
 from zgraph.compression.payload import BucketLayout
 from zgraph.compression.residual_codec import TINY, decode_error, encode_error
 
@@ -100,7 +100,7 @@ Words = TypeVar("Words", int, Tensor)
 
 
 def quantize(
-    grad: Tensor, state: dict[str, Tensor], method: BlockMethod, draw: Draw, rank: int
+    grad: Tensor, state: dict[str, Tensor], method: BlockMethod, draw: RngKey, rank: int
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of a gradient to which the error of the last one is added; the error becomes the new one.
 
@@ -139,15 +139,15 @@ def quantize(
     scale = (ratio * torch.where(used, largest * book.unit, 0.0)).to(SCALE_DTYPE)
     scale.view(torch.int16).masked_fill_(~finite, NO_NUMBER)
 
-    if old is not None and method.old_share is not None:
-        keep_error(state, whole, decode(levels, scale.squeeze(-1), signs), method.old_share, finite)
+    if old is not None and method.residual_decay is not None:
+        keep_error(state, whole, decode(levels, scale.squeeze(-1), signs), method.residual_decay, finite)
     codes = (levels - book.after).to(torch.int8)
     return pack(codes, method).view(chunks, -1), scale.view(chunks, groups)
 
 
 def is_unbiased(method: BlockMethod) -> bool:
     """Whether the scale is the unbiased one, and not that of least squares."""
-    return method.rotate or method.old_share is None
+    return method.rotate or method.residual_decay is None
 
 
 def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
@@ -205,7 +205,7 @@ def keep_error(state: dict[str, Tensor], whole: Tensor, sent: Tensor, share: flo
 
 
 def dequantize_sum(
-    codes: Tensor, scales: Tensor, numel: int, method: BlockMethod, draw: Draw, first_rank: int = 0
+    codes: Tensor, scales: Tensor, numel: int, method: BlockMethod, draw: RngKey, first_rank: int = 0
 ) -> Tensor:
     """The sum of what the ranks have sent, in rank order.
 
@@ -281,7 +281,7 @@ def _halve(values: Tensor) -> Tensor:
     return values
 
 
-def draw_signs(groups: int, group: int, draw: Draw, rank: int, device: torch.device | None = None) -> Tensor:
+def draw_signs(groups: int, group: int, draw: RngKey, rank: int, device: torch.device | None = None) -> Tensor:
     """[groups, group] of 1 and -1 on a device, by default the CPU, by step, rank and place in the chunk.
 
     The sign of place p of a block is bit 31 - p of a hash of the block's number in the chunk.
@@ -292,7 +292,7 @@ def draw_signs(groups: int, group: int, draw: Draw, rank: int, device: torch.dev
     return from_blocks((1.0 - 2.0 * (bits & 1)).to(torch.float32))
 
 
-def sign_key(draw: Draw, rank: int) -> int:
+def sign_key(draw: RngKey, rank: int) -> int:
     """32 bits that differ from rank to rank and from step to step."""
     mixed = draw.step * 0x9E3779B1 + rank * 0x85EBCA77 + draw.salt * 0xC2B2AE3D + 1
     return hash_32(mixed & _MASK)
@@ -341,7 +341,7 @@ def quantize_bucket(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Tensor]],
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     rank: int,
     payload: Tensor,
 ) -> None:
@@ -366,7 +366,7 @@ def quantize_bucket(
 def dequantize_sum_bucket(
     received: Tensor,
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     first_rank: int,
     divisor: int,
     outputs: Sequence[Tensor],
@@ -393,7 +393,7 @@ def dequantize_sum_bucket(
             place.copy_(place + result if accumulate else result)
 
 
-def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: Draw, outputs: Sequence[Tensor]) -> None:
+def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
     """Store what each rank has sent, rank after rank: the other end of a gather.
 
     Args:

@@ -274,7 +274,7 @@ def compressed_with_means(bits: int, hardware: Hardware) -> list[GraphPass]:
     """The same, and the means of replicated parameters come back in so many bits, with errors of their own."""
     from zgraph.passes import CompressGradients, LoCo
 
-    means = CompressGradients(means=LoCo(bits=bits))
+    means = CompressGradients(mean_codec=LoCo(bits=bits))
     return [means if isinstance(entry, CompressGradients) else entry for entry in compressed(hardware)]
 
 

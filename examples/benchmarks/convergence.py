@@ -62,7 +62,7 @@ class PowerSGDHook:
     rank: int
 
 
-def methods(ranks_per_node: int) -> dict[str, CompressionMethod | TwoHop | LowRank | PowerSGDHook | None]:
+def methods(ranks_per_host: int) -> dict[str, CompressionMethod | TwoHop | LowRank | PowerSGDHook | None]:
     """By name; None sends what it has."""
     return {
         "none": None,
@@ -71,7 +71,7 @@ def methods(ranks_per_node: int) -> dict[str, CompressionMethod | TwoHop | LowRa
         "ErrorFeedback()": ErrorFeedback(),
         "LoCo(rotate=False)": LoCo(rotate=False),
         "LoCo()": LoCo(),
-        "TwoHop()": TwoHop(ranks_per_node=ranks_per_node),
+        "TwoHop()": TwoHop(ranks_per_host=ranks_per_host),
         "LoCo(bits=2)": LoCo(bits=2),
         **{f"LowRank(rank={rank})": LowRank(rank=rank) for rank in (1, 2, 4)},
         **{f"PowerSGD hook, {rank}": PowerSGDHook(rank) for rank in (1, 4)},
@@ -84,7 +84,7 @@ class Sizes:
 
     steps: int = 3000
     ranks: int = 4
-    ranks_per_node: int = 2
+    ranks_per_host: int = 2
     batch: int = 2
     sequence: int = 64
     layers: int = 1
@@ -137,7 +137,7 @@ def train(name: str, seed: int, sizes: Sizes) -> Run:
 
     parameters = list(model.parameters())
     compressed = [place for place, one in enumerate(parameters) if one.ndim >= 2 and one.numel() >= SMALLEST]
-    method = methods(sizes.ranks_per_node)[name]
+    method = methods(sizes.ranks_per_host)[name]
     mean_of: CompressedMean | LowRankMean | HookMean | None = None
     if isinstance(method, LowRank):
         mean_of = LowRankMean(method, sizes.ranks)
@@ -300,7 +300,7 @@ def main() -> int:
     add = parser.add_argument
     for name, value in asdict(Sizes()).items():
         add(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}")
-    known = methods(Sizes.ranks_per_node)
+    known = methods(Sizes.ranks_per_host)
     add("--methods", nargs="+", choices=list(known), default=[name for name in known if name != "LoCo(bits=2)"])
     add("--seeds", type=int, default=3)
     add("--processes", type=int, default=1, help="runs at a time, one thread each")
@@ -311,7 +311,7 @@ def main() -> int:
     for name in (
         "steps",
         "ranks",
-        "ranks_per_node",
+        "ranks_per_host",
         "batch",
         "sequence",
         "layers",
@@ -322,8 +322,8 @@ def main() -> int:
     ):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
-    if options.ranks % options.ranks_per_node:
-        parser.error(f"--ranks {options.ranks} do not fill nodes of {options.ranks_per_node}")
+    if options.ranks % options.ranks_per_host:
+        parser.error(f"--ranks {options.ranks} do not fill hosts of {options.ranks_per_host}")
     if "none" not in options.methods:
         options.methods.insert(0, "none")  # all others are compared with it
     names: list[str] = options.methods

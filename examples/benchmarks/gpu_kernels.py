@@ -11,7 +11,7 @@ from dataclasses import replace
 from gpu_setting import HERE, Row, Setting
 from kernels import Bucket, differences, implementations, rows
 
-from zgraph.compression.methods import Draw
+from zgraph.compression.methods import RngKey
 
 
 def run_kernels(setting: Setting) -> Iterator[Row]:
@@ -49,7 +49,7 @@ def run_large_bucket(setting: Setting) -> Iterator[Row]:
         for place in (0, world - 1):  # each rank's row stands for a whole sum of equal terms
             bucket.received.copy_(bucket.payload[place].expand_as(bucket.received))
             alone = bucket.received[:1]
-            implementation[1](alone, replace(bucket.layout, world=1), Draw(0), 1, 1, [bucket.output])
+            implementation[1](alone, replace(bucket.layout, world=1), RngKey(0), 1, 1, [bucket.output])
             sent = bucket.grad[place * chunk : (place + 1) * chunk].float()
             for piece in (slice(0, part), slice(chunk - part, chunk)):
                 lost = (bucket.output[piece] - sent[piece]).norm() / sent[piece].norm()

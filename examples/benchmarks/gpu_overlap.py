@@ -25,7 +25,7 @@ def hardware_of(setting: Setting, gbytes_per_s: float) -> Hardware:
         device = torch.cuda.get_device_name(setting.device).lower()
         name = next((each for each in ("h200", "h100", "a100") if each in device), "h100")
     link = Link(latency_us=5.0, bytes_per_us=gbytes_per_s * 1e3)
-    return replace(Hardware.preset(name), intra_node=link, inter_node=link, ranks_per_node=RANKS)
+    return replace(Hardware.preset(name), intra_host=link, inter_host=link, ranks_per_host=RANKS)
 
 
 def run_overlap(setting: Setting) -> Iterator[Row]:

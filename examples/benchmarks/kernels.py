@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zgraph.codegen.kernels import reference
-from zgraph.compression.methods import Draw, LoCo
+from zgraph.compression.methods import LoCo, RngKey
 from zgraph.compression.payload import BucketLayout
 
 Implementation = tuple[Callable[..., None], Callable[..., None]]
@@ -58,11 +58,11 @@ class Bucket:
         return self.received.nbytes + self.output.nbytes
 
     def quantize(self, implementation: Implementation, step: int = 0) -> None:
-        implementation[0]([self.grad], [self.state], self.layout, Draw(step), 1, self.payload)
+        implementation[0]([self.grad], [self.state], self.layout, RngKey(step), 1, self.payload)
 
     def dequantize(self, implementation: Implementation, step: int = 0) -> None:
         world = self.layout.world
-        implementation[1](self.received, self.layout, Draw(step), 0, world, [self.output])
+        implementation[1](self.received, self.layout, RngKey(step), 0, world, [self.output])
 
     def on_cpu(self) -> "Bucket":
         state = {name: tensor.cpu() for name, tensor in self.state.items()}

@@ -30,7 +30,7 @@ from simulated_ranks import wire_bits
 from torch import Tensor
 
 from zgraph.codegen.kernels import reference
-from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.compression.methods import BlockMethod, ErrorFeedback, LoCo, NoFeedback, RngKey
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import GPT, cut, lr_factor, make_optimizer, read_sources
@@ -161,7 +161,7 @@ def mix_blocks(grad: Tensor, group: int, *, back: bool) -> Tensor:
     in neighbouring runs. Signs of its own come first.
     """
     size = group // 32
-    signs = reference.draw_signs(-(-grad.numel() // group), group, Draw(0, salt=99), 0).flatten()[: grad.numel()]
+    signs = reference.draw_signs(-(-grad.numel() // group), group, RngKey(0, salt=99), 0).flatten()[: grad.numel()]
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
@@ -186,7 +186,7 @@ class Rank:
             self.states = [
                 {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in kind.items()} for kind in kinds
             ]
-        draw, sent = Draw(step), list[Tensor]()
+        draw, sent = RngKey(step), list[Tensor]()
         whole = isinstance(self.method, WholeGroup)
         for grad, state in zip(grads, self.states, strict=True):
             given = mix_blocks(grad, self.method.group, back=False) if whole else grad
@@ -205,7 +205,7 @@ def nmse(found: Step, wanted: Step) -> float:
 def noise_of_one(method: BlockMethod, steps: Sequence[Step]) -> float:
     """NMSE of the last step; those before are for the error alone."""
     rank = Rank(method, 0)
-    if method.old_share is None:
+    if method.residual_decay is None:
         return nmse(rank.send(steps[-1], len(steps)), steps[-1])
     sent = [rank.send(grads, step) for step, grads in enumerate(steps)]
     return nmse(sent[-1], steps[-1])
@@ -213,7 +213,7 @@ def noise_of_one(method: BlockMethod, steps: Sequence[Step]) -> float:
 
 def noise_of_mean(method: BlockMethod, steps: Sequence[Sequence[Step]]) -> float:
     """NMSE of the mean over ranks in the last step; steps: of each step and rank, its gradients."""
-    used = steps if method.old_share is not None else steps[-1:]
+    used = steps if method.residual_decay is not None else steps[-1:]
     total: Step = []
     for place in range(len(used[0])):
         rank, sent = Rank(method, place), list[Tensor]()

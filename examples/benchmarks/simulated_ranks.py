@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zgraph.compression.methods import BlockMethod, CompressionMethod, Draw, TwoHop
+from zgraph.compression.methods import BlockMethod, CompressionMethod, RngKey, TwoHop
 from zgraph.compression.payload import BucketLayout
 
 States = list[dict[str, Tensor]]
@@ -53,9 +53,9 @@ class Hop:
         Returns:
             of each rank, [stretches * numel] fp32 for each gradient.
         """
-        layout, draw = self.layout, Draw(step, group)
-        forgets_every = layout.method.forgets_every
-        if forgets_every and step % forgets_every == 0:
+        layout, draw = self.layout, RngKey(step, group)
+        reset_interval = layout.method.reset_interval
+        if reset_interval and step % reset_interval == 0:
             for kept in (value for rank in self.states[group] for state in rank for value in state.values()):
                 kept.zero_()
         payloads = torch.zeros(layout.world, layout.world, layout.payload_bytes, dtype=torch.uint8)
@@ -84,15 +84,15 @@ class CompressedMean:
         self.numels, self.world = tuple(numels), world
         chunks = tuple(-(-numel // world) for numel in numels)
         if isinstance(method, TwoHop):
-            self.local = method.ranks_per_node or 1
+            self.local = method.ranks_per_host or 1
             if world % self.local:
                 raise ValueError(
-                    f"simulated_ranks: {world} ranks do not fill nodes of {self.local}; write a divisor of {world}."
+                    f"simulated_ranks: {world} ranks do not fill hosts of {self.local}; write a divisor of {world}."
                 )
-            nodes = world // self.local
+            hosts = world // self.local
             self.hops = [
-                Hop(kernels, BucketLayout(method.inside, chunks, self.local, nodes), groups=nodes),
-                Hop(kernels, BucketLayout(method.across, chunks, nodes), groups=self.local),
+                Hop(kernels, BucketLayout(method.intra_host, chunks, self.local, hosts), groups=hosts),
+                Hop(kernels, BucketLayout(method.inter_host, chunks, hosts), groups=self.local),
             ]
         else:
             self.local = 1
@@ -113,15 +113,15 @@ class CompressedMean:
         return means
 
     def _two_hops(self, grads: Sequence[Sequence[Tensor]], step: int) -> list[list[Tensor]]:
-        """By chunk: node n's rank d keeps chunk n * local + d."""
+        """By chunk: host n's rank d keeps chunk n * local + d."""
         inside, across = self.hops
-        local, nodes = self.local, self.world // self.local
-        sums = [inside.run(grads[node * local : (node + 1) * local], step, node, 1) for node in range(nodes)]
+        local, hosts = self.local, self.world // self.local
+        sums = [inside.run(grads[host * local : (host + 1) * local], step, host, 1) for host in range(hosts)]
         shards: list[list[Tensor]] = [[] for _ in range(self.world)]
         for place in range(local):
-            found = across.run([sums[node][place] for node in range(nodes)], step, place, self.world)
-            for node in range(nodes):
-                shards[node * local + place] = found[node]
+            found = across.run([sums[host][place] for host in range(hosts)], step, place, self.world)
+            for host in range(hosts):
+                shards[host * local + place] = found[host]
         return shards
 
     @property

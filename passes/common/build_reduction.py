@@ -44,8 +44,8 @@ class ReductionBuilder:
         self.ctx = ctx
         self.label = meta.label(marker)
         self.world = ctx.group_size(self.args.group_name)
-        self.copies = ctx.group_size(self.args.replicas)
-        self.divisor = self.world * self.copies if self.args.reduction == "mean" else 1
+        self.num_replicas = ctx.group_size(self.args.replicas)
+        self.divisor = self.world * self.num_replicas if self.args.reduction == "mean" else 1
         self.rank = ctx.group_rank(self.args.group_name)
         self.algorithms = algorithms or {}
 
@@ -58,7 +58,7 @@ class ReductionBuilder:
     def build(self) -> fx.Node:
         """The node whose value the marker stands for; the marker itself stays."""
         args = self.args
-        if self.world * self.copies == 1:
+        if self.world * self.num_replicas == 1:
             # Always a new contiguous tensor, as the marker returns: autograd keeps it as .grad, where an alias of
             # another gradient would be clipped twice, and fused optimizers do not look at strides.
             wide = self.cast(args.grad, args.dtype)
@@ -71,7 +71,7 @@ class ReductionBuilder:
                 accumulate = torch.ops.zgraph.accumulate_grad.default
                 return self.node(accumulate, grad, args.handle, args.dtype, args.zero_stage, rows)
             grad = self.node(torch.ops.zgraph.add_accumulated.default, grad, args.handle, args.dtype, args.zero_stage)
-        is_gathered = self.copies > 1 or (args.zero_stage == 0 and self.world > 1)
+        is_gathered = self.num_replicas > 1 or (args.zero_stage == 0 and self.world > 1)
         mean_dtype = self.mean_dtype(meta.tensor_value(grad).dtype) if is_gathered else args.dtype
         wire = self.on_the_wire(grad) if self.world > 1 else grad
         if not meta.tensor_value(wire).is_contiguous():
@@ -81,10 +81,10 @@ class ReductionBuilder:
             wire = self.node(aten.view.default, wire, [numel])
         split = numel if args.zero_stage == 0 else shape[0]
         chunk = Chunk(split, numel // max(1, split), (args.group_name,))
-        if args.zero_stage == 0 and self.copies == 1:
+        if args.zero_stage == 0 and self.num_replicas == 1:
             return self.node(aten.view.default, self.mean(wire, chunk, mean_dtype, args.dtype), list(shape))
         pieces = self.padded(wire, self.world)
-        if self.copies == 1:
+        if self.num_replicas == 1:
             total = self.sum(pieces, chunk, self.divisor, mean_dtype)
         else:
             partial = self.sum(pieces, chunk, 1, accumulate_dtype(meta.tensor_value(pieces).dtype))
@@ -213,9 +213,9 @@ def _hops_of(marker: fx.Node, ctx: PassContext) -> dict[str, Reduction]:
     """What a reduce_grad reduces over which group; nothing where no sum travels."""
     given = ReduceArgs.of(marker)
     args = replace(given, group_name=reduction_group(given.group_name))
-    world, copies = ctx.group_size(args.group_name), ctx.group_size(args.replicas)
+    world, num_replicas = ctx.group_size(args.group_name), ctx.group_size(args.replicas)
     waits = gradients_wait(args.zero_stage, args.window)
-    if world * copies == 1 or (waits and args.window == OPEN):
+    if world * num_replicas == 1 or (waits and args.window == OPEN):
         return {}
     grad = meta.tensor_value(args.grad)
     dtype = args.dtype if waits else grad.dtype
@@ -224,10 +224,10 @@ def _hops_of(marker: fx.Node, ctx: PassContext) -> dict[str, Reduction]:
     numel = size_hint(grad.numel())
     hops: dict[str, Reduction] = {}
     if world > 1:
-        ends = copies == 1
+        ends = num_replicas == 1
         gathered = mean if ends and args.zero_stage == 0 else None
         hops[args.group_name] = Reduction(numel=numel, wire=wire, mean=gathered, result=args.dtype if ends else wide)
-    if copies > 1:
+    if num_replicas > 1:
         wire = wire_dtype_of(wide, args.wire_dtype)
         hops[args.replicas] = Reduction(numel=-(-numel // world), wire=wire, mean=mean, result=args.dtype)
     return hops

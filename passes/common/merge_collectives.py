@@ -19,7 +19,7 @@ from zgraph.runtime.chunks import Chunk, chunk_rows
 from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, grouped_gather_op, reduce_scatter_op, wait_op
 
 aten = torch.ops.aten
-Mode = Literal["coalesced", "grouped", "sequential"]
+Mode = Literal["flat", "coalesced", "sequential"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Bucket:
     anchor: fx.Node
 
 
-def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "coalesced") -> None:
+def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "flat") -> None:
     """Replace the members by one collective over their concatenation; the order of nodes is restored later.
 
-    Gathers of parameters may also be "grouped", each into a tensor of its own, or stay alone ("sequential").
+    Gathers of parameters may also be "coalesced", each into a tensor of its own, or stay alone ("sequential").
     """
     if mode == "sequential":
         for start in bucket.starts:
@@ -45,7 +45,7 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "coalesced") -> None:
     with graph.inserting_before(bucket.anchor):
         if is_compressed(bucket.starts[0]):
             old = _merge_compressed(graph, bucket.starts)
-        elif nodes.is_quantized_gather(bucket.starts[0]) and mode == "coalesced":
+        elif nodes.is_quantized_gather(bucket.starts[0]) and mode == "flat":
             old = _merge_quantized_gathers(graph, bucket.starts)
         elif nodes.is_all_reduce(bucket.starts[0]):
             old = _merge_all_reduces(graph, bucket.starts)
@@ -53,7 +53,7 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "coalesced") -> None:
             found = [one for start in bucket.starts if (one := ReplicatedReduction.of(start)) is not None]
             alike = len(found) == len(bucket.starts) and all(one.policy == found[0].policy for one in found)
             old = _merge_replicated(graph, found) if alike else _merge_reductions(graph, bucket.starts)
-        elif mode == "grouped":
+        elif mode == "coalesced":
             old = _group_gathers(graph, bucket.starts)
         else:
             old = _merge_gathers(graph, bucket.starts)

@@ -40,7 +40,7 @@ def choose_algorithm(
     gloo's own reductions send twice what an all_to_all does, and would sum in an order of their own: never those. On
     NCCL an all_to_all sends the wire's narrow dtype where a reduce_scatter has to widen it first, but leaves a node
     through one link for each rank, where a ring leaves it once. One all_reduce saves a launch where ranks gather the
-    means, and divides all of them on each rank; it is considered within a node only. Of equal costs the first of
+    means, and divides all of them on each rank; it is considered within a host only. Of equal costs the first of
     reduce_scatter, all_to_all, all_reduce is taken.
 
     Args:
@@ -58,7 +58,7 @@ def choose_algorithm(
         "reduce_scatter": _scattered_us(reduction, hardware, world, stride),
         "all_to_all": _exchanged_us(reduction, hardware, world, stride),
     }
-    if reduction.mean is not None and world * stride <= hardware.ranks_per_node:
+    if reduction.mean is not None and world * stride <= hardware.ranks_per_host:
         costs["all_reduce"] = _all_reduced_us(reduction, hardware, world, stride)
     return min(costs, key=costs.__getitem__)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zgraph.codegen.kernels import reference
 from zgraph.codegen.kernels.triton.launch_options import LaunchOptions
-from zgraph.compression.methods import BlockMethod, Draw, LoCo
+from zgraph.compression.methods import BlockMethod, LoCo, RngKey
 from zgraph.compression.payload import BucketLayout
 
 needs_triton = pytest.mark.skipif(
@@ -64,7 +64,7 @@ class Bucket:
     def payload(self, fill: int = 0) -> Tensor:
         return torch.full((self.world, self.layout.payload_bytes), fill, dtype=torch.uint8)
 
-    def sent_to(self, receiver: int, draw: Draw, grads: list[list[Tensor]]) -> Tensor:
+    def sent_to(self, receiver: int, draw: RngKey, grads: list[list[Tensor]]) -> Tensor:
         """[world, payload_bytes]: what every rank sends to one, given the gradients of each."""
         rows: list[Tensor] = []
         for rank, given in enumerate(grads):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zgraph.codegen.kernels import reference
 from zgraph.codegen.kernels.cpu import blocks as cpu_blocks
-from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.compression.methods import BlockMethod, ErrorFeedback, LoCo, NoFeedback, RngKey
 from zgraph.compression.payload import BucketLayout
 from zgraph.errors import ZgraphWarning
 
@@ -81,7 +81,7 @@ def check_steps(
             make_grad(max(1, numel * layout.world * layout.stretches - lacking), kind, dtype, seed + 100 * step + place)
             for place, (numel, kind, dtype) in enumerate(zip(layout.numels, kinds, dtypes, strict=True))
         ]
-        draw, rank = Draw(step=seed + step, salt=seed // 3), seed % layout.world
+        draw, rank = RngKey(step=seed + step, salt=seed // 3), seed % layout.world
         payload, expected = (torch.zeros(layout.world, layout.payload_bytes, dtype=torch.uint8) for _ in range(2))
         cpu_blocks.quantize_bucket(grads, states, layout, draw, rank, payload)
         reference.quantize_bucket(grads, expected_states, layout, draw, rank, expected)
@@ -173,8 +173,8 @@ def test_sums_are_in_the_order_of_the_reference() -> None:
     for seed in range(4):
         grads = [make_grad(numel, 1.0, torch.float32, seed)]
         found, expected = (torch.zeros(1, layout.payload_bytes, dtype=torch.uint8) for _ in range(2))
-        cpu_blocks.quantize_bucket(grads, make_states(layout), layout, Draw(seed), 0, found)
-        reference.quantize_bucket(grads, make_states(layout), layout, Draw(seed), 0, expected)
+        cpu_blocks.quantize_bucket(grads, make_states(layout), layout, RngKey(seed), 0, found)
+        reference.quantize_bucket(grads, make_states(layout), layout, RngKey(seed), 0, expected)
         assert torch.equal(found, expected)
 
 
@@ -201,8 +201,8 @@ def test_every_half_precision_number_is_read_and_rounded_as_torch_does(dtype: to
         received = torch.cat([codes, torch.exp2(exponents).to(torch.bfloat16).view(1, -1).view(torch.uint8)], 1)
         for accumulate in (False, True):
             found, expected = (torch.arange(2**16).to(torch.uint16).view(dtype) for _ in range(2))
-            cpu_blocks.dequantize_sum_bucket(received, layout, Draw(0), 0, 1, [found], accumulate=accumulate)
-            reference.dequantize_sum_bucket(received, layout, Draw(0), 0, 1, [expected], accumulate=accumulate)
+            cpu_blocks.dequantize_sum_bucket(received, layout, RngKey(0), 0, 1, [found], accumulate=accumulate)
+            reference.dequantize_sum_bucket(received, layout, RngKey(0), 0, 1, [expected], accumulate=accumulate)
             assert_same_bits(found, expected)
 
 
@@ -210,11 +210,11 @@ def test_a_contiguous_gradient_is_not_copied() -> None:
     layout = BucketLayout(LoCo(), (1 << 16,), 1)
     grads, states = [torch.randn(1 << 16)], make_states(layout)
     payload = torch.zeros(1, layout.payload_bytes, dtype=torch.uint8)
-    cpu_blocks.quantize_bucket(grads, states, layout, Draw(0), 0, payload)  # compiles
-    cpu_blocks.dequantize_sum_bucket(payload, layout, Draw(0), 0, 1, grads)
+    cpu_blocks.quantize_bucket(grads, states, layout, RngKey(0), 0, payload)  # compiles
+    cpu_blocks.dequantize_sum_bucket(payload, layout, RngKey(0), 0, 1, grads)
     with torch.profiler.profile(profile_memory=True) as taken:
-        cpu_blocks.quantize_bucket(grads, states, layout, Draw(0), 0, payload)
-        cpu_blocks.dequantize_sum_bucket(payload, layout, Draw(0), 0, 1, grads)
+        cpu_blocks.quantize_bucket(grads, states, layout, RngKey(0), 0, payload)
+        cpu_blocks.dequantize_sum_bucket(payload, layout, RngKey(0), 0, 1, grads)
     assert not [event for event in taken.events() if event.name.startswith("aten::")]
 
 
@@ -223,8 +223,8 @@ def test_strides_and_dtypes_that_kernels_do_not_know() -> None:
     grads = [torch.randn(4, 3).t(), torch.randn(12, dtype=torch.float64)]
     found, expected = (torch.zeros(2, layout.payload_bytes, dtype=torch.uint8) for _ in range(2))
     for dtypes in (grads, [grads[0], grads[1].to(torch.float32)]):
-        cpu_blocks.quantize_bucket(dtypes, make_states(layout), layout, Draw(0), 0, found)
-        reference.quantize_bucket(grads, make_states(layout), layout, Draw(0), 0, expected)
+        cpu_blocks.quantize_bucket(dtypes, make_states(layout), layout, RngKey(0), 0, found)
+        reference.quantize_bucket(grads, make_states(layout), layout, RngKey(0), 0, expected)
         assert torch.equal(found, expected)
 
 
@@ -238,26 +238,26 @@ def test_without_a_compiler_plain_pytorch_is_used_and_says_so_once() -> None:
         config.patch({"cpp.cxx": ("no-such-compiler",)}),
         pytest.warns(ZgraphWarning, match="cpu_blocks: .*install g\\+\\+") as caught,
     ):
-        cpu_blocks.quantize_bucket(grads, make_states(layout), layout, Draw(0), 0, found)
+        cpu_blocks.quantize_bucket(grads, make_states(layout), layout, RngKey(0), 0, found)
     assert len(caught) == 1
     with warnings.catch_warnings(), config.patch({"cpp.cxx": ("no-such-compiler",)}):
         warnings.simplefilter("error")
-        cpu_blocks.quantize_bucket(grads, make_states(layout), layout, Draw(0), 0, found)
-        cpu_blocks.dequantize_sum_bucket(found, layout, Draw(0), 0, 1, [output])
-    reference.quantize_bucket(grads, make_states(layout), layout, Draw(0), 0, expected)
+        cpu_blocks.quantize_bucket(grads, make_states(layout), layout, RngKey(0), 0, found)
+        cpu_blocks.dequantize_sum_bucket(found, layout, RngKey(0), 0, 1, [output])
+    reference.quantize_bucket(grads, make_states(layout), layout, RngKey(0), 0, expected)
     assert torch.equal(found, expected)
 
 
 LOAD = """
 import torch
 from zgraph.codegen import cpu_blocks
-from zgraph.compression import Draw, LoCo
+from zgraph.compression import RngKey, LoCo
 from zgraph.wire_format import BucketLayout
 
 layout = BucketLayout(LoCo(), (300,), 1)
 output = torch.empty(300)
 cpu_blocks.dequantize_sum_bucket(
-    torch.zeros(1, layout.payload_bytes, dtype=torch.uint8), layout, Draw(0), 0, 1, [output]
+    torch.zeros(1, layout.payload_bytes, dtype=torch.uint8), layout, RngKey(0), 0, 1, [output]
 )
 assert not output.any()
 """

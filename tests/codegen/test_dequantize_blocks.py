@@ -27,7 +27,7 @@ from zgraph.codegen.kernels.triton import dequantize_blocks
 from zgraph.codegen.kernels.triton import source as triton_source
 from zgraph.codegen.kernels.triton.dequantize_blocks import Task, emit_dequantize
 from zgraph.codegen.kernels.triton.launch_options import LaunchOptions
-from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.compression.methods import BlockMethod, ErrorFeedback, LoCo, NoFeedback, RngKey
 
 pytestmark = needs_triton
 
@@ -49,7 +49,7 @@ BUCKETS = {
 
 def compare(bucket: Bucket, special: bool, accumulate: bool, divisor: int, first_rank: int) -> None:
     """The kernel beside the reference, storing into outputs that lie within NaN."""
-    layout, draw = bucket.layout, Draw(step=3, salt=9)
+    layout, draw = bucket.layout, RngKey(step=3, salt=9)
     grads = [bucket.grads(seed=rank) for rank in range(bucket.world)]
     if special:
         grads = [[with_special_values(grad, rank) for grad in given] for rank, given in enumerate(grads)]
@@ -91,7 +91,7 @@ def test_groups_that_are_not_finite_become_nan(name: str, interpreted: Callable[
 
 def compare_each(bucket: Bucket, apart: int) -> None:
     """All ranks' values beside the reference; rows lie within longer ones, as parameters of one gather do."""
-    layout, draw, ranks = bucket.layout, Draw(step=3, salt=9), 3
+    layout, draw, ranks = bucket.layout, RngKey(step=3, salt=9), 3
     rows = [bucket.payload() for _ in range(ranks)]
     for rank, row in enumerate(rows):
         reference.quantize_bucket(bucket.grads(rank), bucket.states(), layout, draw, rank, row)
@@ -128,7 +128,9 @@ def test_values_of_every_rank_in_one_launch(method: LoCo | NoFeedback, apart: in
 def test_strided_outputs_are_refused():
     bucket = Bucket(numels=(16,), dtypes=(F32,))
     with pytest.raises(ValueError, match=r"dequantize_blocks: tensor 1 of shape \(8,\) has strides \(2,\)"):
-        dequantize_blocks.dequantize_sum_bucket(bucket.payload(), bucket.layout, Draw(0), 0, 1, [torch.zeros(16)[::2]])
+        dequantize_blocks.dequantize_sum_bucket(
+            bucket.payload(), bucket.layout, RngKey(0), 0, 1, [torch.zeros(16)[::2]]
+        )
 
 
 # --- the source -----------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_a_reduction_shows_the_two_kernels_that_are_compiled_for_it() -> None:
 
 def test_means_have_kernels_of_their_own() -> None:
     means = LoCo(bits=8, group=32)
-    found = sources(0, CompressGradients(method=SMALL, min_numel=30, skip=("2.*", "4.*"), means=means))
+    found = sources(0, CompressGradients(method=SMALL, min_numel=30, skip=("2.*", "4.*"), mean_codec=means))
     assert len(found) == 4
     assert sum(cpu_source.emit_dequantize(means, torch.float32) in source for source in found.values()) == 1
 

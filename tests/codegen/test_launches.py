@@ -21,7 +21,7 @@ from zgraph.codegen.kernels import reference
 from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
 from zgraph.codegen.kernels.triton import source as triton_source
 from zgraph.codegen.kernels.triton.launch_options import OPTIONS, LaunchOptions, compile_all, drawn, start
-from zgraph.compression.methods import Draw, LoCo, NoFeedback, to_text
+from zgraph.compression.methods import LoCo, NoFeedback, RngKey, to_text
 from zgraph.compression.payload import BucketLayout
 from zgraph.dialect.compressed import shard_bytes
 
@@ -74,21 +74,21 @@ def quantize(device: torch.device) -> None:
     }
     payload = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
     grads = [torch.ones(2000, device=device)]
-    quantize_blocks.quantize_bucket(grads, [state], layout, Draw(0), 0, payload, options=LaunchOptions())
+    quantize_blocks.quantize_bucket(grads, [state], layout, RngKey(0), 0, payload, options=LaunchOptions())
 
 
 def dequantize(device: torch.device) -> None:
     layout = BucketLayout(LoCo(), (1000,), world=2)
     received = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
     outputs = [torch.zeros(1000, device=device)]
-    dequantize_blocks.dequantize_sum_bucket(received, layout, Draw(0), 0, 2, outputs, options=LaunchOptions())
+    dequantize_blocks.dequantize_sum_bucket(received, layout, RngKey(0), 0, 2, outputs, options=LaunchOptions())
 
 
 def dequantize_each(device: torch.device) -> None:
     layout = BucketLayout(LoCo(), (1000,), world=1)
     received = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
     outputs = [torch.zeros(2, 1000, device=device)]
-    dequantize_blocks.dequantize_each_bucket(received, layout, Draw(0), outputs, options=LaunchOptions())
+    dequantize_blocks.dequantize_each_bucket(received, layout, RngKey(0), outputs, options=LaunchOptions())
 
 
 @pytest.mark.parametrize("run", [quantize, dequantize, dequantize_each])
@@ -154,5 +154,5 @@ def test_numbers_to_try_kernels_on_leave_the_generator_of_the_user_alone() -> No
 
 
 def test_signs_are_made_where_they_are_needed() -> None:
-    assert reference.draw_signs(3, 128, Draw(0), 0, torch.device("meta")).device.type == "meta"
-    assert reference.draw_signs(3, 128, Draw(0), 0).device.type == "cpu"
+    assert reference.draw_signs(3, 128, RngKey(0), 0, torch.device("meta")).device.type == "meta"
+    assert reference.draw_signs(3, 128, RngKey(0), 0).device.type == "cpu"

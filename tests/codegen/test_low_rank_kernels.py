@@ -47,7 +47,7 @@ class Bucket:
 
     @property
     def kept(self) -> list[Feedback]:
-        return [state_behind(handle).feedbacks.by_slot["inside"] for handle in self.handles]
+        return [state_behind(handle).feedbacks.by_slot["first_hop"] for handle in self.handles]
 
     def left(self, grads: list[Tensor]) -> list[Tensor]:
         return torch.ops.zgraph.low_rank_left(grads, self.handles, *self.sizes)

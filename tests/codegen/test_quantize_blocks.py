@@ -29,7 +29,7 @@ from zgraph.codegen.kernels.triton.dequantize_blocks import Task, emit_dequantiz
 from zgraph.codegen.kernels.triton.launch_options import OPTIONS, LaunchOptions
 from zgraph.codegen.kernels.triton.quantize_blocks import emit_quantize, may_contract
 from zgraph.codegen.kernels.triton.tables import entries_of
-from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.compression.methods import BlockMethod, ErrorFeedback, LoCo, NoFeedback, RngKey
 
 pytestmark = needs_triton
 
@@ -60,7 +60,7 @@ def compare(bucket: Bucket, steps: int, special: bool, warps: int) -> None:
     layout, rank = bucket.layout, bucket.world - 1
     expected_states, states = bucket.states(), bucket.states()
     for step in range(steps):
-        draw = Draw(step=7 * step + 2**31, salt=step)
+        draw = RngKey(step=7 * step + 2**31, salt=step)
         grads = bucket.grads(seed=step)
         if special and step:
             grads = [with_special_values(grad, seed) for seed, grad in enumerate(grads)]
@@ -103,9 +103,9 @@ def compare_at_thresholds() -> None:
     grads = [0.1 * torch.randint(-3, 4, (2**15,), generator=generator).to(F32)]
     expected, payload = bucket.payload(), bucket.payload()
     expected_states, states = bucket.states(), bucket.states()
-    reference.quantize_bucket(grads, expected_states, bucket.layout, Draw(0), 0, expected)
+    reference.quantize_bucket(grads, expected_states, bucket.layout, RngKey(0), 0, expected)
     options = LaunchOptions(warps=8)
-    quantize_blocks.quantize_bucket(grads, states, bucket.layout, Draw(0), 0, payload, options=options)
+    quantize_blocks.quantize_bucket(grads, states, bucket.layout, RngKey(0), 0, payload, options=options)
     assert torch.equal(payload, expected)
     assert same_bits(states[0]["error"], expected_states[0]["error"])
 
@@ -194,13 +194,13 @@ def test_strided_gradients_are_refused():
     bucket = Bucket(numels=(16,), dtypes=(F32,))
     strided = [torch.zeros(4, 4).t()]
     with pytest.raises(ValueError, match=r"quantize_blocks: tensor 0 of shape \(4, 4\) has strides \(1, 4\)"):
-        quantize_blocks.quantize_bucket(strided, bucket.states(), bucket.layout, Draw(0), 0, bucket.payload())
+        quantize_blocks.quantize_bucket(strided, bucket.states(), bucket.layout, RngKey(0), 0, bucket.payload())
 
 
 def test_tensors_on_the_cpu_are_refused_where_triton_compiles():
     bucket = Bucket()
     with pytest.raises(ValueError, match="quantize_blocks: the payload lies on the CPU"):
-        quantize_blocks.quantize_bucket(bucket.grads(0), bucket.states(), bucket.layout, Draw(0), 0, bucket.payload())
+        quantize_blocks.quantize_bucket(bucket.grads(0), bucket.states(), bucket.layout, RngKey(0), 0, bucket.payload())
 
 
 def test_a_payload_that_begins_between_multiples_of_16_bytes_is_refused():
@@ -226,7 +226,7 @@ def test_one_source_serves_all_buckets(monkeypatch: pytest.MonkeyPatch):
         bucket = Bucket(numels=numels, dtypes=(BF16,) * len(numels), world=1)
         grads = [torch.zeros(numel, dtype=BF16) for numel in numels]
         quantize_blocks.quantize_bucket(
-            grads, bucket.states(), bucket.layout, Draw(0), 0, bucket.payload(), options=LaunchOptions()
+            grads, bucket.states(), bucket.layout, RngKey(0), 0, bucket.payload(), options=LaunchOptions()
         )
     first, second, third, fourth = launched
     assert first == second and third == fourth, "one for sizes that are multiples of 8, and one for others"

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from zgraph.codegen.kernels import reference
 from zgraph.compression.exact_arithmetic import reciprocal
-from zgraph.compression.methods import BlockMethod, Draw, ErrorFeedback, LoCo, NoFeedback
+from zgraph.compression.methods import BlockMethod, ErrorFeedback, LoCo, NoFeedback, RngKey
 from zgraph.compression.payload import BucketLayout
 
 FP32 = torch.float32
-FIRST = Draw(0)
+FIRST = RngKey(0)
 ROUNDING = 2.0**-24  # relative error of one fp32 operation
 
 
@@ -36,7 +36,7 @@ def fresh_state(method: BlockMethod, numel: int) -> dict[str, Tensor]:
 
 
 def send(
-    grad: Tensor, method: BlockMethod, state: dict[str, Tensor] | None = None, draw: Draw = FIRST, rank: int = 0
+    grad: Tensor, method: BlockMethod, state: dict[str, Tensor] | None = None, draw: RngKey = FIRST, rank: int = 0
 ) -> Tensor:
     """What the receiver reads of one rank's gradient; without a state, that of a first step."""
     kept = fresh_state(method, grad.numel()) if state is None else state
@@ -77,11 +77,11 @@ rotated_or_not = pytest.mark.parametrize("rotate", [False, True], ids=["straight
 @feedback
 def test_nothing_is_lost_between_what_is_sent_and_what_is_kept(method: BlockMethod) -> None:
     """deq(q) + r == g + e and e' == beta e + (1 - beta) r: one unknown, r, and two equations."""
-    beta, state = method.old_share, fresh_state(method, 1000)
+    beta, state = method.residual_decay, fresh_state(method, 1000)
     assert beta is not None
     for step in range(4):
         grad, old = gauss(1000, seed=step), kept_error(state, 1000)
-        sent = send(grad, method, state, Draw(step)).double()
+        sent = send(grad, method, state, RngKey(step)).double()
         lost = grad.double() + old - sent
         expected = beta * old + (1 - beta) * lost
         # Rounding of g + e, of its difference to what is sent, of two products and their sum.
@@ -93,7 +93,7 @@ def test_nothing_is_lost_between_what_is_sent_and_what_is_kept(method: BlockMeth
 @feedback
 def test_what_was_sent_differs_from_the_gradients_by_the_kept_error_alone(method: BlockMethod) -> None:
     """sum deq(q_k) - sum g_k == (e_1 - e_{T+1}) / (1 - beta): errors of 30 steps do not pile up."""
-    beta, numel, steps = method.old_share, 1000, 30
+    beta, numel, steps = method.residual_decay, 1000, 30
     assert beta is not None
     state = fresh_state(method, numel)
     state["error"].copy_(0.01 * gauss(state["error"].numel(), seed=99).view_as(state["error"]))
@@ -102,7 +102,7 @@ def test_what_was_sent_differs_from_the_gradients_by_the_kept_error_alone(method
     for step in range(steps):
         grad = student_t3(numel, seed=step)
         largest = max(largest, grad.abs().max().item() + kept_error(state, numel).abs().max().item())
-        sent += send(grad, method, state, Draw(step))
+        sent += send(grad, method, state, RngKey(step))
         given += grad
     gap = (first - kept_error(state, numel)) / (1 - beta)
     tolerance = ROUNDING * steps * largest * (2 + 3 / (1 - beta))
@@ -119,7 +119,7 @@ def test_the_8_bit_error_is_the_exact_one_within_half_a_step() -> None:
         assert read is not None
         wide["error"].copy_(read)
         grad = gauss(numel, seed=step)
-        assert torch.equal(send(grad, narrow, old, Draw(step)), send(grad, exact, wide, Draw(step)))
+        assert torch.equal(send(grad, narrow, old, RngKey(step)), send(grad, exact, wide, RngKey(step)))
         new = reference.read_error(old)
         assert new is not None
         largest = wide["error"].abs().amax(-1)
@@ -139,10 +139,10 @@ def inflation(method: BlockMethod, plain: BlockMethod) -> tuple[float, float]:
     noise = base = 0.0
     for step in range(settling + measured):
         grad = gauss(numel, seed=step)
-        sent = send(grad, method, state, Draw(step))
+        sent = send(grad, method, state, RngKey(step))
         if step >= settling:
             noise += nmse(sent, grad)
-            base += nmse(send(grad, plain, draw=Draw(step)), grad)
+            base += nmse(send(grad, plain, draw=RngKey(step)), grad)
     return noise / base, base / measured
 
 
@@ -183,7 +183,7 @@ def test_errors_of_classic_feedback_do_not_grow(group: int) -> None:
     shares: list[float] = []
     for step in range(80):
         grad = student_t3(numel, seed=step)
-        send(grad, method, state, Draw(step))
+        send(grad, method, state, RngKey(step))
         shares.append((kept_error(state, numel).square().mean() / grad.double().square().mean()).item())
     assert statistics.fmean(shares[60:]) < 1.5 * statistics.fmean(shares[20:40])
 
@@ -205,7 +205,7 @@ def test_noise_of_the_mean_of_64_equal_gradients(sample: Callable[[int, int], Te
     found: list[float] = []
     for seed in range(5):
         grad = sample(1 << 13, seed)
-        total = sum((send(grad, LoCo(), rank=rank, draw=Draw(seed)) for rank in range(64)), torch.zeros_like(grad))
+        total = sum((send(grad, LoCo(), rank=rank, draw=RngKey(seed)) for rank in range(64)), torch.zeros_like(grad))
         assert projection(total / 64, grad) == pytest.approx(1, abs=0.001)
         found.append(nmse(total / 64, grad))
     assert statistics.median(found) <= 0.3e-3
@@ -228,10 +228,10 @@ def exchange(
             {name: torch.zeros(shape, dtype=kept) for name, (shape, kept) in kinds.items()}
             for kinds in (method.state(numel, world * stretches) for numel in numels)
         ]
-        reference.quantize_bucket(bucket, states, layout, Draw(7), rank, payloads[rank])
+        reference.quantize_bucket(bucket, states, layout, RngKey(7), rank, payloads[rank])
     shards = [[torch.full((stretches * numel,), math.nan, dtype=dtype) for numel in numels] for _ in grads]
     for rank, outputs in enumerate(shards):
-        reference.dequantize_sum_bucket(payloads[:, rank].contiguous(), layout, Draw(7), 0, world, outputs)
+        reference.dequantize_sum_bucket(payloads[:, rank].contiguous(), layout, RngKey(7), 0, world, outputs)
     return [
         # chunk s * world + d went to rank d
         torch.stack([shard[place].view(stretches, -1) for shard in shards], 1).flatten()[: grad.numel()].view_as(grad)
@@ -271,8 +271,8 @@ def test_results_may_be_stored_in_16_bits(dtype: torch.dtype) -> None:
 def test_16_bit_gradients_are_read_by_value(dtype: torch.dtype, rotate: bool) -> None:
     grad, method = student_t3(1000, seed=0).to(dtype).view(1, -1), LoCo(rotate=rotate)
     states = fresh_state(method, 1000), fresh_state(method, 1000)
-    narrow = reference.quantize(grad, states[0], method, Draw(3), 1)
-    wide = reference.quantize(grad.to(FP32), states[1], method, Draw(3), 1)
+    narrow = reference.quantize(grad, states[0], method, RngKey(3), 1)
+    wide = reference.quantize(grad.to(FP32), states[1], method, RngKey(3), 1)
     assert all(map(torch.equal, narrow, wide))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -315,7 +315,7 @@ def test_a_group_that_is_not_finite_is_lost_alone(bad: float, error_dtype: torch
     """Its scale is NaN and its error stays; all other groups are as without it."""
     method = LoCo(rotate=rotate, error_dtype=error_dtype)
     state, numel = fresh_state(method, 512), 512
-    send(gauss(numel, seed=0), method, state, Draw(0))
+    send(gauss(numel, seed=0), method, state, RngKey(0))
     before = {name: value.clone() for name, value in state.items()}
     clean, broken = ({name: value.clone() for name, value in state.items()} for _ in range(2))
     grad = gauss(numel, seed=1)
@@ -323,8 +323,8 @@ def test_a_group_that_is_not_finite_is_lost_alone(bad: float, error_dtype: torch
     hurt = grad.index_fill(0, torch.arange(128, 136 if math.isfinite(bad) else 129), bad)
     if math.isfinite(bad) and not rotate:
         hurt[128] = math.inf
-    codes, scales = reference.quantize(grad.view(1, -1), clean, method, Draw(1), 0)
-    hurt_codes, hurt_scales = reference.quantize(hurt.view(1, -1), broken, method, Draw(1), 0)
+    codes, scales = reference.quantize(grad.view(1, -1), clean, method, RngKey(1), 0)
+    hurt_codes, hurt_scales = reference.quantize(hurt.view(1, -1), broken, method, RngKey(1), 0)
     assert hurt_scales.isnan().tolist() == [[False, True, False, False]]
     others = [0, 2, 3]
     assert torch.equal(hurt_codes.view(4, -1)[others], codes.view(4, -1)[others])
@@ -332,7 +332,7 @@ def test_a_group_that_is_not_finite_is_lost_alone(bad: float, error_dtype: torch
     for name, value in broken.items():
         assert torch.equal(value[:, 1], before[name][:, 1])
         assert torch.equal(value[:, others], clean[name][:, others])
-    received = reference.dequantize_sum(hurt_codes, hurt_scales, numel, method, Draw(1)).view(4, 128)
+    received = reference.dequantize_sum(hurt_codes, hurt_scales, numel, method, RngKey(1)).view(4, 128)
     assert received.isnan().all(-1).tolist() == [False, True, False, False]
 
 
@@ -403,7 +403,7 @@ def test_hadamard_is_a_product_with_an_orthogonal_matrix(group: int) -> None:
 def test_signs_are_balanced_and_differ_by_rank_step_and_salt(group: int) -> None:
     """Sums and products of n fair signs have variance n; five deviations in a thousand draws would be one in 2000."""
     draws = [
-        reference.draw_signs((1 << 14) // group, group, Draw(step, salt), rank).flatten().double()
+        reference.draw_signs((1 << 14) // group, group, RngKey(step, salt), rank).flatten().double()
         for step, salt, rank in itertools.product((0, 1, 2, 1000), (0, 1), (0, 1, 2, 63))
     ]
     signs = torch.stack(draws)
@@ -422,7 +422,7 @@ def test_signs_are_balanced_and_differ_by_rank_step_and_salt(group: int) -> None
 
 
 def test_all_ranks_of_a_step_have_signs_of_their_own() -> None:
-    keys = [reference.sign_key(Draw(step, salt), rank) for step in (0, 5) for salt in (0, 1) for rank in range(512)]
+    keys = [reference.sign_key(RngKey(step, salt), rank) for step in (0, 5) for salt in (0, 1) for rank in range(512)]
     assert len({*keys}) == len(keys)
 
 

@@ -43,7 +43,7 @@ def world() -> Iterator[None]:
 def machine(latency_us: float, layer_us: float = 10.0, **others: Any) -> Hardware:
     """One whose link takes so long for a message, and so long more for a layer of `deep` between two ranks."""
     link = Link(latency_us=latency_us, bytes_per_us=LAYER_BYTES / 2 / layer_us)
-    return replace(Hardware.preset("cpu"), inter_node=link, **others)
+    return replace(Hardware.preset("cpu"), inter_host=link, **others)
 
 
 def costed(found: Traced, hardware: Hardware, mm_us: float) -> Traced:
@@ -163,16 +163,16 @@ def test_the_preset_asks_the_link_where_there_is_one_and_nobody_says_otherwise()
 @pytest.mark.parametrize(
     ("hardware", "expected"),
     [
-        (machine(100), "coalesced"),  # two more launches of single members cost more than copies
-        (machine(100, backend="nccl"), "grouped"),  # which launches them as one
-        (machine(1, launch_us=5.0), "grouped"),  # 15 us for three kernels, 1 us for one more launch
+        (machine(100), "flat"),  # two more launches of single members cost more than copies
+        (machine(100, backend="nccl"), "coalesced"),  # which launches them as one
+        (machine(1, launch_us=5.0), "coalesced"),  # 15 us for three kernels, 1 us for one more launch
     ],
 )
 def test_the_cheaper_mode_is_taken(hardware: Hardware, expected: str) -> None:
     found = costed(traced(deep, LOWERED), hardware, 1)
     assert apply(BucketCollectives(bucket_bytes=2 * LAYER_BYTES), found, "forward")
     grouped = [*map(nodes.is_grouped_gather, nodes.call_functions(found.graphs["forward"].graph, nodes.is_gather))]
-    assert grouped == [expected == "grouped"] * 3
+    assert grouped == [expected == "coalesced"] * 3
     assert found.ctx.notes == [("bucket_collectives", "forward", f"gathers: 3 {expected}")]
 
 

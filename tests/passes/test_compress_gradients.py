@@ -22,7 +22,7 @@ from tests.ranks import RankFailure, Ranks, fresh_ranks
 from tests.replicated import assert_equal, whole
 from zgraph import PreconditionError
 from zgraph.compiler.graph_pass import GraphPass
-from zgraph.compression.methods import Draw
+from zgraph.compression.methods import RngKey
 from zgraph.graph import meta, nodes
 from zgraph.graph.traffic import transfers
 from zgraph.passes import (
@@ -68,7 +68,7 @@ def compiled(module: nn.Module, compress: CompressGradients, **options: Any) -> 
     return with_fx(module, pipeline=pipeline)
 
 
-def feedbacks(module: nn.Module, slot: str = "inside") -> dict[str, Feedback]:
+def feedbacks(module: nn.Module, slot: str = "first_hop") -> dict[str, Feedback]:
     """By parameter name, of those that have any."""
     found: dict[str, Feedback] = {}
     for part in module.modules():
@@ -83,12 +83,12 @@ def feedbacks(module: nn.Module, slot: str = "inside") -> dict[str, Feedback]:
 def sender(method: Any, zero_stage: int, replicas: int) -> OneHop | TwoHops | Hybrid:
     if replicas > 1:
         if method == LoCo(group=32):  # of "auto" hops
-            method = TwoHop(across=replace(method, hops=1))
+            method = TwoHop(inter_host=replace(method, hops=1))
         elif isinstance(method, LoCo):
-            method = TwoHop(inside=method, across=method)
+            method = TwoHop(intra_host=method, inter_host=method)
         return Hybrid(method, zero_stage, replicas)
     return (
-        TwoHops(method, zero_stage, method.ranks_per_node) if isinstance(method, TwoHop) else OneHop(method, zero_stage)
+        TwoHops(method, zero_stage, method.ranks_per_host) if isinstance(method, TwoHop) else OneHop(method, zero_stage)
     )
 
 
@@ -187,13 +187,13 @@ def four_ranks() -> Any:
     running.close()
 
 
-TWO_HOPS = TwoHop(inside=NoFeedback(bits=8, group=64), across=LoCo(group=32))
+TWO_HOPS = TwoHop(intra_host=NoFeedback(bits=8, group=64), inter_host=LoCo(group=32))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_two_hops_over_given_nodes_sum_inside_first(four_ranks: Ranks, zero_stage: int) -> None:
-    method = replace(TWO_HOPS, ranks_per_node=2)
+    method = replace(TWO_HOPS, ranks_per_host=2)
     assert four_ranks.run(compare, zero_stage, CompressGradients(method=method, min_numel=LEAST)) == [2] * 4
 
 
@@ -211,17 +211,18 @@ def test_means_of_replicated_parameters_may_be_compressed_too(two_ranks: Ranks) 
 def compressed_means() -> None:
     """Each rank decodes what both have made of their halves of the mean."""
     sharded, means = zgraph.shard(model(), zero_stage=0), LoCo(bits=8, group=32)
-    call = compiled(sharded, CompressGradients(method=SMALL, min_numel=LEAST, means=means))
+    call = compiled(sharded, CompressGradients(method=SMALL, min_numel=LEAST, mean_codec=means))
     codec, gathered = Codec(SMALL), [Codec(means) for _ in range(2)]
     numel = -(-31 * 17 // 2)
     for step in range(2):
         grads = [local_gradients(model(), batch(step, rank), loss_of)["2.weight"].view(-1) for rank in range(2)]
-        halves = [total / 2 for total in codec.sums(grads, numel, Draw(step))]
+        halves = [total / 2 for total in codec.sums(grads, numel, RngKey(step))]
         sharded.zero_grad()
         loss_of(call(batch(step, dist.get_rank()))).backward()
         # A gather is an exchange in which a rank sends one part, under signs of its own.
         parted = [
-            own.alone(half, Draw(step, 4), rank) for rank, (own, half) in enumerate(zip(gathered, halves, strict=True))
+            own.alone(half, RngKey(step, 4), rank)
+            for rank, (own, half) in enumerate(zip(gathered, halves, strict=True))
         ]
         found = weight_grad(sharded[2])
         assert_equal(f"step {step}", found, torch.cat(parted)[: 31 * 17].view(17, 31))
@@ -482,12 +483,12 @@ def poisoned() -> None:
         (lambda: LoCo(hops=3), 'hops=3; write 1, 2 or "auto"'),  # type: ignore[arg-type]
         (lambda: LoCo(error_dtype=torch.float16), "write torch.int8 or torch.float32"),
         (lambda: LoCo(error_device="cuda"), 'write None or "cpu"'),
-        (lambda: TwoHop(ranks_per_node=0), "ranks_per_node=0"),
+        (lambda: TwoHop(ranks_per_host=0), "ranks_per_host=0"),
         (lambda: CompressGradients(method=4), "no compression method"),  # type: ignore[arg-type]
         (lambda: CompressGradients(min_numel=0), "min_numel=0"),
         (lambda: CompressGradients(warmup_steps=-1), "warmup_steps=-1"),
         (lambda: CompressGradients(skip="head.*"), "write a tuple of patterns"),  # type: ignore[arg-type]
-        (lambda: CompressGradients(means=torch.int8), "means=torch.int8"),
+        (lambda: CompressGradients(mean_codec=torch.int8), "mean_codec=torch.int8"),
     ],
 )
 def test_options_that_cannot_be_honoured(make: Any, text: str) -> None:
@@ -497,7 +498,7 @@ def test_options_that_cannot_be_honoured(make: Any, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "text"),
-    [(LoCo(hops=2), "which ranks share a node"), (TwoHop(ranks_per_node=3), "does not divide the 4")],
+    [(LoCo(hops=2), "which ranks share a node"), (TwoHop(ranks_per_host=3), "does not divide the 4")],
 )
 def test_nodes_that_are_not_known(method: Any, text: str) -> None:
     with fake_world(4), pytest.raises(ValueError, match=text):

@@ -75,7 +75,7 @@ def compare(
         sharded.zero_grad()
     assert feedback_of(sharded).keys() == paper.errors.keys()
     for name, slots in feedback_of(sharded).items():
-        assert_equal(name, slots["inside"].tensors["error"], paper.errors[name][dist.get_rank()])
+        assert_equal(name, slots["first_hop"].tensors["error"], paper.errors[name][dist.get_rank()])
     return len(paper.errors)
 
 
@@ -180,7 +180,7 @@ def windows(zero_stage: int) -> list[tuple[int, int]]:
             name = "layers.0.weight"
             expected = paper.mean(name, [first[name] + second[name] for first, second in of_ranks])
         assert_equal(name, whole(cast(Tensor, sharded.get_parameter(name).grad)), expected)
-    return sorted({(kept["inside"].reductions, kept["inside"].steps) for kept in feedback_of(sharded).values()})
+    return sorted({(kept["first_hop"].reductions, kept["first_hop"].steps) for kept in feedback_of(sharded).values()})
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -213,7 +213,8 @@ def drops_a_step() -> None:
     (4.0 * loss_of(call(batch(0, dist.get_rank())))).backward()
     zgraph.set_loss_scale(sharded, 4.0)
     before = {
-        name: {k: v.clone() for k, v in kept["inside"].tensors.items()} for name, kept in feedback_of(sharded).items()
+        name: {k: v.clone() for k, v in kept["first_hop"].tensors.items()}
+        for name, kept in feedback_of(sharded).items()
     }
     inputs = batch(1, dist.get_rank())
     if dist.get_rank() == 1:
@@ -223,9 +224,9 @@ def drops_a_step() -> None:
     assert whole(cast(Tensor, sharded.get_parameter("layers.0.weight").grad)).isnan().all()
     zgraph.set_loss_scale(sharded, 2.0)
     for name, kept in feedback_of(sharded).items():
-        assert torch.equal(kept["inside"].tensors["error"], before[name]["error"] / 2), name
-        assert torch.equal(kept["inside"].tensors["right"], before[name]["right"]), name
-        assert kept["inside"].steps == 1
+        assert torch.equal(kept["first_hop"].tensors["error"], before[name]["error"] / 2), name
+        assert torch.equal(kept["first_hop"].tensors["right"], before[name]["right"]), name
+        assert kept["first_hop"].steps == 1
 
 
 def test_of_a_dropped_step_nothing_remains(two_ranks: Ranks) -> None:
@@ -237,7 +238,7 @@ def kept_bytes() -> tuple[int, str]:
     loss_of(compile_low_rank(sharded, METHOD)(batch(0, 0))).backward()
     covered = [one for one in Mixed().parameters() if Paper(METHOD, 2, 3).covers(one.shape)]
     expected = sum(4 * (one.numel() + 2 * one[0].numel()) for one in covered)
-    assert expected == sum(kept["inside"].kept_bytes for kept in feedback_of(sharded).values())
+    assert expected == sum(kept["first_hop"].kept_bytes for kept in feedback_of(sharded).values())
     return expected, str(zgraph.explain(sharded))
 
 
@@ -365,7 +366,7 @@ def test_a_weight_that_is_read_twice_is_compressed_once() -> None:
         (lambda: LowRank(rank=0), "rank=0; write 1 or more"),
         (lambda: LowRank(least_saving=0.5), "least_saving=0.5; factors that take more bytes"),
         (lambda: LowRank(bucket_bytes=0), "bucket_bytes=0 holds nothing"),
-        (lambda: CompressGradients(method=LowRank(), means=LoCo(bits=8)), "nothing is gathered, leave means out"),
+        (lambda: CompressGradients(method=LowRank(), mean_codec=LoCo(bits=8)), "leave mean_codec out"),
     ],
 )
 def test_options_that_cannot_be_honoured(make: Any, text: str) -> None:

@@ -28,14 +28,14 @@ def world() -> Iterator[None]:
 
 def most_under_way(graph: fx.Graph) -> int:
     """How many gathers of parameters are started and not yet waited for, at the worst moment."""
-    under_way: dict[fx.Node, None] = {}
+    in_flight: dict[fx.Node, None] = {}
     most = 0
     for node in graph.nodes:
         if nodes.is_all_gather(node):
-            under_way[node] = None
-            most = max(most, len(under_way))
+            in_flight[node] = None
+            most = max(most, len(in_flight))
         elif nodes.is_wait(node):
-            under_way.pop(node.args[0], None)
+            in_flight.pop(node.args[0], None)
     return most
 
 
@@ -71,7 +71,7 @@ def test_each_gather_starts_before_the_matmul_ahead_of_its_own() -> None:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 9])
 @pytest.mark.parametrize("room", [0, 1, 2])
-def test_no_more_gathers_are_under_way_than_asked(prefetch: int, room: int) -> None:
+def test_no_more_gathers_are_in_flight_than_asked(prefetch: int, room: int) -> None:
     buckets = [BucketCollectives(bucket_bytes=room * 256)] if room else []
     for direction in ("forward", "backward"):
         found = traced(deep, [*SUNK[:2], *buckets, SUNK[2]])
@@ -82,12 +82,12 @@ def test_no_more_gathers_are_under_way_than_asked(prefetch: int, room: int) -> N
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(("layers", "under_way"), [(1, 2), (2, 2), (3, 3), (4, 4), (5, 5), (99, 6)])
-def test_no_more_bytes_are_under_way_than_asked(layers: int, under_way: int) -> None:
+@pytest.mark.parametrize(("layers", "in_flight"), [(1, 2), (2, 2), (3, 3), (4, 4), (5, 5), (99, 6)])
+def test_no_more_bytes_are_in_flight_than_asked(layers: int, in_flight: int) -> None:
     """One gather is prefetched in any case."""
     found = traced(deep, SUNK)
     assert apply(HoistStarts(prefetch=9, in_flight_bytes=layers * 256), found, "forward")
-    assert most_under_way(found.graphs["forward"].graph) == under_way
+    assert most_under_way(found.graphs["forward"].graph) == in_flight
 
 
 @pytest.mark.usefixtures("world")

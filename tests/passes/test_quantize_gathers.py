@@ -39,7 +39,7 @@ from zgraph.analysis.storages import storages_of
 from zgraph.codegen.kernels import reference
 from zgraph.compiler.fit_budget import agreed_peak
 from zgraph.compiler.verify import Where, check_gathers_released
-from zgraph.compression.methods import BlockMethod, Draw
+from zgraph.compression.methods import BlockMethod, RngKey
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.graph.traffic import transfers
@@ -290,21 +290,21 @@ def test_codes_of_other_methods_and_plain_bytes_stay_out() -> None:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("mode", ["grouped", "sequential"])
+@pytest.mark.parametrize("mode", ["coalesced", "sequential"])
 def test_other_ways_to_share_a_gather(mode: Any) -> None:
     found = traced(mlp, [*LOWERED, BucketCollectives(bucket_bytes=1000, gathers=mode)])
     graph = found.graphs["forward"].graph
     decoded = list(nodes.call_functions(graph, nodes.is_dequantize_shards))
     assert len(decoded) == 3
     read = [node.all_input_nodes[0] for node in decoded]
-    assert all(nodes.is_getitem(node) if mode == "grouped" else nodes.is_wait(node) for node in read)
+    assert all(nodes.is_getitem(node) if mode == "coalesced" else nodes.is_wait(node) for node in read)
     if mode == "sequential":
         order = nodes.order_of(graph)
         products = [node for node in graph.nodes if node.target in (torch.ops.aten.addmm.default, torch.ops.aten.mm)]
         assert order[products[0]] < order[nodes.start_of(decoded[1].all_input_nodes[0])]
 
 
-@pytest.mark.parametrize("gathering", ["coalesced", "grouped", "sequential"])
+@pytest.mark.parametrize("gathering", ["flat", "coalesced", "sequential"])
 def test_a_bucket_changes_no_bit(gathering: Any) -> None:
     """Four ranks in lockstep, one of which holds no row of some parameters."""
     bucketing = BucketCollectives(bucket_bytes=1000, gathers=gathering)
@@ -383,8 +383,8 @@ def test_a_copy_is_counted_as_long_as_the_model_lives() -> None:
 
 def decoded(row: Tensor, method: BlockMethod, rank: int) -> Tensor:
     """What one rank's codes of these elements stand for."""
-    codes, scales = reference.quantize(row.view(1, -1), {}, method, Draw(0), rank)
-    return reference.dequantize_sum(codes, scales, row.numel(), method, Draw(0), rank)
+    codes, scales = reference.quantize(row.view(1, -1), {}, method, RngKey(0), rank)
+    return reference.dequantize_sum(codes, scales, row.numel(), method, RngKey(0), rank)
 
 
 def rounded(weight: Tensor, method: BlockMethod, world: int) -> Tensor:

@@ -126,10 +126,10 @@ def test_a_slow_link_is_kept_busy_by_no_more_than_it_can_carry() -> None:
     assert apply(ScheduleOverlap(), found, "forward")
     costs = {node: slow(node) for node in nodes.call_functions(graph, lambda _: True)}
     assert float(replay(list(graph.nodes), costs, found.ctx.sharing).now) == 6 * 30 + 7
-    under_way = peak = 0
+    in_flight = peak = 0
     for node in graph.nodes:
-        under_way += nodes.is_gather(node) - nodes.is_wait(node)
-        peak = max(peak, under_way)
+        in_flight += nodes.is_gather(node) - nodes.is_wait(node)
+        peak = max(peak, in_flight)
     assert peak <= 3
 
 

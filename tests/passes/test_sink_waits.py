@@ -30,14 +30,14 @@ def world() -> Iterator[None]:
 
 def most_under_way(graph: fx.Graph) -> int:
     """How many reductions have been started and not yet finished, at the worst moment."""
-    under_way: dict[fx.Node, None] = {}
+    outstanding: dict[fx.Node, None] = {}
     most = 0
     for node in graph.nodes:
         if is_exchange(node):
-            under_way[node] = None
-            most = max(most, len(under_way))
+            outstanding[node] = None
+            most = max(most, len(outstanding))
         elif nodes.is_wait(node):
-            under_way.pop(node.args[0], None)
+            outstanding.pop(node.args[0], None)
     return most
 
 
@@ -87,7 +87,7 @@ def test_copies_out_of_a_bucket_sink_with_their_readers() -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 6])
-def test_no_more_reductions_are_under_way_than_asked(in_flight: int) -> None:
+def test_no_more_reductions_are_in_flight_than_asked(in_flight: int) -> None:
     for options in ({}, {"zero_stage": 0}):
         found = traced(deep, LOWERED, **options)
         assert apply(SinkWaits(reductions_in_flight=in_flight), found, "backward")
@@ -95,11 +95,11 @@ def test_no_more_reductions_are_under_way_than_asked(in_flight: int) -> None:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(("layers", "under_way"), [(1, 1), (2, 2), (5, 5), (99, 6)])
-def test_no_more_bytes_are_under_way_than_asked(layers: int, under_way: int) -> None:
+@pytest.mark.parametrize(("layers", "outstanding"), [(1, 1), (2, 2), (5, 5), (99, 6)])
+def test_no_more_bytes_are_in_flight_than_asked(layers: int, outstanding: int) -> None:
     found = traced(deep, LOWERED)
     apply(SinkWaits(reductions_in_flight=9, in_flight_bytes=layers * 256), found, "backward")
-    assert most_under_way(found.graphs["backward"].graph) == under_way
+    assert most_under_way(found.graphs["backward"].graph) == outstanding
 
 
 @pytest.mark.usefixtures("world")
@@ -122,7 +122,7 @@ def test_buckets_are_limited_too(room: int) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_reduction_stays_under_way_as_long_as_it_may() -> None:
+def test_a_reduction_stays_in_flight_as_long_as_it_may() -> None:
     """It is finished when the next one starts, not sooner: compute hides it."""
     found = traced(deep, LOWERED)
     apply(SinkWaits(reductions_in_flight=1), found, "backward")

@@ -20,7 +20,7 @@ from zgraph.reporting import collective_numbers
 from zgraph.reporting.collective_numbers import with_numbers
 from zgraph.torch_compat.groups import flight_recorder_directory
 
-PASSES = (LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=1000, gathers="grouped"), SinkWaits())
+PASSES = (LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=1000, gathers="coalesced"), SinkWaits())
 
 
 @pytest.fixture
@@ -96,6 +96,6 @@ def test_where_waits_block_a_groups_failure_is_named(monkeypatch: pytest.MonkeyP
         drawing = Drawing()
         starts = [drawing.start_gather(drawing.input(name, 4, 8), name) for name in ("w", "v")]
         gm = drawing.done(*[drawing.wait(start) for start in starts])
-        merge(gm.graph, Bucket(tuple(starts), starts[-1]), "grouped")
+        merge(gm.graph, Bucket(tuple(starts), starts[-1]), "coalesced")
         with pytest.raises(CollectiveError, match=r"all_gather_into_tensor_coalesced.*\bw, v\b.*caught collective"):
             lower_fx(gm)([torch.zeros(4, 8), torch.zeros(4, 8)])

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.analysis.hardware import Hardware, Link
 from zgraph.runtime.chunks import MIB
-from zgraph.runtime.collectives import goes_by_node, start_all_gather, start_all_to_all, uses_messages
+from zgraph.runtime.collectives import goes_by_host, start_all_gather, start_all_to_all, uses_messages
 from zgraph.torch_compat.collectives import all_gather, wait
 from zgraph.torch_compat.groups import backend_of
 
@@ -188,9 +188,9 @@ def _measure(ranks: _Ranks) -> Hardware:
         memory_bytes_per_us=1 / copy_us,
         launch_us=launch_us,
         memory_bytes=int(-capacity),
-        intra_node=inside or outside or alone.intra_node,
-        inter_node=outside or inside or alone.inter_node,
-        ranks_per_node=local,
+        intra_host=inside or outside or alone.intra_host,
+        inter_host=outside or inside or alone.inter_host,
+        ranks_per_host=local,
         host_to_device=to_device,
         device_to_host=to_host,
         disk=alone.disk,
@@ -258,7 +258,7 @@ class _Axis:
     cpu_us_per_byte: float
 
 
-def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis | None:
+def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
     """Measure the link of one group, by both kinds of collectives: a plan has both, and they take equally long.
 
     Small ones are timed several at once, because the latency of one under way delays none behind it. One at a time they
@@ -270,7 +270,7 @@ def _link_of(ranks: _Ranks, group: ProcessGroup, ranks_per_node: int) -> _Axis |
         return None
     points: list[tuple[float, float]] = []
     cpu: list[tuple[float, float]] = []
-    starters = [_exchanging, *([] if goes_by_node(group, ranks_per_node) else [_gathering])]
+    starters = [_exchanging, *([] if goes_by_host(group, ranks_per_host) else [_gathering])]
     for make in starters:
         for sent_bytes in (*_SMALL_BYTES, *ranks.large_bytes):
             numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
@@ -310,12 +310,12 @@ def _stream_us(ranks: _Ranks, group: ProcessGroup, link: Link, makes: Sequence[_
     starters = [make(ranks, group, numel) for make in makes]
 
     def stream(count: int) -> None:
-        under_way: deque[Tensor] = deque()
+        in_flight: deque[Tensor] = deque()
         for number in range(count):
-            if len(under_way) == 3:
-                wait(under_way.popleft())
-            under_way.append(starters[number % len(starters)]())
-        for started in under_way:
+            if len(in_flight) == 3:
+                wait(in_flight.popleft())
+            in_flight.append(starters[number % len(starters)]())
+        for started in in_flight:
             wait(started)
 
     few, many = 4, 20  # their difference leaves out what the first and the last do alone
@@ -346,9 +346,9 @@ def compute_share(ranks: _Ranks, group: ProcessGroup, link: Link) -> float:
     count = min(64, math.ceil(3 * alone_us / link.us(sent_bytes)) + 1)  # the same on all ranks
     beside: list[float] = []
     for _ in range(5):
-        under_way = [start() for _ in range(count)]
+        in_flight = [start() for _ in range(count)]
         beside.append(_timed(ranks, products)[0])
-        for started in under_way:
+        for started in in_flight:
             wait(started)
         ranks.settle()
     (beside_us,) = ranks.slowest([statistics.median(beside)])

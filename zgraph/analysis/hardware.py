@@ -23,7 +23,7 @@ class Link:
 
     Attributes:
         latency_us: of one message.
-        bytes_per_us: that one rank sends while all other ranks of its node send too.
+        bytes_per_us: that one rank sends while all other ranks of its host send too.
         gain_at_once: how many times that several transfers at once get through; more than 1 where one alone does not
             fill the link.
     """
@@ -54,8 +54,8 @@ class Hardware:
         memory_bytes_per_us: read and written, together.
         launch_us: what the smallest kernel takes.
         memory_bytes: that one rank may hold.
-        intra_node, inter_node: the links between ranks of one node, and of two.
-        ranks_per_node: rank r is on node r // ranks_per_node.
+        intra_host, inter_host: the links between ranks of one host, and of two.
+        ranks_per_host: rank r is on host r // ranks_per_host.
         links: of a mesh axis that differs from these two, by the distance of its neighbours in global ranks, which is
             1 for the innermost axis. All process groups along one axis have it in common; their names differ.
         host_to_device, device_to_host, disk: of one rank.
@@ -73,9 +73,9 @@ class Hardware:
     memory_bytes_per_us: float
     launch_us: float
     memory_bytes: int
-    intra_node: Link
-    inter_node: Link
-    ranks_per_node: int
+    intra_host: Link
+    inter_host: Link
+    ranks_per_host: int
     host_to_device: Link
     device_to_host: Link
     disk: Link
@@ -86,12 +86,12 @@ class Hardware:
     cpu_us_per_wire_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes_per_us", "memory_bytes", "ranks_per_node", "collectives_at_once"):
+        for name in ("memory_bytes_per_us", "memory_bytes", "ranks_per_host", "collectives_at_once"):
             _check("Hardware", name, getattr(self, name))
         for name in ("launch_us", "cpu_us_per_collective", "cpu_us_per_wire_byte"):
             _check("Hardware", name, getattr(self, name), zero_allowed=True)
-        if self.ranks_per_node != int(self.ranks_per_node):
-            raise ValueError(f"zgraph.Hardware: ranks_per_node={self.ranks_per_node}; write a whole number of ranks.")
+        if self.ranks_per_host != int(self.ranks_per_host):
+            raise ValueError(f"zgraph.Hardware: ranks_per_host={self.ranks_per_host}; write a whole number of ranks.")
         if torch.float32 not in self.flops_per_us:
             raise ValueError(
                 "zgraph.Hardware: flops_per_us has no torch.float32, by which unlisted dtypes are counted; add it."
@@ -114,15 +114,15 @@ class Hardware:
 
     def link_along(self, stride: int) -> Link:
         """What a group is bound by whose neighbours are `stride` ranks apart."""
-        alone = self.ranks_per_node // stride <= 1
-        return self.links.get(stride, self.inter_node if alone else self.intra_node)
+        alone = self.ranks_per_host // stride <= 1
+        return self.links.get(stride, self.inter_host if alone else self.intra_host)
 
     def collective_us(self, kind: str, sent_bytes: Any, size: Any, stride: int = 1) -> Any:
         """Of one collective, from its start to its result.
 
-        Rings pass N-1 messages on (an all_reduce twice as many), and a group that spans nodes leaves each of them once;
-        an all_to_all is N-1 exchanges in pairs. NCCL takes trees, or PAT, across nodes where a ring would be slower;
-        their messages pass as many nodes as their number has bits.
+        Rings pass N-1 messages on (an all_reduce twice as many), and a group that spans hosts leaves each of them once;
+        an all_to_all is N-1 exchanges in pairs. NCCL takes trees, or PAT, across hosts where a ring would be slower;
+        their messages pass as many hosts as their number has bits.
 
         Args:
             kind: the op's name, such as "all_gather_into_tensor".
@@ -131,13 +131,13 @@ class Hardware:
             stride: distance of neighbours in global ranks.
 
         Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
-        sections 4 and 5; the split into hops inside and between nodes is that of NCCL's tuning.cc. Trees: Sanders,
+        sections 4 and 5; the split into hops inside and between hosts is that of NCCL's tuning.cc. Trees: Sanders,
         Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (NCCL 2.4). PAT:
-        Jeaugey 2025, arXiv 2506.20252 (NCCL 2.23, with one rank on each node; with more this is what it may become).
+        Jeaugey 2025, arXiv 2506.20252 (NCCL 2.23, with one rank on each host; with more this is what it may become).
         """
         rounds = 2 if kind.startswith("all_reduce") else 1
-        inside, outside = self.intra_node, self.inter_node
-        local = max(1, self.ranks_per_node // stride)  # members on one node
+        inside, outside = self.intra_host, self.inter_host
+        local = max(1, self.ranks_per_host // stride)  # members on one host
 
         def over(link: Link) -> Any:
             return rounds * (size - 1) * link.latency_us + sent_bytes / link.bytes_per_us
@@ -145,7 +145,7 @@ class Hardware:
         if stride in self.links:
             by_node = kind == "all_gather_into_tensor" and self.backend == "gloo" and isinstance(size, int)
             if by_node and 1 < local < size and size % local == 0:
-                sent_bytes = sent_bytes / local  # crosses to each other node once: zgraph.runtime.collectives
+                sent_bytes = sent_bytes / local  # crosses to each other host once: zgraph.runtime.collectives
             return over(self.links[stride])
         halves = self.backend == "nccl" and not kind.startswith("all_to_all")
         if local == 1:
@@ -159,13 +159,13 @@ class Hardware:
                 to_peer * (local - 1) / inside.bytes_per_us, to_peer * (size - local) / outside.bytes_per_us
             )
         else:
-            nodes = size / local
-            latency_us = (size - nodes) * inside.latency_us + (nodes - 1) * outside.latency_us
+            hosts = size / local
+            latency_us = (size - hosts) * inside.latency_us + (hosts - 1) * outside.latency_us
             if halves:
-                tree_us = (local - 1) * inside.latency_us + _log2(nodes) * outside.latency_us
+                tree_us = (local - 1) * inside.latency_us + _log2(hosts) * outside.latency_us
                 latency_us = _least(latency_us, tree_us)
             latency_us = rounds * latency_us
-            # The ring leaves a node once, through the links of all its members there.
+            # The ring leaves a host once, through the links of all its members there.
             transfer_us = sent_bytes / min(inside.bytes_per_us, local * outside.bytes_per_us)
         if isinstance(size, sympy.Expr):
             return sympy.Piecewise((over(inside), sympy.Le(size, local)), (latency_us + transfer_us, True))
@@ -195,7 +195,7 @@ class Hardware:
             raise ValueError(f"zgraph.Hardware: found {found} where {sorted(known)} were written by to_json().")
         values = cast("dict[str, Any]", plain)
         try:
-            for name in ("intra_node", "inter_node", "host_to_device", "device_to_host", "disk"):
+            for name in ("intra_host", "inter_host", "host_to_device", "device_to_host", "disk"):
                 values[name] = Link(**values[name])
             values["links"] = {int(stride): Link(**link) for stride, link in values["links"].items()}
             values["flops_per_us"] = {getattr(torch, name): rate for name, rate in values["flops_per_us"].items()}
@@ -207,7 +207,7 @@ class Hardware:
 
     @classmethod
     def preset(cls, name: str) -> Hardware:
-        """A machine by name: "a100", "h100", "h200" (SXM, eight in a node) or "cpu".
+        """A machine by name: "a100", "h100", "h200" (SXM, eight in a host) or "cpu".
 
         Peaks as the vendors print them, without sparsity, and rates of one direction, which are half of what they print
         for links. No program reaches them all: `zgraph.calibrate()` measures what a machine at hand does.
@@ -248,9 +248,9 @@ def _presets() -> dict[str, Hardware]:
         memory_bytes_per_us=204_800.0,
         launch_us=2.0,
         memory_bytes=256 * GIB,
-        intra_node=Link(latency_us=50.0, bytes_per_us=2_000.0),
-        inter_node=Link(latency_us=100.0, bytes_per_us=1_250.0),
-        ranks_per_node=1,
+        intra_host=Link(latency_us=50.0, bytes_per_us=2_000.0),
+        inter_host=Link(latency_us=100.0, bytes_per_us=1_250.0),
+        ranks_per_host=1,
         host_to_device=copy,
         device_to_host=copy,
         disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
@@ -282,9 +282,9 @@ def _gpu(
         memory_bytes_per_us=memory_tb * _TERA_PER_US,
         launch_us=4.0,
         memory_bytes=capacity_gb * GB,
-        intra_node=Link(latency_us=1.9, bytes_per_us=nvlink * 1e3),
-        inter_node=Link(latency_us=4.0, bytes_per_us=nic * 1e3),
-        ranks_per_node=8,
+        intra_host=Link(latency_us=1.9, bytes_per_us=nvlink * 1e3),
+        inter_host=Link(latency_us=4.0, bytes_per_us=nic * 1e3),
+        ranks_per_host=8,
         host_to_device=host,
         device_to_host=host,
         disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
@@ -301,7 +301,7 @@ def _least(*values: Any) -> Any:
 
 
 def _log2(count: Any) -> Any:
-    """Rounds in which so many ranks hear of one; none of a part of a node."""
+    """Rounds in which so many ranks hear of one; none of a part of a host."""
     if isinstance(count, sympy.Expr):
         return sympy.log(sympy.Max(count, 1), 2)
     return math.log2(max(count, 1))

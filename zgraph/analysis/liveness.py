@@ -138,8 +138,8 @@ def memory_curve(
     found.enter(graph.find_nodes(op="placeholder"), owned)
     found.run(graph.nodes)
     found.keep(nodes.returned_by(graph))
-    beside = _beside(graph, allocator, threads, late_peers, device_type)
-    return _curve(list(graph.nodes), found, allocator, list(beside))
+    transient = _transient(graph, allocator, threads, late_peers, device_type)
+    return _curve(list(graph.nodes), found, allocator, list(transient))
 
 
 def live_ranges(graph: fx.Graph, *, owned: Collection[fx.Node] = ()) -> tuple[LiveRange, ...]:
@@ -167,9 +167,9 @@ def placements(graph: fx.Graph) -> Placements:
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"))
     found.run(graph.nodes)
-    beside = _beside(graph, EXACT, threads=1, late_peers=False)
+    transient = _transient(graph, EXACT, threads=1, late_peers=False)
     lies_in = dict.fromkeys(graph.nodes, ()) | found.lies_in()
-    return Placements(tuple(found.storages()), lies_in, dict(zip(graph.nodes, beside, strict=True)))
+    return Placements(tuple(found.storages()), lies_in, dict(zip(graph.nodes, transient, strict=True)))
 
 
 def step_curve(
@@ -197,10 +197,12 @@ def step_curve(
     found = _enter_step(forward, backward, user_outputs)
     found.run(backward.nodes)
     found.keep(nodes.returned_by(backward))
-    beside = [
-        taken for graph in (forward, backward) for taken in _beside(graph, allocator, threads, late_peers, device_type)
+    transient = [
+        taken
+        for graph in (forward, backward)
+        for taken in _transient(graph, allocator, threads, late_peers, device_type)
     ]
-    return _curve([*forward.nodes, *backward.nodes], found, allocator, beside)
+    return _curve([*forward.nodes, *backward.nodes], found, allocator, transient)
 
 
 def owned_inputs(forward: fx.Graph, backward: fx.Graph, *, user_outputs: int) -> list[fx.Node]:
@@ -225,22 +227,22 @@ def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCur
     return _over(order, list(storages), [0] * len(order), ())
 
 
-def _curve(order: Sequence[fx.Node], found: Finder, allocator: Allocator, beside: Sequence[int]) -> MemoryCurve:
+def _curve(order: Sequence[fx.Node], found: Finder, allocator: Allocator, transient: Sequence[int]) -> MemoryCurve:
     storages = found.storages()
     if allocator is not EXACT:
         storages = [replace(one, nbytes=allocator.allocated_bytes(one.nbytes)) for one in storages]
-    return _over(order, storages, beside, tuple(found.unknown))
+    return _over(order, storages, transient, tuple(found.unknown))
 
 
 def _over(
-    order: Sequence[fx.Node], storages: Sequence[Storage], beside: Sequence[int], unknown: tuple[str, ...]
+    order: Sequence[fx.Node], storages: Sequence[Storage], transient: Sequence[int], unknown: tuple[str, ...]
 ) -> MemoryCurve:
     numbers = {node: number for number, node in enumerate(order)}
     ledger = Ledger.of(numbers, storages)
     during: list[int] = []
     after: list[int] = []
     for number in range(len(order)):
-        during.append(ledger.issue(number) + beside[number])
+        during.append(ledger.issue(number) + transient[number])
         after.append(ledger.alive_bytes)
     return MemoryCurve(
         nodes=tuple(order),
@@ -258,7 +260,7 @@ def _range(storage: Storage, numbers: Mapping[fx.Node, int]) -> LiveRange:
     return LiveRange(storage.first, storage.nbytes, first, last, storage.held)
 
 
-def _beside(
+def _transient(
     graph: fx.Graph, allocator: Allocator, threads: int, late_peers: bool, device_type: str | None = None
 ) -> Iterator[int]:
     """What each node takes beside storages: its workspace, and what is staged for collectives in flight."""

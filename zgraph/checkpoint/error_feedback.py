@@ -27,11 +27,11 @@ from zgraph.runtime.chunks import chunk_rows, local_rows
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.groups import group_size
-from zgraph.sharding.unit import ParamSpec, Read, sharded_parameters
+from zgraph.sharding.unit import ParamSpec, ShardedParam, sharded_parameters
 from zgraph.torch_compat.dtensor import sharded_rows
 
 KEY = "feedback"  # of their entries, in a checkpoint and in a rank's runtime state
-WHOLE = "inside"  # the slot whose error is of the whole gradient on every rank
+WHOLE = "first_hop"  # the slot whose error is of the whole gradient on every rank
 SHOWN = 5  # names in one warning
 _OWN_METHODS = f'["{CompressionMethod.__module__}:'
 
@@ -71,15 +71,15 @@ def tensors_of(module: nn.Module, *, copies: bool) -> Tensors:
         for slot, feedback in read.state.feedbacks.by_slot.items():
             for key, tensor in feedback.tensors.items():
                 row = tensor.detach().to("cpu", copy=True) if copies else tensor.detach()
-                mesh = read.resting.device_mesh
+                mesh = read.sharded.device_mesh
                 found.setdefault(name, {}).setdefault(slot, {})[key] = sharded_rows(row[None], mesh, mesh.size())
     return found
 
 
-def _division(read: Read) -> dict[str, int | bool]:
+def _division(read: ShardedParam) -> dict[str, int | bool]:
     """What decides which rank keeps the error of which elements."""
     return {
-        "ranks": read.resting.device_mesh.size(),
+        "ranks": read.sharded.device_mesh.size(),
         "group": group_size(read.spec.group_name),
         "replicas": group_size(read.spec.replicas),
         "by_rows": read.spec.zero_stage > 0,
@@ -104,7 +104,7 @@ class Part:
 
     name: str
     slot: str
-    read: Read
+    read: ShardedParam
     way: Literal["own", "cut", "mean"]
     fact: Mapping[str, Any]
     ranks: int
@@ -140,11 +140,11 @@ class Part:
     @property
     def _divisor(self) -> int:
         """What the ranks together have not sent stays the same: a part of a mean, or of a sum."""
-        return self.ranks if self.read.spec.reduction == "mean" else self.read.resting.device_mesh.size()
+        return self.ranks if self.read.spec.reduction == "mean" else self.read.sharded.device_mesh.size()
 
     def _summed(self, whole: Tensor) -> Tensor:
         """The sum over the ranks of the mesh."""
-        mesh = self.read.resting.device_mesh
+        mesh = self.read.sharded.device_mesh
         whole = whole.to(mesh.device_type)
         for group in mesh.get_all_groups():
             try:
@@ -155,9 +155,9 @@ class Part:
         return whole
 
 
-def empty_rows(read: Read, size: torch.Size, dtype: torch.dtype) -> DTensor:
+def empty_rows(read: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTensor:
     """[N, ...] for the N ranks that saved, on the host: each rank of the parameter's mesh here has a share of rows."""
-    mesh = read.resting.device_mesh
+    mesh = read.sharded.device_mesh
     rows = size[0]
     for ranks, place in zip(mesh.shape, cast("Sequence[int]", mesh.get_coordinate()), strict=True):
         rows = local_rows(rows, ranks, place)
@@ -189,7 +189,7 @@ def plan_restore(facts: Mapping[str, Any], sizes: Sizes, module: nn.Module) -> t
     """What becomes of every error in a checkpoint; nothing is changed or read yet.
 
     Returns:
-        Parts to restore; what is dropped, "weight (across)" each.
+        Parts to restore; what is dropped, "weight (second_hop)" each.
 
     Raises:
         CheckpointError: tensors are missing or have the wrong shape, or the model compresses by another method.
@@ -215,7 +215,7 @@ def _part(
     division: Mapping[str, Any],
     fact: Mapping[str, Any],
     sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
-    read: Read | None,
+    read: ShardedParam | None,
 ) -> Part | None:
     """None: there is no place for it here."""
     if read is None:
@@ -311,15 +311,15 @@ def _check_factors(
         )
 
 
-def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chunks: int, read: Read) -> None:
+def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chunks: int, read: ShardedParam) -> None:
     """Where the model has compressed already it is known by what."""
     held = read.state.feedbacks.by_slot.get(slot)
     if held is not None and (held.method, held.numel, held.chunks) != (fact["method"], numel, chunks):
         raise CheckpointError(
             f"zgraph: the checkpoint keeps an error of {name} that {fact['method']} left in {chunks} chunks of {numel} "
             f"elements, and the model compresses it by {held.method} in {held.chunks} of {held.numel}. Compile with "
-            "the method that the checkpoint was saved with, or call zgraph.forget_errors(model) on every rank before "
-            "the load, and again after it."
+            "the method that the checkpoint was saved with, or call zgraph.reset_error_feedback(model) on every rank "
+            "before the load, and again after it."
         )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from zgraph.checkpoint import error_feedback as kept_errors
+from zgraph.checkpoint import error_feedback as error_feedback
 from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, together
 from zgraph.checkpoint.directory import PAGE, measure, read_page
 from zgraph.checkpoint.optimizer_names import group_names, names_by_index
@@ -94,23 +94,23 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     fill(wanted)
 
-    def prepare() -> tuple[dict[str, Any], dict[str, Any] | None, list[kept_errors.Part], list[str]]:
+    def prepare() -> tuple[dict[str, Any], dict[str, Any] | None, list[error_feedback.Part], list[str]]:
         own = decode(wanted[f"rank.{rank % page['ranks']}"], f"what rank {rank % page['ranks']} kept in {folder}")
         RuntimeState(module).check(own["runtime"])
         optimizer_state = None
         if optimizer is not None:
             optimizer_state = restored_state(folder, metadata, wanted, module, optimizer, own)
-        facts = own["runtime"].get(kept_errors.KEY, {})
-        return own, optimizer_state, *kept_errors.plan_restore(facts, kept_errors.sizes_in(metadata), module)
+        facts = own["runtime"].get(error_feedback.KEY, {})
+        return own, optimizer_state, *error_feedback.plan_restore(facts, error_feedback.sizes_in(metadata), module)
 
     own, optimizer_state, parts, dropped = together("load_checkpoint", prepare)
-    errors = kept_errors.read_parts(parts, lambda tensors: fill({kept_errors.KEY: tensors}))
+    errors = error_feedback.read_parts(parts, lambda tensors: fill({error_feedback.KEY: tensors}))
     prefix = "model."
     module.load_state_dict({key.removeprefix(prefix): wanted[key] for key in wanted if key.startswith(prefix)})
     if optimizer is not None and optimizer_state is not None:
         optimizer.load_state_dict(optimizer_state)
     RuntimeState(module).restore(own["runtime"], page["ranks"], errors)
-    kept_errors.warn_of_dropped(dropped)
+    error_feedback.warn_of_dropped(dropped)
     return Checkpoint(path=folder, step=page["step"], ranks=page["ranks"], extra=own["extra"])
 
 

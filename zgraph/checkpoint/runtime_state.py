@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zgraph.checkpoint import error_feedback as kept_errors
+from zgraph.checkpoint import error_feedback as error_feedback
 from zgraph.checkpoint.all_ranks import gathered, together
 from zgraph.checkpoint.safe_reader import decode, encode, read_metadata
 from zgraph.errors import CheckpointError
@@ -75,10 +75,10 @@ class RuntimeState:
         copies on the host, or new tensors for what is to be loaded.
         """
         if self.load_from is None:
-            errors = kept_errors.tensors_of(self.model, copies=True)
+            errors = error_feedback.tensors_of(self.model, copies=True)
         else:
             errors = self._errors_to_load(self.load_from)
-        return {"ranks": encode(gathered(self.own())), **({kept_errors.KEY: errors} if errors else {})}
+        return {"ranks": encode(gathered(self.own())), **({error_feedback.KEY: errors} if errors else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore this rank's part.
@@ -86,26 +86,26 @@ class RuntimeState:
         Raises:
             CheckpointError: an entry is damaged, missing, or of another model; nothing has changed then.
         """
-        errors: kept_errors.Tensors = state_dict.get(kept_errors.KEY, {})
+        errors: error_feedback.Tensors = state_dict.get(error_feedback.KEY, {})
 
-        def prepare() -> tuple[Any, int, list[kept_errors.Part], list[str]]:
+        def prepare() -> tuple[Any, int, list[error_feedback.Part], list[str]]:
             ranks = decode(state_dict["ranks"], "the runtime state of a checkpoint")
             own = ranks[(dist.get_rank() if is_distributed_ready() else 0) % len(ranks)]
             self.check(own)
-            facts = own.get(kept_errors.KEY, {})
-            return own, len(ranks), *kept_errors.plan_restore(facts, kept_errors.sizes_of(errors), self.model)
+            facts = own.get(error_feedback.KEY, {})
+            return own, len(ranks), *error_feedback.plan_restore(facts, error_feedback.sizes_of(errors), self.model)
 
         own, ranks, parts, dropped = together("runtime_state", prepare)
         restored = [(part, part.restored(errors[part.name][part.slot] if part.sizes else {})) for part in parts]
         self.restore(own, ranks, restored)
-        kept_errors.warn_of_dropped(dropped)
+        error_feedback.warn_of_dropped(dropped)
 
-    def _errors_to_load(self, path: Path) -> kept_errors.Tensors:
-        found = together("runtime_state", lambda: kept_errors.sizes_in(read_metadata(path)))
+    def _errors_to_load(self, path: Path) -> error_feedback.Tensors:
+        found = together("runtime_state", lambda: error_feedback.sizes_in(read_metadata(path)))
         reads = sharded_parameters(self.model)
         return {
             name: {
-                slot: {key: kept_errors.empty_rows(reads[name], *size) for key, size in kept.items()}
+                slot: {key: error_feedback.empty_rows(reads[name], *size) for key, size in kept.items()}
                 for slot, kept in slots.items()
             }
             for name, slots in found.items()
@@ -123,7 +123,7 @@ class RuntimeState:
             "random": _random_state(),
             "local": {name: _copy(tensor) for name, tensor in held.items()},
             "kept": {name: {key: _copy(value) for key, value in tensors.items()} for name, tensors in kept.items()},
-            kept_errors.KEY: kept_errors.facts_of(self.model),
+            error_feedback.KEY: error_feedback.facts_of(self.model),
         }
 
     def check(self, own: Any) -> None:
@@ -147,7 +147,7 @@ class RuntimeState:
                 )
 
     @torch.no_grad()
-    def restore(self, own: Any, ranks: int, errors: Sequence[tuple[kept_errors.Part, Feedback]]) -> None:
+    def restore(self, own: Any, ranks: int, errors: Sequence[tuple[error_feedback.Part, Feedback]]) -> None:
         """Put back what `own` returned on the rank that this one takes after, when there were `ranks`."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         places = self._places()
@@ -158,7 +158,7 @@ class RuntimeState:
             state.tensors.clear()
             if ranks == world:
                 state.tensors.update({key: value.to(device) for key, value in own["kept"].get(name, {}).items()})
-        kept_errors.put_back(self.model, own.get(kept_errors.KEY, {}), errors)
+        error_feedback.put_back(self.model, own.get(error_feedback.KEY, {}), errors)
         _restore_random(own["random"], None if rank < ranks else rank)
 
     def _places(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from zgraph.checkpoint import error_feedback as kept_errors
+from zgraph.checkpoint import error_feedback as error_feedback
 from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, together
 from zgraph.checkpoint.directory import complete_checkpoints, measure, recover, sync_directory, write_page
 from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names_by_index
@@ -69,9 +69,9 @@ def save_checkpoint(
     own: dict[str, Any] = {"runtime": RuntimeState(module).own(), "extra": dict(extra or {})}
     own["optimizer"] = {} if optimizer is None else ignored_states(module, optimizer)
     state["rank"] = {str(rank): encode(own)}
-    errors = kept_errors.tensors_of(module, copies=False)  # written before anyone trains on
+    errors = error_feedback.tensors_of(module, copies=False)  # written before anyone trains on
     if errors:
-        state[kept_errors.KEY] = errors
+        state[error_feedback.KEY] = errors
 
     def prepare() -> None:
         if rank == 0:

@@ -14,7 +14,7 @@ from torch import fx
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.simulate import Sharing
-from zgraph.runtime.groups import group_stride, make_node_groups
+from zgraph.runtime.groups import group_stride, make_host_groups
 from zgraph.scheduling.schedule import Limits
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
@@ -94,12 +94,12 @@ class PassContext:
     def group_rank(self, group_name: str) -> int:
         return dist.get_rank(resolve_group(group_name))
 
-    def node_groups(self, group_name: str, ranks_per_node: int) -> tuple[str, str]:
-        """Names of the groups of this rank's node, and of the ranks that have its place in theirs.
+    def host_groups(self, group_name: str, ranks_per_host: int) -> tuple[str, str]:
+        """Names of the groups of this rank's host, and of the ranks that have its place in theirs.
 
-        Made where there are none yet; all ranks of the group ask. Neighbouring ranks share a node.
+        Made where there are none yet; all ranks of the group ask. Neighbouring ranks share a host.
         """
-        return make_node_groups(group_name, ranks_per_node)
+        return make_host_groups(group_name, ranks_per_host)
 
     def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:
         """Of a collective of a kind, such as "all_gather_into_tensor", of which each rank sends so much.

@@ -21,7 +21,7 @@ Hops = Literal[1, 2, "auto"]
 
 
 @dataclass(frozen=True)
-class Draw:
+class RngKey:
     """What the random numbers of one reduction depend on, beside the rank that draws them.
 
     Attributes:
@@ -44,7 +44,7 @@ class CompressionMethod:
     """
 
     @property
-    def forgets_every(self) -> int:
+    def reset_interval(self) -> int:
         """Optimizer steps after which what is kept starts as zeros again; 0: never."""
         return 0
 
@@ -59,7 +59,7 @@ class CompressionMethod:
         """Name, shape and dtype of what a rank keeps for a gradient of `chunks` chunks; it starts as zeros."""
         return {}
 
-    def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: Draw, rank: int) -> Sequence[Tensor]:
+    def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: RngKey, rank: int) -> Sequence[Tensor]:
         """The bytes to send.
 
         Args:
@@ -72,7 +72,7 @@ class CompressionMethod:
         """
         raise NotImplementedError(f"{type(self).__name__} has no quantize")
 
-    def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: Draw) -> Tensor:
+    def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: RngKey) -> Tensor:
         """The sum of what all ranks have sent.
 
         Args:
@@ -114,7 +114,7 @@ class BlockMethod(CompressionMethod):
     error_device: str | None = None
 
     @property
-    def old_share(self) -> float | None:
+    def residual_decay(self) -> float | None:
         """Share of the old error in the new one; None where no error is kept."""
         return None
 
@@ -139,7 +139,7 @@ class BlockMethod(CompressionMethod):
         return groups * self.group * self.bits // 8, groups * SCALE_DTYPE.itemsize
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        if self.old_share is None:
+        if self.residual_decay is None:
             return {}
         groups = self.groups(numel)
         error = {"error": ((chunks, groups, self.group), self.error_dtype)}
@@ -174,10 +174,10 @@ class LoCo(BlockMethod):
     Attributes:
         beta: share of the old error in the new one.
         reset_every: optimizer steps after which the error starts at zero again; 0: never.
-        hops: 1 sends straight to where the sum is kept: of each node as many ranks as it has send all their codes to
-            other nodes; 2 sums inside each node first, see `TwoHop`, and crosses with 1/P of that. "auto": 2 where the
-            mesh replicates shards across nodes (hybrid sharding), and where the pipeline's hardware says that several
-            ranks of the group share a node and others do not.
+        hops: 1 sends straight to where the sum is kept: of each host as many ranks as it has send all their codes to
+            other hosts; 2 sums inside each host first, see `TwoHop`, and crosses with 1/P of that. "auto": 2 where the
+            mesh replicates shards across hosts (hybrid sharding), and where the pipeline's hardware says that several
+            ranks of the group share a host and others do not.
 
     Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in what a group is rotated by, how
     it is clipped, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
@@ -188,11 +188,11 @@ class LoCo(BlockMethod):
     hops: Hops = "auto"
 
     @property
-    def old_share(self) -> float | None:
+    def residual_decay(self) -> float | None:
         return self.beta
 
     @property
-    def forgets_every(self) -> int:
+    def reset_interval(self) -> int:
         return self.reset_every
 
     def check(self) -> None:
@@ -217,7 +217,7 @@ class ErrorFeedback(BlockMethod):
     rotate: bool = False
 
     @property
-    def old_share(self) -> float | None:
+    def residual_decay(self) -> float | None:
         return 0.0
 
 
@@ -231,27 +231,27 @@ class NoFeedback(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoHop:
-    """Codes of 8 bits inside a node, and of fewer across nodes, where links are slow.
+    """Codes of 8 bits inside a host, and of fewer across hosts, where links are slow.
 
-    Ranks of a node first sum their gradients, each rank a part of them; then ranks of equal place in their nodes sum
-    these sums. Across nodes each rank sends, and keeps an error of, 1/P of the gradient, for P ranks per node.
+    Ranks of a host first sum their gradients, each rank a part of them; then ranks of equal place in their hosts sum
+    these sums. Across hosts each rank sends, and keeps an error of, 1/P of the gradient, for P ranks per host.
 
     Attributes:
-        inside, across: the method of each hop.
-        ranks_per_node: how many neighbouring ranks share a node. None: those that share the shards of hybrid sharding,
-            whose replicas are the nodes, else what the pipeline's hardware says; it must be given where there is none.
+        intra_host, inter_host: the method of each hop.
+        ranks_per_host: how many neighbouring ranks share a host. None: those that share the shards of hybrid sharding,
+            whose replicas are the hosts, else what the pipeline's hardware says; it must be given where there is none.
 
     Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.2, which keeps no error.
     """
 
-    inside: BlockMethod = NoFeedback(bits=8, group=512)
-    across: BlockMethod = LoCo(hops=1)
-    ranks_per_node: int | None = None
+    intra_host: BlockMethod = NoFeedback(bits=8, group=512)
+    inter_host: BlockMethod = LoCo(hops=1)
+    ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+        if self.ranks_per_host is not None and self.ranks_per_host < 1:
             raise ValueError(
-                f"zgraph.passes.TwoHop: ranks_per_node={self.ranks_per_node}; write how many ranks share a node."
+                f"zgraph.passes.TwoHop: ranks_per_host={self.ranks_per_host}; write how many ranks share a host."
             )
 
 

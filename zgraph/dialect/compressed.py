@@ -80,7 +80,7 @@ def _(
         method: as `zgraph.compression.methods.to_text` writes it.
         slot: of the parameter's several reductions, which this is.
         numels, world, stretches: see `BucketLayout`.
-        rank, salt: see `zgraph.compression.methods.Draw`.
+        rank, salt: see `zgraph.compression.methods.RngKey`.
         window: where the backward stands in its window, see runtime/window.py.
 
     Returns:

@@ -9,7 +9,7 @@ not carry it instead, by symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY
   compiles or grows alone would hang the others, as a lone collective does.
 - `symm_mem._low_contention_all_gather` does without for results. It copies what is sent into a workspace that grows
   with the largest member, with a rendezvous at each growth, and puts a barrier of all ranks before and after each
-  member; one member at a time, inside one node.
+  member; one member at a time, inside one host.
 
 The way that fits here is an arena for each frame: live ranges of gathered parameters, which ranks agree on
 (`storages.agreed_storages`), give offsets that are equal on all of them; the arena is allocated and registered once,

@@ -147,14 +147,14 @@ def reduce_grad(
     """
     group = resolve_group(reduction_group(group_name))
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    copies = group_size(replicas)
-    if world * copies > 1 and gradients_wait(zero_stage, window):
+    num_replicas = group_size(replicas)
+    if world * num_replicas > 1 and gradients_wait(zero_stage, window):
         if window == OPEN:
             rows = 0 if zero_stage == 0 else local_rows(grad.shape[0], world, rank)
             return accumulate_grad(grad, handle, dtype, zero_stage, rows)
         grad = add_accumulated(grad, handle, dtype, zero_stage)
-    divisor = world * copies if reduction == "mean" else 1
-    is_gathered = copies > 1 or (zero_stage == 0 and world > 1)
+    divisor = world * num_replicas if reduction == "mean" else 1
+    is_gathered = num_replicas > 1 or (zero_stage == 0 and world > 1)
     travels = mean_dtype_of(grad.dtype, dtype, wire_dtype, mean_dtype) if is_gathered else dtype
     wire = grad.to(wire_dtype_of(grad.dtype, wire_dtype)) if world > 1 else grad  # alone, nothing travels
     if zero_stage == 0:
@@ -164,7 +164,7 @@ def reduce_grad(
         chunk = chunk_rows(wire.shape[0], world)
         pieces = pad_rows(wire, world * chunk)
     try:
-        if copies == 1:
+        if num_replicas == 1:
             total = _exchange_and_sum(pieces, group, divisor, travels)
         else:
             partial = _exchange_and_sum(pieces, group, 1, accumulate_dtype(pieces.dtype))

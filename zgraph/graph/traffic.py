@@ -103,9 +103,9 @@ def _unshard_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
 def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
     args = nodes.ReduceArgs.of(node)
     args = replace(args, group_name=reduction_group(args.group_name))
-    world, copies = group_size(args.group_name), group_size(args.replicas)
+    world, num_replicas = group_size(args.group_name), group_size(args.replicas)
     waits = gradients_wait(args.zero_stage, args.window)
-    if world * copies == 1 or (waits and args.window == OPEN):
+    if world * num_replicas == 1 or (waits and args.window == OPEN):
         return
     grad = meta.tensor_value(args.grad)
     grad_dtype = args.dtype if waits else grad.dtype
@@ -125,7 +125,7 @@ def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
 
     if world > 1:
         yield exchange(chunk, wire)
-    if copies > 1:
+    if num_replicas > 1:
         piece = replace(chunk, group_names=(args.group_name, args.replicas))
         yield exchange(piece, wire_dtype_of(accumulate_dtype(wire), args.wire_dtype))
         yield gather(piece)

@@ -64,7 +64,7 @@ class GradScaler(AgreeingGradScaler):
         scale = float(self.get_scale())
         for model in self._models:
             for read in sharded_parameters(model).values():
-                read.state.feedbacks.set_loss_scale(scale, dropped=id(read.resting) in dropped)
+                read.state.feedbacks.set_loss_scale(scale, dropped=id(read.sharded) in dropped)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_models": None, "_found": []}  # models are not the scaler's to copy

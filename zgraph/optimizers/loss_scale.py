@@ -1,6 +1,4 @@
-"""`zgraph.set_loss_scale` and `forget_errors`: what compression must be told of losses that are scaled, and steps that
-are dropped.
-"""
+"""What compression must be told: of losses that are scaled, of steps that are dropped, of errors to be forgotten."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import torch
 from torch import nn
 
 from zgraph.optimizers.gradients import GradScaler
-from zgraph.sharding.unit import Read, sharded_parameters
+from zgraph.sharding.unit import ShardedParam, sharded_parameters
 from zgraph.torch_compat.dynamo import without_compile
 
 
@@ -53,7 +51,7 @@ def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> Non
         scale.follow(without_compile(model))
 
 
-def forget_errors(model: nn.Module) -> None:
+def reset_error_feedback(model: nn.Module) -> None:
     """Drop what compression has kept of earlier gradients: the errors start as zeros again, and so do their counts.
 
     Such as before another method compresses the gradients. What `set_loss_scale` has told stays.
@@ -65,12 +63,12 @@ def forget_errors(model: nn.Module) -> None:
     Raises:
         ValueError: nothing is sharded.
     """
-    for read in _reads_of(model, "forget_errors").values():
+    for read in _reads_of(model, "reset_error_feedback").values():
         read.state.feedbacks.by_slot.clear()
         read.state.weight_copy = None
 
 
-def _reads_of(model: nn.Module, caller: str) -> dict[str, Read]:
+def _reads_of(model: nn.Module, caller: str) -> dict[str, ShardedParam]:
     module = without_compile(model)
     reads = sharded_parameters(module)
     if not reads:

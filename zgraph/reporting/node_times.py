@@ -24,7 +24,7 @@ def measure_nodes(
     inputs: Sequence[Any],
     repeats: int = 5,
     group: ProcessGroup | None = None,
-    ranks_per_node: int = 1,
+    ranks_per_host: int = 1,
 ) -> dict[str, float]:
     """Median microseconds of every call of a graph, by node name, for `costs_of(measured=...)`.
 
@@ -38,7 +38,7 @@ def measure_nodes(
         inputs: what its placeholders stand for, in order.
         repeats: runs of the graph.
         group: ranks that need the same times, to make the same plan: those of the slowest of them for each node.
-        ranks_per_node: of the machine, by which collectives choose how to run.
+        ranks_per_host: of the machine, by which collectives choose how to run.
 
     Raises:
         ValueError: repeats is not positive.
@@ -47,7 +47,7 @@ def measure_nodes(
         raise ValueError(f"zgraph.measure_nodes: repeats={repeats} measures nothing; write 1 or more.")
     times: dict[str, list[float]] = {}
     for run in range(repeats + 1):
-        timed = _Timed(gm, ranks_per_node)
+        timed = _Timed(gm, ranks_per_host)
         with torch.no_grad():
             timed.run(*inputs)
         for name, us in timed.us.items() if run else ():
@@ -59,16 +59,16 @@ def measure_nodes(
 class _Timed(fx.Interpreter):
     """Attributes: us: microseconds of each call of the last run, by node name."""
 
-    def __init__(self, gm: fx.GraphModule, ranks_per_node: int) -> None:
+    def __init__(self, gm: fx.GraphModule, ranks_per_host: int) -> None:
         super().__init__(gm)
-        self.ranks_per_node = ranks_per_node
+        self.ranks_per_host = ranks_per_host
         self.us: dict[str, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op not in ("call_function", "call_method", "call_module"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        target = starter_of(n, 0, self.ranks_per_node)  # as lowered graphs run it
+        target = starter_of(n, 0, self.ranks_per_host)  # as lowered graphs run it
         if (nodes.is_start(n) or nodes.is_marker(n)) and group_size(nodes.group_of(n)) > 1:
             dist.barrier(resolve_group(nodes.group_of(n)))  # or the first rank would count how late the last one comes
         _settle()

@@ -10,7 +10,7 @@ from torch import nn
 from zgraph.errors import ZgraphError
 from zgraph.reporting.explanation import Explanation
 from zgraph.reporting.summary import Report
-from zgraph.runtime.profiler import Meter
+from zgraph.runtime.profiler import StepProfiler
 from zgraph.sharding.unit import sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
 
@@ -74,7 +74,7 @@ def measure(model: nn.Module) -> Generator[None]:
     if report.meter is not None:
         raise ZgraphError("zgraph.measure: the model is being measured already; leave out the inner `with`.")
     on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
-    meter = report.meter = Meter(watch_allocations=on_cpu)
+    meter = report.meter = StepProfiler(watch_allocations=on_cpu)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from zgraph.compiler.pipeline import PassRun
 from zgraph.graph.text import dtype_text
 from zgraph.graph.traffic import Transfer
 from zgraph.reporting.of_graph import GraphReport
-from zgraph.runtime.profiler import GraphMeter, Measured, Meter
+from zgraph.runtime.profiler import GraphProfiler, Measured, StepProfiler
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Report:
     islands: int = 0
     distinct_islands: int = 0
     measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
-    meter: Meter | None = None
+    meter: StepProfiler | None = None
     feedback_bytes: int = 0
     _running: str | None = None
 
@@ -57,7 +57,7 @@ class Report:
                 self.seconds[outer] = self.seconds.get(outer, 0.0) - spent
             self._running = outer
 
-    def meter_of(self, frame: str, direction: Direction) -> GraphMeter | None:
+    def profiler_of(self, frame: str, direction: Direction) -> GraphProfiler | None:
         """Who measures the call of a graph that is about to happen; None: nobody."""
         if self.meter is None:
             return None

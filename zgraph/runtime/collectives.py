@@ -34,7 +34,7 @@ from zgraph.torch_compat.collectives import (
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
 _NUMBERS = 4096
-# The first of so many tags: of messages, and of those that a gather by node passes on. The user's own are others.
+# The first of so many tags: of messages, and of those that a gather by host passes on. The user's own are others.
 _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
@@ -99,38 +99,38 @@ def start_all_gather(
     return whole
 
 
-def start_gather_by_node(shard: Tensor, world: int, group_name: str, number: int, ranks_per_node: int) -> Tensor:
-    """The same for a group with several ranks on each of several nodes: a part crosses to another node once.
+def start_gather_by_host(shard: Tensor, world: int, group_name: str, number: int, ranks_per_host: int) -> Tensor:
+    """The same for a group with several ranks on each of several hosts: a part crosses to another host once.
 
-    Four ranks on two nodes, of which 0 and 2 have the first place and 1 and 3 the second:
+    Four ranks on two hosts, of which 0 and 2 have the first place and 1 and 3 the second:
 
-        start    each sends its part to its own node and to its place on other nodes    0 -> 1, 2    1 -> 0, 3    ...
-        wait     each passes on what came from other nodes to its own                   0 -> 1: 2's  1 -> 0: 3's  ...
+        start    each sends its part to its own host and to its place on other hosts    0 -> 1, 2    1 -> 0, 3    ...
+        wait     each passes on what came from other hosts to its own                   0 -> 1: 2's  1 -> 0: 3's  ...
     """
     group = resolve_group(group_name)
-    nodes = nodes_of(group, ranks_per_node)
+    hosts = hosts_of(group, ranks_per_host)
     whole = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
     parts, rank, own = whole.chunk(world), dist.get_rank(group), shard.contiguous()
     if not own.numel():
         return whole
-    home = next(members for members in nodes if rank in members)
+    home = next(members for members in hosts if rank in members)
     place = home.index(rank)
-    away = [members[place] for members in nodes if members is not home]
+    away = [members[place] for members in hosts if members is not home]
     here = [peer for peer in home if peer != rank]
     peers = [*here, *away]
     tag, passed_on = (first + number % _NUMBERS for first in _TAGS)
     arriving = [group.recv([parts[peer]], peer, tag) for peer in peers]
     arriving += [group.send([own], peer, tag) for peer in peers]
     parts[rank].copy_(own)
-    theirs = [[members[home.index(peer)] for members in nodes if members is not home] for peer in here]
+    theirs = [[members[home.index(peer)] for members in hosts if members is not home] for peer in here]
     register_work(whole, _PassOn(group, arriving, parts, away, dict(zip(here, theirs, strict=True)), passed_on))
     return whole
 
 
 class _PassOn(dist.Work):
-    """The second half of a gather by node, which runs when its result is waited for.
+    """The second half of a gather by host, which runs when its result is waited for.
 
-    It ends when the other ranks of the node wait for it too. So all have to wait, for these and for whatever else, in
+    It ends when the other ranks of the host wait for it too. So all have to wait, for these and for whatever else, in
     one order: see `zgraph.graph.collective_dispatch.order_of_waits`.
     """
 
@@ -216,22 +216,22 @@ def uses_messages(group: ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and backend_of(group, device) == "gloo"
 
 
-def nodes_of(group: ProcessGroup, ranks_per_node: int) -> list[list[int]]:
-    """The ranks of a group, by the node that they are on."""
+def hosts_of(group: ProcessGroup, ranks_per_host: int) -> list[list[int]]:
+    """The ranks of a group, by the host that they are on."""
     found: dict[int, list[int]] = {}
     for rank, member in enumerate(dist.get_process_group_ranks(group)):
-        found.setdefault(member // ranks_per_node, []).append(rank)
+        found.setdefault(member // ranks_per_host, []).append(rank)
     return list(found.values())
 
 
-def goes_by_node(group: ProcessGroup, ranks_per_node: int) -> bool:
-    """Whether a gather of this group is better started by `start_gather_by_node`.
+def goes_by_host(group: ProcessGroup, ranks_per_host: int) -> bool:
+    """Whether a gather of this group is better started by `start_gather_by_host`.
 
-    As messages from each rank to each, a part would cross to another node as often as that has ranks. Nodes of unequal
-    numbers of ranks are treated as if each rank were a node.
+    As messages from each rank to each, a part would cross to another host as often as that has ranks. Hosts of unequal
+    numbers of ranks are treated as if each rank were a host.
     """
-    nodes = nodes_of(group, ranks_per_node)
-    return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(members) for members in nodes}) == 1
+    hosts = hosts_of(group, ranks_per_host)
+    return len(hosts) > 1 and len(hosts[0]) > 1 and len({len(members) for members in hosts}) == 1
 
 
 def _start(to_fill: Sequence[Tensor], to_send: Sequence[Tensor], route: Route, result: Tensor, number: int) -> None:

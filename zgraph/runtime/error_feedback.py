@@ -48,14 +48,14 @@ class Feedback:
             self.stored = None
         return self.kept
 
-    def begin(self, *, forgets_every: int, keep_before: bool) -> None:
+    def begin(self, *, reset_interval: int, keep_before: bool) -> None:
         """A reduction is about to read the error: forget it where its time is up, and keep a copy if one is wanted."""
         if self.open:
             return
         # A copy, as kernels work in place, and what they drop cannot be recomputed from what they keep. First, so that
         # a dropped step has not forgotten either.
         self.before = {name: tensor.clone() for name, tensor in self.tensors.items()} if keep_before else None
-        if forgets_every and self.steps and self.steps % forgets_every == 0:
+        if reset_interval and self.steps and self.steps % reset_interval == 0:
             for tensor in self.tensors.values():
                 tensor.zero_()
 
@@ -94,7 +94,7 @@ class Feedback:
         """Start to bring back what a reduction has left of it."""
         self.stored = copies.store([computed[name] for name in self.kept], [*self.kept.values()])
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """The step at hand is not taken: what it did to the error did not happen."""
         if self.before is not None:
             for name, tensor in self.before.items():
@@ -145,14 +145,14 @@ class Feedbacks:
             raise ZgraphError(
                 f"zgraph: {parameter} keeps the error of {found.method} in {found.chunks} chunks of {found.numel} "
                 f"elements, and is now compressed by {method} in {chunks} of {numel}. Compile with the method that the "
-                "state was saved with, or call zgraph.forget_errors(model) on every rank to begin with zeros."
+                "state was saved with, or call zgraph.reset_error_feedback(model) on every rank to begin with zeros."
             )
         elif not found.fits(spec):
             shown = {name: (list(tensor.shape), tensor.dtype) for name, tensor in found.tensors.items()}
             raise ZgraphError(
                 f"zgraph: {parameter} keeps {shown} for {method}, which asks for {dict(spec)}: it was saved "
-                "by another version of the method. Load it with that one, or call zgraph.forget_errors(model) on "
-                "every rank to begin with zeros."
+                "by another version of the method. Load it with that one, or call zgraph.reset_error_feedback(model) "
+                "on every rank to begin with zeros."
             )
         found.move_to(device)
         return found
@@ -175,7 +175,7 @@ class Feedbacks:
         factor = 1.0 if last is None else (scale or 1.0) / last
         for feedback in self.by_slot.values():
             if dropped:
-                feedback.take_back()
+                feedback.rollback()
             feedback.before = None
             if factor != 1.0:
                 feedback.scale(factor)

@@ -67,27 +67,27 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def make_node_groups(group_name: str, ranks_per_node: int) -> tuple[str, str]:
-    """The groups of each node's ranks of a group, and of ranks of equal place in their nodes; called by all members.
+def make_host_groups(group_name: str, ranks_per_host: int) -> tuple[str, str]:
+    """The groups of each host's ranks of a group, and of ranks of equal place in their hosts; called by all members.
 
     Returns:
         Names of the two that this rank is in.
     """
     group = resolve_group(group_name)
-    node, place = divmod(dist.get_rank(group), ranks_per_node)
+    host, place = divmod(dist.get_rank(group), ranks_per_host)
     members = list(range(dist.get_world_size(group)))
-    inside = f"{group_name}.node{node}_of_{ranks_per_node}"
-    across = f"{group_name}.place{place}_of_{ranks_per_node}"
+    intra_host = f"{group_name}.host{host}_of_{ranks_per_host}"
+    inter_host = f"{group_name}.place{place}_of_{ranks_per_host}"
     for name, chosen in (
-        (inside, members[node * ranks_per_node : (node + 1) * ranks_per_node]),
-        (across, members[place::ranks_per_node]),
+        (intra_host, members[host * ranks_per_host : (host + 1) * ranks_per_host]),
+        (inter_host, members[place::ranks_per_host]),
     ):
         if find_group(name) is None:
             made = make_beside(group, name, chosen)
             device = group.bound_device_id
             if device is not None and len(chosen) > 1:
                 connect(made, device)
-    return inside, across
+    return intra_host, inter_host
 
 
 def group_backend(group_name: str, device: torch.device) -> str:

@@ -56,7 +56,7 @@ class Probe(Protocol):
 Build = Callable[[Probe, bool], Program]
 
 
-class Meter:
+class StepProfiler:
     """Measures every graph of a model.
 
     On the CPU torch.profiler sees the memory of the first step: up to the first forward that follows a backward. It
@@ -64,17 +64,17 @@ class Meter:
     """
 
     def __init__(self, *, watch_allocations: bool) -> None:
-        self.graphs: dict[tuple[str, str], GraphMeter] = {}
+        self.graphs: dict[tuple[str, str], GraphProfiler] = {}
         self.allocations = Allocations() if watch_allocations and not is_profiling() else None
         self._backward_ran = False
 
-    def of(self, frame: str, direction: str, owned: Sequence[int]) -> GraphMeter:
+    def of(self, frame: str, direction: str, owned: Sequence[int]) -> GraphProfiler:
         """The meter of one graph, about to be called."""
         if direction == "backward":
             self._backward_ran = True
         elif self._backward_ran and self.allocations is not None:
             self.allocations.stop()
-        return self.graphs.setdefault((frame, direction), GraphMeter(self, f"{direction} {frame}", owned))
+        return self.graphs.setdefault((frame, direction), GraphProfiler(self, f"{direction} {frame}", owned))
 
     def stop(self) -> None:
         if self.allocations is not None:
@@ -102,10 +102,10 @@ class Call:
     peak_bytes: int | None = None
 
 
-class GraphMeter:
+class GraphProfiler:
     """Runs the instrumented program of one graph."""
 
-    def __init__(self, meter: Meter, label: str, owned: Sequence[int]) -> None:
+    def __init__(self, meter: StepProfiler, label: str, owned: Sequence[int]) -> None:
         self.meter = meter
         self.label = label
         self.owned = owned

@@ -18,7 +18,7 @@ _OVERWRITING = frozenset(
 )
 
 
-class SharedDraws:
+class SharedRng:
     """Rank 0's random numbers for everyone, while this rank's own state advances as if it had drawn them itself."""
 
     def __init__(self, mesh: DeviceMesh, seed: int | None) -> None:

@@ -33,7 +33,7 @@ class ParameterState:
     """Of one parameter.
 
     Attributes:
-        owner, attribute: where the resting parameter is found.
+        owner, attribute: where the sharded parameter is found.
         kept: gathered copies by dtype, [N * chunk, ...], the padding still on.
         waiting: a backward of the open window has left gradients.
         accumulated: stage 1: the sum of this rank's own whole gradients, [*shape].

@@ -44,7 +44,7 @@ class Promise:
             capacity = problem.capacity_of(queue[0])
             for start in queue[head : head + AHEAD]:
                 at += problem.work.us[start] / capacity
-                end = max(end, at + problem.spine_at[-1] - problem.spine_at[problem.use[start]])
+                end = max(end, at + problem.compute_order_at[-1] - problem.compute_order_at[problem.use[start]])
             todo = sum(problem.work.us[start] for start in queue[head:]) / capacity
             left += todo
             done[link] = done.get(link, clock.now) + todo
@@ -75,8 +75,8 @@ class Beam:
     def run(self) -> Builder:
         problem = self.problem
         states = [Builder(problem)]
-        last = len(problem.spine) - 1
-        for slot, number in enumerate(problem.spine):
+        last = len(problem.compute_order) - 1
+        for slot, number in enumerate(problem.compute_order):
             free = slot < last and not problem.work.us[number]
             if free and all(state.placed[source] for state in states for source in problem.needs[number]):
                 for state in states:
@@ -89,7 +89,7 @@ class Beam:
         """Every state with up to so many things put into the slot, and then the node behind it."""
         filled: list[Builder] = []
         for _ in range(steps + 1):
-            filled += [_with(state, [self.problem.spine[slot]]) for state in states]
+            filled += [_with(state, [self.problem.compute_order[slot]]) for state in states]
             states = self._best([_with(state, option) for state in states for option in self._options(state, slot)])
             if not states:
                 break
@@ -98,20 +98,20 @@ class Beam:
     def _options(self, state: Builder, slot: int) -> Iterator[list[int]]:
         """What can come next: the start of a collective, its wait, a copy out, the end of a reduction."""
         problem = self.problem
-        last = slot == len(problem.spine) - 1
+        last = slot == len(problem.compute_order) - 1
         for start in state.next_starts():
             after = problem.after[start]
             if problem.release[start] <= slot and (
                 state.is_there(after) or (last and all(state.placed[one] for one in after))
             ):
                 yield [start]
-        for start in islice(state.under_way, self.OLDEST):
+        for start in islice(state.in_flight, self.OLDEST):
             # To wait for what is not there yet only pays where it makes room.
             pays = state.clock.is_done(start) or problem.limits.budget_bytes is not None or last
             if pays and problem.movable[problem.wait_of[start]]:
                 yield [problem.wait_of[start]]
-        yield from ([number] for number in islice(state.loose, self.OLDEST) if problem.release[number] <= slot)
-        yield from (problem.tails[after] for after in islice(state.unfinished, self.OLDEST))
+        yield from ([number] for number in islice(state.pending_copies, self.OLDEST) if problem.release[number] <= slot)
+        yield from (problem.output_chains[after] for after in islice(state.unfinished, self.OLDEST))
 
     def _best(self, states: list[Builder]) -> list[Builder]:
         unique: dict[bytes, tuple[Promise, Builder]] = {}

@@ -46,8 +46,8 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
     if limits.budget_bytes is not None and timeline.memory.bytes_during[place_of[ahead]] + whole > limits.budget_bytes:
         return f"the budget of {limits.budget_bytes} bytes has no room for {whole} bytes beside {ahead.name}"
     started = [node for node in timeline.exposed_us if _is_under_way(node, place_of, place_of[ahead])]
-    under_way = [size for node in started if (size := limited_bytes(node))]
-    if len(under_way) > 1 and sum(under_way) + whole > limits.in_flight_bytes:
+    in_flight = [size for node in started if (size := limited_bytes(node))]
+    if len(in_flight) > 1 and sum(in_flight) + whole > limits.in_flight_bytes:
         return f"in_flight_bytes={limits.in_flight_bytes} has no room for {whole} bytes beside {ahead.name}"
     return f"too little to compute between {ahead.name} and its result's first reader"
 

@@ -41,13 +41,13 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class StepEstimate:
     """A whole step, on paper.
 
     Attributes:
         dropped: values that backward makes again.
         saved: what forward saves beside its inputs.
-        again: what backward computes again, in its order.
+        recomputed: what backward computes again, in its order.
         bytes_during: while each call runs: those of forward, then those of backward.
         lane_us: how long each lane is busy.
         step_us: at best; see `Model`.
@@ -56,7 +56,7 @@ class Look:
 
     dropped: Mapping[Value, None]
     saved: tuple[fx.Node, ...]
-    again: tuple[fx.Node, ...]
+    recomputed: tuple[fx.Node, ...]
     bytes_during: Sequence[int]
     lane_us: Mapping[str, float]
     step_us: float
@@ -103,7 +103,7 @@ class Model:
         self.forward = [calls[node.name] for node in forward.nodes if node.name in calls]
         in_forward = dict.fromkeys(self.forward)
         behind = [calls[node.name] for node in backward.nodes if node.name in calls]
-        self.base_again = [node for node in behind if node in in_forward]
+        self.base_recomputed = [node for node in behind if node in in_forward]
         self.backward = _from_first_tangent([node for node in calls.values() if node in set(behind) - set(in_forward)])
         returned = nodes.returned_by(joint)
         self.user_outputs = [node for node in returned[:user_outputs] if isinstance(node, fx.Node)]
@@ -159,8 +159,8 @@ class Model:
 
     def _parameters(self) -> Iterator[Value]:
         """Gathered parameters that forward and backward read; what is kept is their cast, where all readers cast."""
-        again = dict.fromkeys(self.base_again)
-        for gather in self.base_again:
+        again = dict.fromkeys(self.base_recomputed)
+        for gather in self.base_recomputed:
             if nodes.is_unshard(gather) and UnshardArgs.of(gather).zero_stage == 3 and gather in self.required:
                 kept = gather
                 while len(kept.users) == 1 and nodes.is_cast(user := next(iter(kept.users))) and user in again:
@@ -196,7 +196,7 @@ class Model:
 
     # --- one step
 
-    def look(self, dropped: Mapping[Value, None]) -> Look:
+    def estimate(self, dropped: Mapping[Value, None]) -> StepEstimate:
         """The step when these values are made again and all others are kept."""
         gone = {node for value in dropped for node in value.nodes}
         kept = [value for value in self.values if value not in dropped]
@@ -204,9 +204,9 @@ class Model:
         saved += [node for value in kept if value.gather is not None for node in value.nodes]
         forward = self._forward(saved)
         backward, again = self._backward(saved)
-        walk = _Walk(self)
-        walk.forward(forward)
-        walk.backward(backward)
+        greedy_frontier = _Walk(self)
+        greedy_frontier.forward(forward)
+        greedy_frontier.backward(backward)
         lane_us: dict[str, float] = {}
         step_us = 0.0
         for calls in (forward, backward):
@@ -214,14 +214,14 @@ class Model:
             step_us += self.at_best(busy)
             for lane, us in busy.items():
                 lane_us[lane] = lane_us.get(lane, 0.0) + us
-        return Look(
+        return StepEstimate(
             dropped=dict(dropped),
             saved=tuple(saved),
-            again=tuple(again),
-            bytes_during=walk.bytes_during(),
+            recomputed=tuple(again),
+            bytes_during=greedy_frontier.bytes_during(),
             lane_us=lane_us,
             step_us=step_us,
-            gaps={value: walk.gap(value, value in dropped) for value in self.values},
+            gaps={value: greedy_frontier.gap(value, value in dropped) for value in self.values},
         )
 
     def at_best(self, lane_us: Mapping[str, float]) -> float:
@@ -268,9 +268,9 @@ class Model:
                     again.append(found)
         return order, again
 
-    def chain(self, value: Value, look: Look) -> list[fx.Node] | None:
+    def chain(self, value: Value, estimate: StepEstimate) -> list[fx.Node] | None:
         """What would have to run again beside what does already; None where something of it cannot."""
-        there = {*look.saved, *look.again} - {*value.nodes}
+        there = {*estimate.saved, *estimate.recomputed} - {*value.nodes}
         found: dict[fx.Node, None] = {}
         pending = list(value.nodes)
         while pending:

@@ -24,7 +24,7 @@ def plan_schedule(problem: Problem) -> Builder:
     found = [frugal.run()]
     if problem.queues:
         found += [Greedy(problem, style, frugal.slot_peaks).run() for style in STYLES]
-        width = min(WIDTH, SLOTS // len(problem.spine))
+        width = min(WIDTH, SLOTS // len(problem.compute_order))
         if width >= 4 and not _is_perfect(choose(found)):
             found.append(Beam(problem, width).run())
     return choose(found)
@@ -85,8 +85,8 @@ class Greedy:
 
     def run(self) -> Builder:
         problem, builder = self.problem, self.builder
-        last = len(problem.spine) - 1
-        for slot, number in enumerate(problem.spine):
+        last = len(problem.compute_order) - 1
+        for slot, number in enumerate(problem.compute_order):
             issued = len(builder.peaks)
             if slot == last:
                 self._wind_up(slot)
@@ -125,7 +125,7 @@ class Greedy:
         problem, clock, work = self.problem, self.builder.clock, self.problem.work
         link = problem.link_of(start)
         capacity = problem.capacity_of(start)
-        number = problem.spine[slot]
+        number = problem.compute_order[slot]
         waited_for = [problem.start_of[one] for one in self.builder.missing([number]) if one in problem.start_of]
         blocked_us = [
             clock.backlog_us(work.lane[one], one) / problem.capacity_of(one)
@@ -148,8 +148,8 @@ class Greedy:
 
     def _fits_in_flight(self, start: int) -> bool:
         size = self.problem.limited_bytes[start]
-        under_way = [other for other in self.builder.under_way.values() if other]
-        return not size or len(under_way) < 2 or sum(under_way) + size <= self.problem.limits.in_flight_bytes
+        outstanding = [other for other in self.builder.in_flight.values() if other]
+        return not size or len(outstanding) < 2 or sum(outstanding) + size <= self.problem.limits.in_flight_bytes
 
     def _fits_in_memory(self, start: int, slot: int) -> bool:
         problem, builder = self.problem, self.builder
@@ -159,7 +159,7 @@ class Greedy:
         needed = builder.new_bytes([start])
         if builder.ledger.alive_bytes + needed > budget:
             # Where others will make room a reduction can wait for it; where nobody will, that only keeps its gradient.
-            return not problem.gathers_parameter(start) and not builder.under_way
+            return not problem.gathers_parameter(start) and not builder.in_flight
         if self._expected is None or not problem.gathers_parameter(start):
             return True
         return self._expected.highest(slot, max(slot + 1, problem.use[start])) + needed <= budget

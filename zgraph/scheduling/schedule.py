@@ -1,6 +1,6 @@
 """A schedule of a graph's communication while it is made: what may stand where, what is there already, what that costs.
 
-Compute keeps its order, and is called the spine. Between its nodes stand, where a scheduler puts them, the starts of
+Compute keeps its order. Between its nodes stand, where a scheduler puts them, the starts of
 collectives with the copies into their buffers, and the waits with the copies out of them:
 
     slot 0   slot 1   slot 2
@@ -57,24 +57,24 @@ class Problem:
         work, limits: as given.
         given: whether each node is an input, and so takes part in no order.
         movable: whether the scheduler puts it somewhere.
-        spine: the numbers of all others, in the order that they keep, the output last. Slot p is before the p-th.
-        rank: of each node of the spine, its place there.
+        compute_order: the numbers of all others, in the order they keep, the output last. Slot p is before the p-th.
+        rank: of each node of the compute order, its place there.
         inputs, users: of each node.
         needs: what must be issued before each node: its inputs, and of a start the one before it in its queue.
         is_start, limited_bytes: of each movable node, and of each start (`limited_bytes`).
         comes_along: whether each node is a view of what arrives or sets out, to be issued with it. Views are not for a
             schedule to place: which ones there are differs between ranks.
         start_of, wait_of: the one of each wait for a movable start, the other of each such start: of several the first.
-        release: of each movable node: the first slot in which everything that it needs of the spine is there.
-        use: of each movable node: the slot of the first node of the spine that needs it.
+        release: of each movable node: the first slot in which everything that it needs of the compute_order is there.
+        use: of each movable node: the slot of the first node of the compute_order that needs it.
         after: of each movable node: the starts whose waits lie behind it, back to the next start.
         queues: starts that keep their order among themselves: of one lane, reading inputs of the graph alone or not,
             with as many collectives behind them. Gathers of parameters come first.
-        tails: what only leaves the graph, by the starts that it is the result of.
-        tails_of: the keys of `tails` that contain a start.
+        output_chains: what only leaves the graph, by the starts that it is the result of.
+        output_chains_of: the keys of `output_chains` that contain a start.
         compute_at: microseconds of compute ahead of each slot, when each copy stands where its result is needed; all of
             it in the last.
-        spine_at: the same without copies, which may stand elsewhere.
+        compute_order_at: the same without copies, which may stand elsewhere.
     """
 
     def __init__(self, work: Work, storages: Iterable[Storage], limits: Limits) -> None:
@@ -89,8 +89,8 @@ class Problem:
         self.movable = [
             is_movable(node) and not any(source in written for source in node.all_input_nodes) for node in work.nodes
         ]
-        self.spine = [number for number in range(count) if not self.movable[number] and not self.given[number]]
-        self.rank = {number: place for place, number in enumerate(self.spine)}
+        self.compute_order = [number for number in range(count) if not self.movable[number] and not self.given[number]]
+        self.rank = {number: place for place, number in enumerate(self.compute_order)}
         self.is_start = [self.movable[number] and nodes.is_start(node) for number, node in enumerate(work.nodes)]
         self.limited_bytes = {n: limited_bytes(work.nodes[n]) for n in range(count) if self.is_start[n]}
         self.start_of = {
@@ -111,14 +111,14 @@ class Problem:
                 self.needs[start] = [before, *self.inputs[start]]
                 self.release[start] = max(self.release[start], self.release[before])
         self.use = self._look_ahead()
-        self.tails = self._find_tails()
-        self.tails_of: dict[int, list[tuple[int, ...]]] = {}
-        for after in self.tails:
+        self.output_chains = self._find_output_chains()
+        self.output_chains_of: dict[int, list[tuple[int, ...]]] = {}
+        for after in self.output_chains:
             for start in after:
-                self.tails_of.setdefault(start, []).append(after)
+                self.output_chains_of.setdefault(start, []).append(after)
         at_use = {n: self.use[n] if self.movable[n] else self.rank.get(n, 0) for n in range(count)}
         self.compute_at = self._sum_compute(at_use)
-        self.spine_at = self._sum_compute(self.rank)
+        self.compute_order_at = self._sum_compute(self.rank)
 
     def gathers_parameter(self, start: int) -> bool:
         """Whether a collective reads inputs of the graph alone, so that it can start as soon as the graph does."""
@@ -159,7 +159,7 @@ class Problem:
         return sorted(map(tuple, queues.values()), key=lambda queue: not self.gathers_parameter(queue[0]))
 
     def _look_ahead(self) -> list[int]:
-        use = [len(self.spine) - 1] * len(self.work.nodes)
+        use = [len(self.compute_order) - 1] * len(self.work.nodes)
         following = {before: start for queue in self.queues for before, start in pairwise(queue)}
         for number in reversed(range(len(self.work.nodes))):
             if self.movable[number]:
@@ -168,17 +168,17 @@ class Problem:
                 use[number] = min(slots, default=use[number])
         return use
 
-    def _find_tails(self) -> dict[tuple[int, ...], list[int]]:
-        output = self.spine[-1]
-        tails: dict[tuple[int, ...], list[int]] = {}
+    def _find_output_chains(self) -> dict[tuple[int, ...], list[int]]:
+        output = self.compute_order[-1]
+        output_chains: dict[tuple[int, ...], list[int]] = {}
         for number in self.inputs[output]:
             needs_more = self.release[number] > max((self.release[start] for start in self.after[number]), default=-1)
             if self.movable[number] and not needs_more and self.use[number] == self.rank[output]:
-                tails.setdefault(self.after[number], []).append(number)
-        return tails
+                output_chains.setdefault(self.after[number], []).append(number)
+        return output_chains
 
     def _sum_compute(self, slots: Mapping[int, int]) -> list[float]:
-        spent = [0.0] * (len(self.spine) + 1)
+        spent = [0.0] * (len(self.compute_order) + 1)
         for number, slot in slots.items():
             if self.work.lane[number] == Work.ON_COMPUTE:
                 spent[slot + 1] += self.work.us[number]
@@ -198,7 +198,7 @@ def problem_of(
     """
     storages = list(storages)
     builder = Builder(Problem(Work.of(order, costs, sharing), storages, limits))
-    for number in builder.problem.spine:
+    for number in builder.problem.compute_order:
         builder.pull(number)
     return Problem(Work.of(builder.nodes(), costs, sharing), storages, limits)
 
@@ -259,11 +259,11 @@ class Builder:
     Attributes:
         order: what is issued.
         peaks: the bytes alive while each of these runs.
-        under_way: what of the limit is taken by what is started and not yet waited for, by start, the oldest first.
+        in_flight: what of the limit is taken by what is started and not yet waited for, by start, the oldest first.
         heads: of each queue, how many of its starts are issued.
         unfinished: results that only leave the graph and are not computed yet though their collectives are started, by
             these, the oldest first.
-        loose: copies out of buffers that are there, not issued yet.
+        pending_copies: copies out of buffers that are there, not issued yet.
         compute_us: compute issued so far.
         most_under_way: what of the limit was taken at worst, where it was by more than two.
     """
@@ -274,10 +274,10 @@ class Builder:
         self.ledger = problem.ledger.copy()
         self.order: list[int] = []
         self.peaks: list[int] = []
-        self.under_way: dict[int, int] = {}
+        self.in_flight: dict[int, int] = {}
         self.heads = [0] * len(problem.queues)
         self.unfinished: dict[tuple[int, ...], None] = {}
-        self.loose: dict[int, None] = {}
+        self.pending_copies: dict[int, None] = {}
         self.compute_us = 0.0
         self.peak_bytes = 0
         self.most_under_way = 0
@@ -292,8 +292,8 @@ class Builder:
         new = copy.copy(self)
         new.clock, new.ledger = self.clock.copy(), self.ledger.copy()
         new.order, new.peaks, new.placed = self.order.copy(), self.peaks.copy(), self.placed.copy()
-        new.under_way, new.heads = self.under_way.copy(), self.heads.copy()
-        new.unfinished, new.loose = self.unfinished.copy(), self.loose.copy()
+        new.in_flight, new.heads = self.in_flight.copy(), self.heads.copy()
+        new.unfinished, new.pending_copies = self.unfinished.copy(), self.pending_copies.copy()
         return new
 
     def next_starts(self) -> Iterator[int]:
@@ -336,7 +336,7 @@ class Builder:
 
     def finish(self, after: tuple[int, ...]) -> None:
         """Compute what only leaves the graph and is the result of these starts."""
-        for number in self.problem.tails[after]:
+        for number in self.problem.output_chains[after]:
             self.pull(number)
 
     def issue(self, number: int) -> None:
@@ -352,30 +352,30 @@ class Builder:
         if problem.is_start[number]:
             self._note_start(number)
         elif number in problem.start_of:
-            self.under_way.pop(problem.start_of[number], None)
+            self.in_flight.pop(problem.start_of[number], None)
         if problem.movable[number]:
             self._note_copies(number)
 
     def _note_start(self, start: int) -> None:
         problem = self.problem
         self.heads[self._queue_of[start]] += 1
-        self.under_way[start] = problem.limited_bytes[start]
-        limited = [size for size in self.under_way.values() if size]
+        self.in_flight[start] = problem.limited_bytes[start]
+        limited = [size for size in self.in_flight.values() if size]
         if len(limited) > 2:
             self.most_under_way = max(self.most_under_way, sum(limited))
-        for after in problem.tails_of.get(start, ()):
+        for after in problem.output_chains_of.get(start, ()):
             if all(self.placed[one] for one in after):
                 self.unfinished[after] = None
 
     def _note_copies(self, number: int) -> None:
         problem, after = self.problem, self.problem.after[number]
-        self.loose.pop(number, None)
+        self.pending_copies.pop(number, None)
         for user in problem.users[number] if after or problem.is_start[number] else ():
             if problem.comes_along[user] and all(self.placed[one] for one in problem.needs[user]):
                 self.issue(user)
             elif problem.movable[user] and not problem.is_start[user] and user not in problem.start_of:
-                self.loose[user] = None
-        if after in self.unfinished and all(self.placed[one] for one in problem.tails[after]):
+                self.pending_copies[user] = None
+        if after in self.unfinished and all(self.placed[one] for one in problem.output_chains[after]):
             del self.unfinished[after]
 
     def nodes(self) -> list[fx.Node]:

@@ -23,11 +23,11 @@ def load_whole_or_nothing(
         RuntimeError: torch's own, of `load`.
     """
     if isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        load(module, rehearsal_of(module, state_dict, assign), strict, assign)
+        load(module, dry_run_of(module, state_dict, assign), strict, assign)
     return load(module, state_dict, strict, assign)
 
 
-def rehearsal_of(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> OrderedDict[str, Any]:
+def dry_run_of(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> OrderedDict[str, Any]:
     """The state dict with each value that fits replaced by the one the module holds: loading it changes nothing."""
     own = module.state_dict()
     rehearsal = OrderedDict(

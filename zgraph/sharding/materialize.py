@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.errors import ZgraphError
-from zgraph.runtime.shared_rng import SharedDraws, random_state, set_random_state
-from zgraph.sharding.paged_parameters import WITH_NAN, Memory, Page, find_pages, mesh_of
+from zgraph.runtime.shared_rng import SharedRng, random_state, set_random_state
+from zgraph.sharding.paged_parameters import WITH_NAN, PagedParameter, ParameterPager, find_pages, mesh_of
 from zgraph.torch_compat.dynamo import is_compiled_wrapper, without_compile
 from zgraph.torch_compat.memory import DispatchMode
 from zgraph.torch_compat.modules import reset_method, tree_flatten
@@ -70,16 +70,16 @@ def materialize(
     """
     root = without_compile(module)
     pages = find_pages(root)
-    if not any(page.resting.is_meta for page in pages):
+    if not any(page.sharded.is_meta for page in pages):
         return module
     mesh = mesh_of(pages)
     before = random_state(mesh.device_type)
-    memory = Memory(pages)
+    memory = ParameterPager(pages)
     with _whole_classes(root):
         try:
             memory.show()
-            draws = SharedDraws(mesh, seed)
-            _initialise(root, init, memory, draws)
+            rng = SharedRng(mesh, seed)
+            _initialise(root, init, memory, rng)
             memory.page_out_all()
             _check_values(root, init, pages, mesh)
         except BaseException:
@@ -87,7 +87,7 @@ def materialize(
             set_random_state(mesh.device_type, before)
             raise
         memory.settle()
-    draws.settle()
+    rng.settle()
     return module
 
 
@@ -108,10 +108,10 @@ def _whole_classes(root: nn.Module) -> Generator[None]:
 
 
 def _initialise(
-    root: nn.Module, init: Callable[[nn.Module], object] | None, memory: Memory, draws: SharedDraws
+    root: nn.Module, init: Callable[[nn.Module], object] | None, memory: ParameterPager, rng: SharedRng
 ) -> None:
     names = {id(part): name for name, part in root.named_modules()}
-    on_meta = {id(part) for page in memory.pages if page.resting.is_meta for part, _ in page.sites}
+    on_meta = {id(part) for page in memory.pages if page.sharded.is_meta for part, _ in page.sites}
     wanted = {id(part) for part in root.modules() if any(id(child) in on_meta for child in part.modules())}
     done: set[int] = set()
 
@@ -127,7 +127,7 @@ def _initialise(
             return
         memory.page_in(memory.of_module.get(id(part), []))
         try:
-            with torch.no_grad(), _Watch(memory, draws):
+            with torch.no_grad(), _Watch(memory, rng):
                 run(part)
             memory.adopt(part)
         except Exception as error:
@@ -147,10 +147,10 @@ def _reset(part: nn.Module) -> None:
 class _Watch(DispatchMode):
     """Pages in what an operator needs, notes what it writes, and gives it the shared random numbers."""
 
-    def __init__(self, memory: Memory, draws: SharedDraws) -> None:
+    def __init__(self, memory: ParameterPager, rng: SharedRng) -> None:
         super().__init__()
         self.memory = memory
-        self.draws = draws
+        self.rng = rng
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,14 +160,14 @@ class _Watch(DispatchMode):
         self.memory.page_in(self.memory.of(tree_flatten((args, kwargs))[0]))
         for page in self.memory.of(written_tensors(func, args, kwargs)):
             page.written = page.changed = True
-        return self.draws.run(func, args, kwargs)
+        return self.rng.run(func, args, kwargs)
 
 
 # --- what init left out ---------------------------------------------------------------------------------------------
 
 
 def _check_values(
-    root: nn.Module, init: Callable[[nn.Module], object] | None, pages: Sequence[Page], mesh: DeviceMesh
+    root: nn.Module, init: Callable[[nn.Module], object] | None, pages: Sequence[PagedParameter], mesh: DeviceMesh
 ) -> None:
     """Refuse what has no value, or only in part; the same on all ranks.
 
@@ -175,7 +175,7 @@ def _check_values(
         ZgraphError: names the first of them.
     """
     source = "reset_parameters" if init is None else "init"
-    fresh = [page for page in pages if page.resting.is_meta]
+    fresh = [page for page in pages if page.sharded.is_meta]
     unwritten = [page for page in fresh if not page.written]
     if unwritten:
         shown = ", ".join(_described(page) for page in unwritten[:4])
@@ -205,14 +205,14 @@ def _check_values(
                 )
 
 
-def _described(page: Page) -> str:
+def _described(page: PagedParameter) -> str:
     owner = page.sites[0][0]
     kind = "parameter" if page.is_parameter else "buffer"
     lacks = "" if reset_method(owner) is not None else ", which has no reset_parameters"
     return f"{page.name} ({kind} of {type(owner).__name__}{lacks})"
 
 
-def _has_nan(page: Page) -> bool:
+def _has_nan(page: PagedParameter) -> bool:
     """Of this rank's part. The sum needs no memory; it is NaN for infinities of both signs too."""
     values = page.whole if page.shard is None else page.shard
     if not page.is_parameter or values.dtype not in WITH_NAN:

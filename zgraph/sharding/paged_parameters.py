@@ -26,13 +26,13 @@ Site = tuple[nn.Module, str]
 
 
 @dataclass(eq=False)
-class Page:
+class PagedParameter:
     """One parameter or buffer, and the whole tensor that stands for it while `init` runs.
 
     Attributes:
         name: qualified, of its first place.
         sites: every (module, attribute) that holds it.
-        resting: what the module held before: a DTensor, or a meta buffer.
+        sharded: what the module held before: a DTensor, or a meta buffer.
         whole: [*shape] plain tensor; its storage is empty while the page is out.
         shown: what the module holds meanwhile: a parameter or buffer over the storage of `whole`.
         whole_bytes: of the full storage.
@@ -44,7 +44,7 @@ class Page:
 
     name: str
     sites: list[Site]
-    resting: Tensor
+    sharded: Tensor
     whole: Tensor
     shown: Tensor
     whole_bytes: int
@@ -55,25 +55,25 @@ class Page:
 
     @property
     def is_parameter(self) -> bool:
-        return isinstance(self.resting, DTensor)
+        return isinstance(self.sharded, DTensor)
 
     @property
     def comes_and_goes(self) -> bool:
         """Whether it has a smaller form: a shard, or the values that it had before and will keep."""
-        return self.cut or not self.resting.is_meta
+        return self.cut or not self.sharded.is_meta
 
     @property
     def is_in(self) -> bool:
         return self.whole.untyped_storage().nbytes() == self.whole_bytes
 
 
-def find_pages(root: nn.Module) -> list[Page]:
+def find_pages(root: nn.Module) -> list[PagedParameter]:
     """Sharded parameters, and buffers on the meta device, in the order of `named_modules`.
 
     Raises:
         ZgraphError: a meta parameter is not sharded.
     """
-    pages: dict[int, Page] = {}
+    pages: dict[int, PagedParameter] = {}
     for prefix, part in root.named_modules():
         held: dict[str, Tensor | None] = {**local_parameters(part), **local_buffers(part)}
         for attribute, tensor in held.items():
@@ -87,48 +87,48 @@ def find_pages(root: nn.Module) -> list[Page]:
                     f"zgraph.materialize: {name} is on the meta device and not sharded; call zgraph.shard(model) first."
                 )
             if isinstance(tensor, DTensor) or tensor.is_meta:
-                pages[id(tensor)] = Page(name, [(part, attribute)], tensor, tensor, tensor, 0, False)
-    mesh = mesh_of(pages.values()) if any(page.resting.is_meta for page in pages.values()) else None
+                pages[id(tensor)] = PagedParameter(name, [(part, attribute)], tensor, tensor, tensor, 0, False)
+    mesh = mesh_of(pages.values()) if any(page.sharded.is_meta for page in pages.values()) else None
     if mesh is not None:
         for page in pages.values():
             _lay_out(page, mesh.device_type)
     return list(pages.values())
 
 
-def mesh_of(pages: Iterable[Page]) -> DeviceMesh:
+def mesh_of(pages: Iterable[PagedParameter]) -> DeviceMesh:
     for page in pages:
-        if isinstance(page.resting, DTensor):
-            return page.resting.device_mesh
+        if isinstance(page.sharded, DTensor):
+            return page.sharded.device_mesh
     raise ZgraphError("zgraph.materialize: the model has no sharded parameter; call zgraph.shard(model) first.")
 
 
-def _lay_out(page: Page, device_type: str) -> None:
+def _lay_out(page: PagedParameter, device_type: str) -> None:
     """Make the whole tensor, without its storage."""
-    resting = page.resting
-    page.whole = torch.empty_strided(resting.shape, resting.stride(), dtype=resting.dtype, device=device_type)
+    sharded = page.sharded
+    page.whole = torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device=device_type)
     page.whole_bytes = page.whole.untyped_storage().nbytes()
     page.whole.untyped_storage().resize_(0)
     page.shown = page.whole.detach()
-    if isinstance(resting, DTensor):
-        page.shown = nn.Parameter(page.whole, requires_grad=resting.requires_grad)
-        placements = enumerate(resting.placements)
-        page.cut = any(not kind.is_replicate() and resting.device_mesh.size(axis) > 1 for axis, kind in placements)
-        if not page.resting.is_meta:
+    if isinstance(sharded, DTensor):
+        page.shown = nn.Parameter(page.whole, requires_grad=sharded.requires_grad)
+        placements = enumerate(sharded.placements)
+        page.cut = any(not kind.is_replicate() and sharded.device_mesh.size(axis) > 1 for axis, kind in placements)
+        if not page.sharded.is_meta:
             with torch.no_grad():
-                page.shard = resting.to_local()
+                page.shard = sharded.to_local()
             page.written = True
-    for mark, value in vars(resting).items():
+    for mark, value in vars(sharded).items():
         if mark != "_is_param":  # torch's own, and untrue of a plain parameter
             setattr(page.shown, mark, value)
 
 
-class Memory:
+class ParameterPager:
     """All pages of a model, and which are in: never more than the largest module needs, or one operator."""
 
-    def __init__(self, pages: Sequence[Page]) -> None:
+    def __init__(self, pages: Sequence[PagedParameter]) -> None:
         self.pages = pages
         self.by_storage = {storage_key(page.whole): page for page in pages}
-        self.of_module: dict[int, list[Page]] = {}
+        self.of_module: dict[int, list[PagedParameter]] = {}
         for page in pages:
             for part, _ in page.sites:
                 owned = self.of_module.setdefault(id(part), [])
@@ -138,7 +138,7 @@ class Memory:
             (sum(page.whole_bytes for page in owned if page.comes_and_goes) for owned in self.of_module.values()),
             default=0,
         )
-        self.in_memory: dict[Page, None] = {}  # the ones that come and go, least recently used first
+        self.in_memory: dict[PagedParameter, None] = {}  # the ones that come and go, least recently used first
 
     def show(self) -> None:
         """Put the whole tensors where the model reads its parameters and buffers."""
@@ -150,14 +150,14 @@ class Memory:
         """Put back what was there, as if nothing had been initialised."""
         for page in self.pages:
             for part, attribute in page.sites:
-                _hold(page, part, attribute, page.resting)
+                _hold(page, part, attribute, page.sharded)
 
-    def of(self, tensors: Iterable[object]) -> list[Page]:
+    def of(self, tensors: Iterable[object]) -> list[PagedParameter]:
         """The pages that these tensors are, or are views of."""
         keys = dict.fromkeys(storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))
         return [self.by_storage[key] for key in keys if key in self.by_storage]
 
-    def page_in(self, needed: Sequence[Page]) -> None:
+    def page_in(self, needed: Sequence[PagedParameter]) -> None:
         """Give all of these storage and their values; the least recently used others make room."""
         missing_bytes = sum(page.whole_bytes for page in needed if page.comes_and_goes and not page.is_in)
         for page in [page for page in self.in_memory if page not in needed]:
@@ -178,17 +178,17 @@ class Memory:
             else:
                 page.whole.zero_()
 
-    def page_out(self, page: Page) -> None:
+    def page_out(self, page: PagedParameter) -> None:
         """Keep this rank's part and give the rest back."""
         self.in_memory.pop(page, None)
-        if page.changed and page.resting.is_meta:
+        if page.changed and page.sharded.is_meta:
             page.shard = None  # before the new one, not after
             page.shard = _own_part(page)
         page.changed = False
         page.whole.untyped_storage().resize_(0)
 
     def page_out_all(self) -> None:
-        empty = [page for page in self.pages if page.resting.is_meta and page.whole.numel() == 0]
+        empty = [page for page in self.pages if page.sharded.is_meta and page.whole.numel() == 0]
         for page in empty:  # no operator writes what has no elements
             page.written = page.changed = True
         for page in [*self.in_memory, *(page for page in empty if page.cut)]:
@@ -210,7 +210,7 @@ class Memory:
                     else:
                         self._adopt_buffer(page, part, attribute)
 
-    def _adopt_parameter(self, page: Page, part: nn.Module, attribute: str) -> None:
+    def _adopt_parameter(self, page: PagedParameter, part: nn.Module, attribute: str) -> None:
         found = local_parameters(part).get(attribute)
         if found is not None and found is page.shown and storage_key(found) == storage_key(page.whole):
             return
@@ -231,7 +231,7 @@ class Memory:
         page.shown.requires_grad_(found.requires_grad)
         _hold(page, part, attribute, page.shown)
 
-    def _adopt_buffer(self, page: Page, part: nn.Module, attribute: str) -> None:
+    def _adopt_buffer(self, page: PagedParameter, part: nn.Module, attribute: str) -> None:
         found = local_buffers(part).get(attribute)
         if found is not None and found is page.shown and storage_key(found) == storage_key(page.whole):
             return
@@ -247,34 +247,34 @@ class Memory:
     def settle(self) -> None:
         """The parameters become DTensors again, now with storage; buffers are in place already."""
         for page in self.pages:
-            if not isinstance(page.resting, DTensor):
+            if not isinstance(page.sharded, DTensor):
                 continue
             for part, attribute in page.sites:
-                _hold(page, part, attribute, page.resting)
-            if page.resting.is_meta:
-                _fill_resting(page, page.resting)
+                _hold(page, part, attribute, page.sharded)
+            if page.sharded.is_meta:
+                _fill_resting(page, page.sharded)
 
 
-def _hold(page: Page, part: nn.Module, attribute: str, value: Tensor) -> None:
+def _hold(page: PagedParameter, part: nn.Module, attribute: str, value: Tensor) -> None:
     if page.is_parameter:
         replace_parameter(part, attribute, value)
     else:
         local_buffers(part)[attribute] = value
 
 
-def _own_part(page: Page) -> Tensor:
+def _own_part(page: PagedParameter) -> Tensor:
     """This rank's part of the whole, in storage of its own. All ranks hold the same whole, so nothing is sent."""
-    assert isinstance(page.resting, DTensor)
-    placed = distribute_tensor(page.whole, page.resting.device_mesh, page.resting.placements, src_data_rank=None)
+    assert isinstance(page.sharded, DTensor)
+    placed = distribute_tensor(page.whole, page.sharded.device_mesh, page.sharded.placements, src_data_rank=None)
     part = placed.to_local()
     shared = storage_key(part) == storage_key(page.whole)
     return part.clone(memory_format=torch.contiguous_format) if shared else part
 
 
-def _gather_into(page: Page) -> None:
+def _gather_into(page: PagedParameter) -> None:
     """Fill the whole from the ranks' parts; on the usual placement without a second buffer of its size."""
-    assert isinstance(page.resting, DTensor) and page.shard is not None
-    mesh, placements = page.resting.device_mesh, page.resting.placements
+    assert isinstance(page.sharded, DTensor) and page.shard is not None
+    mesh, placements = page.sharded.device_mesh, page.sharded.placements
     axes = [axis for axis, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(axis) > 1]
     if not axes:
         page.whole.copy_(page.shard)
@@ -298,18 +298,18 @@ def _gather_into(page: Page) -> None:
         raise collective_error("broadcast", [page.name], group.group_name, error) from error
 
 
-def _as_dtensor(page: Page, shard: Tensor) -> DTensor:
-    resting = page.resting
-    assert isinstance(resting, DTensor)
+def _as_dtensor(page: PagedParameter, shard: Tensor) -> DTensor:
+    sharded = page.sharded
+    assert isinstance(sharded, DTensor)
     return DTensor.from_local(
-        shard, resting.device_mesh, resting.placements, run_check=False, shape=resting.shape, stride=resting.stride()
+        shard, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 
-def _fill_resting(page: Page, resting: DTensor) -> None:
+def _fill_resting(page: PagedParameter, sharded: DTensor) -> None:
     """Give the parameter its shard: the same object where torch allows it, else a new one in its places."""
     shard = page.whole if page.shard is None else page.shard
-    laid_out = cast(DTensor, resting.detach()).to_local()  # on meta, laid out as shard() does values
+    laid_out = cast(DTensor, sharded.detach()).to_local()  # on meta, laid out as shard() does values
     if shard.stride() != laid_out.stride():
         shard = torch.empty_like(laid_out, device=shard.device).copy_(shard)
         page.whole.untyped_storage().resize_(0)
@@ -317,7 +317,7 @@ def _fill_resting(page: Page, resting: DTensor) -> None:
     for mark, value in vars(page.shown).items():
         setattr(filled, mark, value)
     try:
-        torch.utils.swap_tensors(resting, filled)
+        torch.utils.swap_tensors(sharded, filled)
     except RuntimeError:  # something holds a weak reference to it, or has it in an autograd graph
         for part, attribute in page.sites:
             state = state_of(part)
@@ -325,4 +325,4 @@ def _fill_resting(page: Page, resting: DTensor) -> None:
             for site, name in sites:
                 replace_parameter(site, name, filled)
             if state is not None:
-                state.scope.replaced.append((page.name, weakref.ref(cast(nn.Parameter, resting))))
+                state.scope.replaced.append((page.name, weakref.ref(cast(nn.Parameter, sharded))))

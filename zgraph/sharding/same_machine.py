@@ -53,13 +53,13 @@ def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def machine_behind(ranks: Sequence[Sequence[int]]) -> Hardware | None:
-    """What ranks that say (preset, host) are on, in order; None where they differ, or nodes have unequal numbers."""
+    """What ranks that say (preset, host) are on, in order; None where they differ, or hosts have unequal numbers."""
     presets = {preset for preset, _ in ranks}
     if len(presets) > 1 or -1 in presets:
         return None
     hosts = [host for _, host in ranks]
     local = hosts.count(hosts[0])
-    nodes = [hosts[first : first + local] for first in range(0, len(hosts), local)]
-    if any(len(set(node)) > 1 or len(node) < local for node in nodes) or len(set(hosts)) < len(nodes):
+    parts = [hosts[first : first + local] for first in range(0, len(hosts), local)]
+    if any(len(set(part)) > 1 or len(part) < local for part in parts) or len(set(hosts)) < len(parts):
         return None
-    return replace(Hardware.preset(list(_NAMES)[presets.pop()]), ranks_per_node=local)
+    return replace(Hardware.preset(list(_NAMES)[presets.pop()]), ranks_per_host=local)

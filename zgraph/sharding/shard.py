@@ -18,7 +18,7 @@ from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import attach_state
 from zgraph.sharding.same_machine import agreed_machine
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
-from zgraph.sharding.unit import STATE, ModuleState, ParamSpec, Read, Scope, state_of, unit_class
+from zgraph.sharding.unit import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of, unit_class
 from zgraph.torch_compat.groups import backend_of
 from zgraph.torch_compat.modules import local_parameters, replace_parameter
 
@@ -301,11 +301,11 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh) -> None:
             distributed = DTensor.from_local(entry.parameter.detach(), mesh, placement, run_check=False)
         else:
             distributed = distribute_tensor(entry.parameter.detach(), mesh, placement)
-    resting = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad)
+    sharded = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad)
     for mark, value in vars(entry.parameter).items():  # such as what a user's optimizer groups go by
-        setattr(resting, mark, value)
+        setattr(sharded, mark, value)
     for _, part, attribute in entry.sites:
-        replace_parameter(part, attribute, resting)
+        replace_parameter(part, attribute, sharded)
 
 
 def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...]) -> None:
@@ -313,7 +313,7 @@ def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names:
     sites = tuple((part, attribute) for _, part, attribute in entry.sites)
     handle = make_handle(entry.name)
     attach_state(handle, *sites[0])
-    read = Read(entry.name, spec, handle, sites)
+    read = ShardedParam(entry.name, spec, handle, sites)
     prefixes = [prefix for prefix, _, _ in entry.sites]
     unit = next((name for name in unit_names if all(_inside(prefix, name) for prefix in prefixes)), None)
     if unit is None:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import chunk_rows, local_rows, pad_rows
-from zgraph.sharding.dry_run_load import COMPILED, rehearsal_of
+from zgraph.sharding.dry_run_load import COMPILED, dry_run_of
 from zgraph.sharding.unit import state_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready
@@ -86,7 +86,7 @@ def _accept_compiled(
     module = without_compile(wrapper)
     given = {key.removeprefix(inner): value for key, value in state_dict.items() if key.startswith(inner)}
     assign = bool(local_metadata.get(ASSIGN))
-    rehearsal = rehearsal_of(module, given, assign)
+    rehearsal = dry_run_of(module, given, assign)
     try:
         # Whether the caller is strict is not told to hooks: only what fails either way is found here.
         nn.Module.load_state_dict(module, rehearsal, strict=False, assign=assign)
@@ -124,19 +124,19 @@ def _accept(
     assign = bool(local_metadata.pop(ASSIGN, False))
     for attribute in state.by_attribute:
         key = f"{prefix}{attribute}"
-        resting, value = local_parameters(module).get(attribute), state_dict.get(key)
-        if not isinstance(resting, DTensor) or not isinstance(value, Tensor) or value.shape != resting.shape:
+        sharded, value = local_parameters(module).get(attribute), state_dict.get(key)
+        if not isinstance(sharded, DTensor) or not isinstance(value, Tensor) or value.shape != sharded.shape:
             continue  # torch says what is wrong
-        if assign and value.dtype != resting.dtype:
+        if assign and value.dtype != sharded.dtype:
             errors.append(
-                f"zgraph: assign=True would make the sharded {key} {value.dtype}, and it rests as {resting.dtype}, "
+                f"zgraph: assign=True would make the sharded {key} {value.dtype}, and it rests as {sharded.dtype}, "
                 "which the optimizer relies on. Leave assign out to convert the values, or build the model in "
                 f"{value.dtype} before zgraph.shard."
             )
-            state_dict[key] = resting.detach()
+            state_dict[key] = sharded.detach()
         elif not isinstance(value, DTensor):
             state_dict[key] = distribute_tensor(
-                value.detach(), resting.device_mesh, resting.placements, src_data_rank=None
+                value.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None
             )
 
 

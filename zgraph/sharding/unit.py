@@ -90,7 +90,7 @@ class Scope:
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
         # do in the replicated model. In a compiled graph the pass dedupe_gathers has that duty.
-        self.gathered: dict[Read, Tensor] | None = None
+        self.gathered: dict[ShardedParam, Tensor] | None = None
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
     @no_frames_inside
@@ -155,7 +155,7 @@ def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class ShardedParam:
     """One parameter that a unit gathers, and every place (module, attribute) that reads it."""
 
     name: str
@@ -168,7 +168,7 @@ class Read:
         return state_behind(self.handle)
 
     @property
-    def resting(self) -> DTensor:
+    def sharded(self) -> DTensor:
         """The parameter itself."""
         owner, attribute = self.sites[0]
         return cast(DTensor, local_parameters(owner)[attribute])
@@ -215,8 +215,8 @@ class ModuleState:
     """
 
     scope: Scope
-    reads: tuple[Read, ...] = ()
-    by_attribute: dict[str, Read] = field(default_factory=dict[str, Read])
+    reads: tuple[ShardedParam, ...] = ()
+    by_attribute: dict[str, ShardedParam] = field(default_factory=dict[str, ShardedParam])
     whole: dict[str, Tensor] | None = None
     tied: bool = False
     input_dtype: torch.dtype | None = None
@@ -226,9 +226,9 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
 
 
-def sharded_parameters(module: nn.Module) -> dict[str, Read]:
+def sharded_parameters(module: nn.Module) -> dict[str, ShardedParam]:
     """Every sharded parameter by its first name in the module, as if nothing was compiled."""
-    found: dict[int, tuple[str, Read]] = {}
+    found: dict[int, tuple[str, ShardedParam]] = {}
     for prefix, part in module.named_modules():
         state = state_of(part)
         for attribute, read in state.by_attribute.items() if state is not None else ():
@@ -262,7 +262,7 @@ def closes_window(handle: Tensor, window: str) -> bool:
 
 
 @no_frames_inside
-def gather(read: Read, scope: Scope) -> Tensor:
+def gather(read: ShardedParam, scope: Scope) -> Tensor:
     """The whole parameter, through the marker.
 
     Raises:
@@ -284,7 +284,7 @@ def gather(read: Read, scope: Scope) -> Tensor:
 
 
 @no_frames_inside
-def _unshard(parameter: DTensor, read: Read, window: str) -> Tensor:
+def _unshard(parameter: DTensor, read: ShardedParam, window: str) -> Tensor:
     spec = read.spec
     return unshard(
         parameter.to_local(),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zgraph.codegen.kernels import reference
 from zgraph.codegen.kernels.cpu.source import C_TYPES, emit_dequantize, emit_quantize
-from zgraph.compression.methods import BlockMethod, Draw
+from zgraph.compression.methods import BlockMethod, RngKey
 from zgraph.compression.payload import BucketLayout
 from zgraph.errors import ZgraphWarning
 from zgraph.torch_compat.inductor import load_cpp
@@ -29,7 +29,7 @@ def quantize_bucket(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Tensor]],
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     rank: int,
     payload: Tensor,
 ) -> None:
@@ -73,7 +73,7 @@ def quantize_bucket(
 def dequantize_sum_bucket(
     received: Tensor,
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     first_rank: int,
     divisor: int,
     outputs: Sequence[Tensor],
@@ -106,7 +106,7 @@ def dequantize_sum_bucket(
         )
 
 
-def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: Draw, outputs: Sequence[Tensor]) -> None:
+def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
     """As `reference.dequantize_each_bucket`: one call of the kernel for each rank, which costs a microsecond."""
     for rank in range(received.shape[0]):
         parts = [output[rank] for output in outputs]

@@ -68,7 +68,7 @@ def _sections(method: BlockMethod) -> str:
 
 
 def _error_shape(method: BlockMethod) -> str:
-    if method.old_share is None:
+    if method.residual_decay is None:
         return "none is kept"
     if method.error_dtype.is_floating_point:
         return f"[stretches * world, groups, {method.group}] float"
@@ -77,7 +77,7 @@ def _error_shape(method: BlockMethod) -> str:
 
 def _error_bytes(method: BlockMethod) -> float:
     """Bytes of error that an element reads and writes."""
-    if method.old_share is None:
+    if method.residual_decay is None:
         return 0.0
     scale = 0.0 if method.error_dtype.is_floating_point else SCALE_DTYPE.itemsize / method.group
     return 2 * (method.error_dtype.itemsize + scale)
@@ -93,8 +93,8 @@ def _constants(method: BlockMethod, name: str, dtype: torch.dtype) -> str:
     slopes = ", ".join(_literal(book.slope(clip)) for clip in book.clips)
     clipped = ", ".join(str(clip != 1).lower() for clip in book.clips)
     nan_bits = torch.full((1,), math.nan).to(SCALE_DTYPE).view(torch.uint16).item()
-    feedback = method.old_share is not None
-    share = method.old_share or 0.0
+    feedback = method.residual_decay is not None
+    share = method.residual_decay or 0.0
     return f"""
 #include <stdint.h>
 #include <string.h>

@@ -20,14 +20,14 @@ from zgraph.codegen.kernels.reference import RUN, CodeBook
 from zgraph.codegen.kernels.triton import source as pieces
 from zgraph.codegen.kernels.triton.launch_options import LaunchOptions, fastest, is_compiled, on_device, start
 from zgraph.codegen.kernels.triton.tables import are_aligned, entries_of, programs_of
-from zgraph.compression.methods import BlockMethod, Draw
+from zgraph.compression.methods import BlockMethod, RngKey
 from zgraph.compression.payload import ALIGNMENT, BucketLayout
 
 
 def dequantize_sum_bucket(
     received: Tensor,
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     first_rank: int,
     divisor: int,
     outputs: Sequence[Tensor],
@@ -58,7 +58,7 @@ def dequantize_sum_bucket(
 def dequantize_each_bucket(
     received: Tensor,
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     outputs: Sequence[Tensor],
     *,
     options: LaunchOptions | None = None,
@@ -111,7 +111,7 @@ def _launch(
     row_bytes: int,
     outputs: Sequence[Tensor],
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     first_rank: int,
     task: Task,
     options: LaunchOptions | None,
@@ -127,7 +127,7 @@ def _launch_dtype(
     outputs: Sequence[Tensor],
     members: Sequence[int],
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     first_rank: int,
     task: Task,
     options: LaunchOptions | None,
@@ -176,7 +176,7 @@ def _fastest(method: BlockMethod, dtype: torch.dtype, ranks: int, device: torch.
     received = torch.zeros(ranks, layout.payload_bytes, dtype=torch.uint8, device=device)
     output = torch.empty(numel, dtype=dtype, device=device)
     return fastest(
-        lambda options: dequantize_sum_bucket(received, layout, Draw(0), 0, ranks, [output], options=options), device
+        lambda options: dequantize_sum_bucket(received, layout, RngKey(0), 0, ranks, [output], options=options), device
     )
 
 

@@ -30,7 +30,7 @@ from zgraph.codegen.kernels.triton import source as pieces
 from zgraph.codegen.kernels.triton.launch_options import LaunchOptions, drawn, fastest, is_compiled, on_device, start
 from zgraph.codegen.kernels.triton.tables import are_aligned, entries_of, programs_of
 from zgraph.compression.exact_arithmetic import fp32
-from zgraph.compression.methods import BlockMethod, Draw
+from zgraph.compression.methods import BlockMethod, RngKey
 from zgraph.compression.payload import BucketLayout
 
 
@@ -38,7 +38,7 @@ def quantize_bucket(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Tensor]],
     layout: BucketLayout,
-    draw: Draw,
+    draw: RngKey,
     rank: int,
     payload: Tensor,
     *,
@@ -120,7 +120,7 @@ def _fastest(method: BlockMethod, dtype: torch.dtype, device: torch.device) -> L
     grad = drawn(numel, dtype, device)
     payload = torch.zeros(1, layout.payload_bytes, dtype=torch.uint8, device=device)
     return fastest(
-        lambda options: quantize_bucket([grad], [state], layout, Draw(0), 0, payload, options=options), device
+        lambda options: quantize_bucket([grad], [state], layout, RngKey(0), 0, payload, options=options), device
     )
 
 
@@ -129,7 +129,7 @@ def may_contract(method: BlockMethod) -> bool:
 
     Those of 8-bit errors are where the scale's 8 bits, the factor's and the code's 7 fit into 24.
     """
-    share = method.old_share
+    share = method.residual_decay
     if share is not None and method.error_dtype.is_floating_point:
         return False
     factor = torch.tensor(0.0 if share is None else fp32(share / (1 - share))).view(torch.int32).item()
@@ -288,7 +288,7 @@ def _pack(method: BlockMethod) -> list[str]:
 
 def _read_error(method: BlockMethod) -> list[str]:
     """Lines that add the old error to `whole`, and make `kept`, of which the new one is a share."""
-    shape, share = "[RUNS, THREADS, RUN]", method.old_share
+    shape, share = "[RUNS, THREADS, RUN]", method.residual_decay
     assert share is not None
     factor = pieces.literal(fp32(share / (1 - share)))
     if method.error_dtype.is_floating_point:
@@ -318,7 +318,7 @@ def _sum_of_product(method: BlockMethod, one: str, other: str, more: str) -> str
 
 def _keep_error(method: BlockMethod) -> list[str]:
     """Lines that store the new error, given what is `sent`."""
-    share = method.old_share
+    share = method.residual_decay
     assert share is not None
     mask = "mask=tl.broadcast_to(keep[None, :, None], [RUNS, THREADS, RUN])"
     lines = ["keep = real & finite  # a group that is not finite keeps its error"]

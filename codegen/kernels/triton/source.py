@@ -36,7 +36,7 @@ from torch import Tensor
 from zgraph.codegen.kernels.reference import RUN
 from zgraph.codegen.kernels.triton.tables import ENTRY
 from zgraph.compression.exact_arithmetic import NEWTON_STEPS, RECIPROCAL
-from zgraph.compression.methods import HADAMARD, BlockMethod, Draw
+from zgraph.compression.methods import HADAMARD, BlockMethod, RngKey
 from zgraph.compression.payload import BucketLayout
 
 IMPORTS = """\
@@ -278,7 +278,7 @@ def signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def sign_base(draw: Draw) -> int:
+def sign_base(draw: RngKey) -> int:
     """What step and salt add to the key of signs."""
     return signed((draw.step * 0x9E3779B1 + draw.salt * 0xC2B2AE3D + 1) & 0xFFFFFFFF)
 

@@ -19,7 +19,7 @@ from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.host_copies import copies_of
 from zgraph.runtime.window_state import state_behind
-from zgraph.sharding.unit import closes_window
+from zgraph.sharding.scope import closes_window
 
 _DEVICES = ("cpu", "cuda")
 _ALWAYS = RngKey(0)  # a parameter that is gathered twice is to be the same

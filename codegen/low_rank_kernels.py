@@ -14,7 +14,7 @@ from zgraph.dialect.low_rank import layout_of
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.window_state import state_behind
-from zgraph.sharding.unit import closes_window
+from zgraph.sharding.scope import closes_window
 
 _DEVICES = ("cpu", "cuda")
 _ALIGNMENT_BYTES = 64  # of what torch allocates on a CPU

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from zgraph.graph import nodes
-from zgraph.graph.nodes import LowRankArgs, QuantizeArgs
+from zgraph.graph.operator_arguments import LowRankArgs, QuantizeArgs
 from zgraph.runtime.window_state import state_behind
-from zgraph.sharding.unit import closes_window
+from zgraph.sharding.scope import closes_window
 from zgraph.torch_compat.aot import boxed
 
 

@@ -15,7 +15,7 @@ from zgraph.analysis.liveness import curve_of
 from zgraph.analysis.storages import agreed_storages, rows_of_its_own
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.errors import PreconditionError
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.graph.traffic import transfers_of
 from zgraph.passes.common.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
 from zgraph.passes.common.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
@@ -107,7 +107,7 @@ class BucketCollectives(GraphPass):
             for bucket, mode in zip(plan, modes, strict=True):
                 merge(graph, bucket, mode)
             # What reshapes a member's result may stand before the bucket, whose place is that of its last member.
-            nodes.restore_order(graph)
+            edits.restore_order(graph)
             merged += len(plan)
             counts += Counter(
                 mode for bucket, mode in zip(plan, modes, strict=True) if gathers_parameter(bucket.starts[0])

@@ -9,12 +9,12 @@ from typing import ClassVar
 from torch import fx
 
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.simulate import Sharing
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import UnshardArgs
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.scheduling.lifetime_model import Model, StepEstimate
 from zgraph.scheduling.plan_lifetimes import greedy_frontier
+from zgraph.scheduling.timeline import Sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class ChooseLifetimes(GraphPass):
         if ctx.plan_bytes is None or ctx.cost_of is None or ctx.split is None or ctx.user_outputs is None:
             return
         # The partitioner's own choice, on a copy, is what there is to choose from.
-        tried = nodes.copy_of(gm)
+        tried = edits.copy_of(gm)
         forward, backward = ctx.split(tried)
         found, fastest = plan_lifetimes(
             tried.graph,

@@ -19,8 +19,8 @@ from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo, Two
 from zgraph.compression.payload import chunk_unit
 from zgraph.dialect.window_ops import gradients_wait
 from zgraph.dialect.wire_dtypes import accumulate_dtype, wire_dtype_of
-from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import ReduceArgs
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.passes.common.build_low_rank import build_low_rank
 from zgraph.passes.common.build_reduction import ReductionBuilder
 from zgraph.runtime.chunks import Chunk, chunk_rows
@@ -111,18 +111,18 @@ class CompressGradients(GraphPass):
             ctx.note(self, "nothing is reduced here")
         if isinstance(self.method, LowRank):
             for marker in covered:
-                nodes.drop_unchanging_views(marker)
+                edits.drop_unchanging_views(marker)
             build_low_rank(gm.graph, covered, ctx, self.method)
             return bool(covered)
         previous: fx.Node | None = None
         for marker in covered:
-            nodes.drop_unchanging_views(marker)
+            edits.drop_unchanging_views(marker)
             reduction = _CompressedReduction(gm.graph, marker, ctx, self.method, self.mean_codec, previous)
             with gm.graph.inserting_before(marker):
                 reduced = reduction.build()
             previous = reduction.first
             marker.replace_all_uses_with(reduced)
-            nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
+            edits.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
         return bool(covered)
 
     def _covers(self, marker: fx.Node, ctx: PassContext, reductions: Counter[fx.Node]) -> bool:

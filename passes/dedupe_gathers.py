@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import ReduceArgs, UnshardArgs
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.operator_arguments import ReduceArgs, UnshardArgs
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ class DedupeGathers(GraphPass):
         shared = plan_shared_gathers(gm.graph)
         for duplicate, first in shared:
             duplicate.replace_all_uses_with(first)
-            nodes.erase_dead(gm.graph, [duplicate, UnshardArgs.of(duplicate).shard])
+            edits.erase_dead(gm.graph, [duplicate, UnshardArgs.of(duplicate).shard])
         folded = 0
         while (fold := next_fold(gm.graph)) is not None:
             _fold(gm.graph, *fold)
@@ -87,4 +87,4 @@ def _fold(graph: fx.Graph, add: fx.Node, left: fx.Node, right: fx.Node) -> None:
         reduced = meta.create(graph, left.target, (total, *left.args[1:]), like=left, name=left.name)
     add.replace_all_uses_with(reduced)
     graph.erase_node(add)
-    nodes.erase_dead(graph, [*between, left, right])
+    edits.erase_dead(graph, [*between, left, right])

@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.runtime.chunks import MIB
 
 
@@ -49,7 +49,7 @@ class HoistStarts(GraphPass):
             inputs = nodes.copy_in(start) or []
             for node in [*sorted(inputs, key=order.__getitem__), start]:
                 if order[node] > order[anchor]:
-                    nodes.move_before(node, anchor)
+                    edits.move_before(node, anchor)
                     changed = True
         if not changed:
             ctx.note(self, "no gather can start earlier")

@@ -12,8 +12,8 @@ from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.dialect.window_ops import keeps_gathered
-from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import UnshardArgs
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.runtime.chunks import Chunk, chunk_rows
 from zgraph.torch_compat.collectives import all_gather_op, wait_op
 
@@ -72,7 +72,7 @@ def replace_marker(graph: fx.Graph, marker: fx.Node, narrow: torch.dtype | None,
         whole = build()
     for node in replaced:
         node.replace_all_uses_with(whole)
-    nodes.erase_dead(graph, dict.fromkeys([*replaced, marker, UnshardArgs.of(marker).shard]))
+    edits.erase_dead(graph, dict.fromkeys([*replaced, marker, UnshardArgs.of(marker).shard]))
 
 
 def _gathered(

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.graph import nodes
-from zgraph.graph.nodes import ReduceArgs
+from zgraph.graph import edits, nodes
+from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.passes.common.build_reduction import ReductionBuilder, plan_algorithms
 from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm
 
@@ -52,11 +52,11 @@ class LowerReductions(GraphPass):
         markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))
         algorithms = plan_algorithms(markers, ctx, self.algorithm)
         for marker in markers:
-            nodes.drop_unchanging_views(marker)
+            edits.drop_unchanging_views(marker)
             with gm.graph.inserting_before(marker):
                 reduced = ReductionBuilder(gm.graph, marker, ctx, algorithms[marker]).build()
             marker.replace_all_uses_with(reduced)
-            nodes.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
+            edits.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
         if not markers:
             ctx.note(self, "nothing is reduced here")
         elif self.algorithm == "auto" and (ctx.hardware or ctx.machine) is not None:

@@ -16,7 +16,7 @@ from zgraph.compression.payload import ALIGNMENT, chunk_unit
 from zgraph.dialect.compressed import layout_of
 from zgraph.dialect.window_ops import keeps_gathered
 from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import UnshardArgs
+from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.passes.lower_gathers import plan_narrow_cast, replace_marker
 from zgraph.runtime.chunks import Chunk, chunk_rows
 from zgraph.runtime.window_state import OPEN

@@ -9,15 +9,17 @@ from typing import ClassVar
 from torch import fx
 
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.simulate import Sharing, Timeline, simulate
 from zgraph.analysis.storages import Storage, agreed_storages, rows_of_its_own
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.errors import PreconditionError
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.runtime.chunks import MIB
+from zgraph.scheduling.builder import Builder, Score, is_no_better, problem_of
 from zgraph.scheduling.exposure import why_exposed
 from zgraph.scheduling.plan_schedule import plan_schedule
-from zgraph.scheduling.schedule import Builder, Limits, Score, is_movable, is_no_better, problem_of
+from zgraph.scheduling.problem import Limits, is_movable
+from zgraph.scheduling.simulate import simulate
+from zgraph.scheduling.timeline import Sharing, Timeline
 
 NOTES = 5  # exposed collectives that are explained, the longest first
 
@@ -69,7 +71,7 @@ class ScheduleOverlap(GraphPass):
         limits = ctx.limits = Limits(budget_bytes=ctx.plan_bytes, in_flight_bytes=self.in_flight_bytes)
         plan = plan_overlap(order, costs, ctx.sharing, storages, limits)
         self._note(plan, simulate(plan.order, costs, ctx.sharing, storages), limits, ctx)
-        nodes.relink(plan.order)
+        edits.relink(plan.order)
         return plan.order != order
 
     def _note(self, plan: Plan, timeline: Timeline, limits: Limits, ctx: PassContext) -> None:

@@ -9,12 +9,12 @@ from torch import fx
 
 from zgraph.analysis.cost import CostModel
 from zgraph.analysis.hardware import Hardware
-from zgraph.analysis.simulate import Sharing
 from zgraph.analysis.timed_costs import TimedCosts
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.graph import nodes
-from zgraph.graph.nodes import ReduceArgs, UnshardArgs
+from zgraph.graph.operator_arguments import ReduceArgs, UnshardArgs
 from zgraph.runtime.groups import group_stride, reduction_group
+from zgraph.scheduling.timeline import Sharing
 
 
 @dataclass(frozen=True, kw_only=True)

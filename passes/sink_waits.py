@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.runtime.chunks import MIB
 
 
@@ -77,7 +77,7 @@ def sink(graph: fx.Graph) -> None:
                 placed[taken] = None
                 if nodes.is_wait(taken):  # until all results of a group are taken, the list of them keeps all alive
                     placed |= dict.fromkeys(result for result in nodes.results_of(taken) if result in sinkable)
-    nodes.relink(placed)
+    edits.relink(placed)
 
 
 def _is_started(node: fx.Node) -> bool:
@@ -134,5 +134,5 @@ def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node) -> None:
     for node in sorted(chain, key=order.__getitem__):
         # A gather of several means may still wait for another reduction; that one will bring it along.
         if order[node] > order[anchor] and all(order[source] < order[anchor] for source in node.all_input_nodes):
-            nodes.move_before(node, anchor)
+            edits.move_before(node, anchor)
             order[node] = order[anchor] - 1

@@ -12,7 +12,7 @@ from tests.compiled import with_fx
 from zgraph.compression.methods import CompressionMethod, TwoHop
 from zgraph.passes import CompressGradients, presets
 from zgraph.runtime.error_feedback import Feedback
-from zgraph.sharding.unit import sharded_parameters
+from zgraph.sharding.scope import sharded_parameters
 
 
 def compressing(model: nn.Module, method: CompressionMethod | TwoHop, **options: Any) -> nn.Module:

@@ -9,9 +9,9 @@ from torch import fx
 
 from tests.graphs import Drawing
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.simulate import Sharing
 from zgraph.graph import meta, nodes
 from zgraph.scheduling.lifetime_model import Model
+from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import min_cut_partition
 
 aten = torch.ops.aten

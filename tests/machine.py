@@ -1,6 +1,6 @@
 """A second account of the machine that schedules are simulated on: the world goes on from one change to the next.
 
-A judge of `zgraph.analysis.simulate`: exact fractions, one loop for the program and all lanes, memory counted anew at
+A judge of `zgraph.scheduling.simulate`: exact fractions, one loop for the program and all lanes, memory counted anew at
 each node.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 from torch import fx
 
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.simulate import Sharing
 from zgraph.analysis.storages import Storage
 from zgraph.graph import nodes
+from zgraph.scheduling.timeline import Sharing
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""The best order of a small graph by exhaustive search (OR-tools CP-SAT), on the machine of `zgraph.analysis.simulate`.
+"""Find the best order of a small graph by exhaustive search (OR-tools CP-SAT).
+
+The machine is that of `zgraph.scheduling.simulate`.
 
 A judge of the scheduler that shares none of its code: every node has a place, any two have an order, and what the
 machine does follows from these.

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.graphs import fake_world
 from tests.ranks import Ranks
-from zgraph.analysis import calibration
-from zgraph.analysis.calibration import compute_share, fit_link, in_a_stream
+from zgraph.analysis import measured_links
 from zgraph.analysis.hardware import Hardware, Link
+from zgraph.analysis.measured_links import compute_share, fit_link, in_a_stream
 from zgraph.runtime.collectives import start_all_gather, start_all_to_all
 from zgraph.torch_compat.collectives import wait
 
@@ -59,7 +59,7 @@ def test_ranks_measure_the_same_once(two_ranks: Ranks, tmp_path: Path) -> None:
 def _shares() -> list[float]:
     group = dist.group.WORLD
     assert group is not None
-    ranks = calibration._Ranks.of(group)  # pyright: ignore[reportPrivateUsage]
+    ranks = measured_links.MeasuringRanks.of(group)
     return [compute_share(ranks, group, Link(latency_us=us, bytes_per_us=1000.0)) for us in (50.0, 5e5)]
 
 
@@ -131,11 +131,11 @@ def _link_on_a_wire() -> tuple[Link, float, float, dict[int, int]]:
             ("start_all_gather", wire.gather),
             ("start_all_to_all", wire.exchange),
             ("wait", wire.wait),
-            ("_timed", wire.timed),
+            ("timed", wire.timed),
         ):
-            monkeypatch.setattr(calibration, name, stand_in)
-        ranks = calibration._Ranks.of(group)  # pyright: ignore[reportPrivateUsage]
-        axis = calibration._link_of(ranks, group, 1)  # pyright: ignore[reportPrivateUsage]
+            monkeypatch.setattr(measured_links, name, stand_in)
+        ranks = measured_links.MeasuringRanks.of(group)  # pyright: ignore[reportPrivateUsage]
+        axis = measured_links.link_of(ranks, group, 1)  # pyright: ignore[reportPrivateUsage]
     assert axis is not None and not wire.in_flight
     return axis.link, axis.cpu_us_per_collective, axis.cpu_us_per_byte, wire.most
 

@@ -33,7 +33,7 @@ from tests.ranks import Ranks
 from tests.replicated import whole
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.window_state import state_behind
-from zgraph.sharding.unit import state_of
+from zgraph.sharding.scope import state_of
 
 
 class Noisy(nn.Module):

@@ -10,10 +10,10 @@ from torch import fx
 
 from tests.graphs import Drawing, aten, fake_world, mlp, traced
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.simulate import simulate
 from zgraph.graph import nodes
 from zgraph.scheduling.exposure import why_exposed
-from zgraph.scheduling.schedule import Limits
+from zgraph.scheduling.problem import Limits
+from zgraph.scheduling.simulate import simulate
 from zgraph.torch_compat.collectives import wait_op
 
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from zgraph.runtime import groups
 from zgraph.runtime.groups import make_host_groups, reduction_group, separate_reductions
+from zgraph.sharding.scope import sharded_parameters
 from zgraph.sharding.shard import _separate_reductions  # pyright: ignore[reportPrivateUsage]
-from zgraph.sharding.unit import sharded_parameters
 from zgraph.torch_compat.groups import fake_world, make_beside, resolve_group
 
 CUDA = torch.device("cuda", 0)

@@ -15,11 +15,11 @@ from tests.drawn_training import draw_training, model_of
 from tests.graphs import Drawing, fake_world
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import step_curve
-from zgraph.analysis.simulate import Sharing
-from zgraph.graph import nodes
+from zgraph.graph import edits
 from zgraph.passes.choose_lifetimes import apply
 from zgraph.scheduling.lifetime_model import Model, StepEstimate
 from zgraph.scheduling.plan_lifetimes import greedy_frontier
+from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import min_cut_partition
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def test_the_step_on_paper_is_the_one_that_the_partitioner_makes(seed: int) -> N
     model = model_of(gm, costs)
     for _ in range(3):
         estimate = model.estimate(dict.fromkeys(value for value in model.values if chance.random() < 0.5))
-        tagged = nodes.copy_of(gm)
+        tagged = edits.copy_of(gm)
         apply(estimate, {node.name: node for node in tagged.graph.nodes})
         forward, backward = min_cut_partition(tagged, (), num_fwd_outputs=1)
         curve = step_curve(forward.graph, backward.graph, user_outputs=1)

@@ -14,13 +14,15 @@ from tests.drawn_steps import Step, draw_step
 from tests.graphs import fake_world
 from tests.machine import peak_bytes, replay
 from tests.optimum import Model
-from zgraph.analysis.simulate import Sharing, simulate
 from zgraph.analysis.storages import Storage, storages_of
 from zgraph.graph import nodes
 from zgraph.passes.schedule_overlap import Plan, plan_overlap
 from zgraph.runtime.chunks import MIB
+from zgraph.scheduling.builder import problem_of
 from zgraph.scheduling.plan_schedule import FRUGAL, STYLES, Greedy, Skyline
-from zgraph.scheduling.schedule import Limits, Problem, problem_of
+from zgraph.scheduling.problem import Limits, Problem
+from zgraph.scheduling.simulate import simulate
+from zgraph.scheduling.timeline import Sharing
 
 WITHIN, SHARE = 1.05, 0.95
 ANY = 1 << 60  # bytes

@@ -15,7 +15,7 @@ import zgraph
 from tests import models
 from tests.compiled import with_fx
 from tests.ranks import Ranks, fresh_ranks
-from zgraph.sharding.unit import state_of
+from zgraph.sharding.scope import state_of
 
 OTHER_LENGTHS = (4, 5, 7, 8, 9, 11, 13, 15, 16, 17)
 

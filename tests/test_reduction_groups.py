@@ -15,12 +15,12 @@ from tests.graphs import fake_world, mlp, traced
 from tests.ranks import fresh_ranks
 from zgraph import Hardware, PassContext
 from zgraph.analysis.cost import costs_of
-from zgraph.analysis.simulate import simulate
 from zgraph.compiler.agreement import Signature
 from zgraph.graph import nodes
 from zgraph.graph.traffic import transfers
 from zgraph.passes import LowerGathers, LowerReductions, SetTarget
 from zgraph.runtime.groups import reduction_group
+from zgraph.scheduling.simulate import simulate
 from zgraph.torch_compat.groups import find_group, resolve_group
 
 BESIDE = "0.reductions"

@@ -15,9 +15,10 @@ from tests.drawn_steps import draw_step
 from tests.graphs import Drawing, fake_world
 from tests.machine import peak_bytes, replay
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.simulate import Sharing, Timeline, simulate
 from zgraph.analysis.storages import storages_of
 from zgraph.graph import nodes
+from zgraph.scheduling.simulate import simulate
+from zgraph.scheduling.timeline import Sharing, Timeline
 from zgraph.torch_compat.collectives import wait_op
 
 aten = torch.ops.aten

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from tests.drawn_steps import draw_step
 from tests.graphs import Drawing, deep, fake_world, inputs_for, mlp, traced
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.simulate import simulate
 from zgraph.analysis.storages import storages_of
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
+from zgraph.scheduling.simulate import simulate
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from tests.compiled import with_fx
 from tests.ranks import Ranks
 from tests.replicated import whole
 from zgraph.runtime.handle import name_of
-from zgraph.sharding.unit import state_of
+from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.collectives import is_functional_collective
 
 

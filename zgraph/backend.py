@@ -24,7 +24,7 @@ from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
 from zgraph.compiler.partition import partition as split_joint_graph
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphWarning
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.graph.collective_dispatch import order_of_waits
 from zgraph.graph.traffic import transfers
 from zgraph.options import CompileOptions
@@ -36,7 +36,7 @@ from zgraph.reporting.summary import Report
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.profiler import GraphProfiler
 from zgraph.sharding.local_shards import compile_on_local_shards
-from zgraph.sharding.unit import Scope, scope_behind
+from zgraph.sharding.scope import Scope, scope_behind
 from zgraph.torch_compat.aot import aot_autograd, aot_input_index
 from zgraph.torch_compat.dynamo import compile_id, dynamo_example, raise_through_dynamo, recompile_reason
 from zgraph.torch_compat.fake_values import without_fake_mode
@@ -122,7 +122,7 @@ class FrameCompiler:
 
     def _plan_warm_backward(self, graphs: Graphs) -> fx.GraphModule:
         """The backward without those passes that count only later; their pipeline plans copies of both graphs."""
-        copies: Graphs = {direction: nodes.copy_of(gm) for direction, gm in graphs.items()}
+        copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
         ctx = replace(self.ctx, graphs=copies, notes=[])
         pipeline = self.pipeline.without(lambda entry: entry.counts_after > 0)
         for _ in pipeline.run("graph", ctx, copies, lambda *_: None):
@@ -147,7 +147,7 @@ class FrameCompiler:
             ValueError: no try fits; says which budget would do.
         """
         self._name_markers(captured.graph)
-        untouched = nodes.copy_of(captured)  # passes rewrite what they are given
+        untouched = edits.copy_of(captured)  # passes rewrite what they are given
         before, recorded = self.ctx, len(self.report.passes)
         graphs = plan(captured)
         budget = self.ctx.budget_bytes
@@ -166,7 +166,7 @@ class FrameCompiler:
                 del self.report.passes[recorded:]
                 if self.dumper is not None:
                     self.dumper.begin_again()
-                graphs = plan(nodes.copy_of(untouched))
+                graphs = plan(edits.copy_of(untouched))
             curve = self._curve(graphs)
             peaks[target] = agreed_peak(curve)
             explained[peaks[target]] = explain(curve)

@@ -14,12 +14,13 @@ from zgraph.analysis.cost import CostModel
 from zgraph.analysis.cuda_workspace import resting_bytes
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import EXACT, Allocator, MemoryCurve, memory_curve, step_curve
-from zgraph.analysis.simulate import Timeline, simulate
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
 from zgraph.graph.traffic import transfers
 from zgraph.passes import SetTarget, presets
+from zgraph.scheduling.simulate import simulate
+from zgraph.scheduling.timeline import Timeline
 from zgraph.sharding.shard import shard
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world, groups_of_ranks, is_distributed_ready

@@ -9,8 +9,8 @@ from torch import fx
 
 from zgraph import Fact, GraphPass, PassContext
 from zgraph.analysis.cost import COMPUTE
-from zgraph.analysis.simulate import simulate
 from zgraph.graph import nodes
+from zgraph.scheduling.simulate import simulate
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import fx
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.compression.low_rank import FACTOR_DTYPE, LowRank, matrix_shape
 from zgraph.dialect.window_ops import gradients_wait
-from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import ReduceArgs
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.runtime.chunks import Chunk, chunk_rows, local_rows
 from zgraph.runtime.groups import reduction_group
 from zgraph.runtime.window_state import ALONE
@@ -66,9 +66,9 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
         for bucket in buckets[-2:]:
             bucket.rebuild()
     # What reshapes a gradient may stand where its own reduction stood.
-    nodes.restore_order(graph)
+    edits.restore_order(graph)
     grads = [ReduceArgs.of(marker).grad for marker in markers]
-    nodes.erase_dead(graph, dict.fromkeys([*markers, *grads]))
+    edits.erase_dead(graph, dict.fromkeys([*markers, *grads]))
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from zgraph.compiler.graph_pass import PassContext
 from zgraph.dialect.window_ops import gradients_wait
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
 from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import ReduceArgs
+from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.passes.common.reduction_algorithms import Algorithm, Reduction, choose_algorithm
 from zgraph.runtime.chunks import Chunk, chunk_rows, local_rows
 from zgraph.runtime.groups import group_stride, reduction_group

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.dialect.grouped_gathers import wait_group_op
-from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import DequantizeArgs, QuantizeArgs
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.operator_arguments import DequantizeArgs, QuantizeArgs
 from zgraph.passes.common.replicated_gradients import ReplicatedReduction
 from zgraph.runtime.chunks import Chunk, chunk_rows
 from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, grouped_gather_op, reduce_scatter_op, wait_op
@@ -57,7 +57,7 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "flat") -> None:
             old = _group_gathers(graph, bucket.starts)
         else:
             old = _merge_gathers(graph, bucket.starts)
-    nodes.erase_dead(graph, old)
+    edits.erase_dead(graph, old)
 
 
 def put_at_use(start: fx.Node) -> None:
@@ -70,7 +70,7 @@ def put_at_use(start: fx.Node) -> None:
     if readers:
         anchor = min(readers)  # nodes compare by their place in the graph
         for node in sorted(chain):
-            nodes.move_before(node, anchor)
+            edits.move_before(node, anchor)
 
 
 def result_of(start: fx.Node) -> fx.Node | None:
@@ -94,7 +94,7 @@ def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> 
         return
     for source in node.all_input_nodes:
         _bring_before(source, anchor, order)
-    nodes.move_before(node, anchor)
+    edits.move_before(node, anchor)
 
 
 def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:

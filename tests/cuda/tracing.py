@@ -23,7 +23,7 @@ from zgraph.backend import FrameCompiler
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.islands import Island
 from zgraph.compiler.graph_pass import Direction, GraphPass
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.graph.traffic import transfers
 from zgraph.options import CompileOptions
 from zgraph.torch_compat.aot import boxed, rng_state_operators
@@ -137,7 +137,7 @@ class CountingCompiler(FrameCompiler):
         kept = sum(transfer.sent_bytes for transfer in sent if transfer.kind == "all_gather_kept")
         starts = Counter(str(node.target).split(".")[1] for node in nodes.call_functions(gm.graph, nodes.is_start))
         waits = len(list(nodes.call_functions(gm.graph, nodes.is_wait)))
-        lowered = fx.GraphModule(gm, nodes.copy_of(gm).graph)
+        lowered = fx.GraphModule(gm, edits.copy_of(gm).graph)
         code_of: dict[Any, str] = {}
         islands = distinct = triton = 0
         if isinstance(self.inductor, CountingLowering):

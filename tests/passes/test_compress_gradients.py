@@ -38,7 +38,7 @@ from zgraph.passes import (
 )
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.window_state import state_behind
-from zgraph.sharding.unit import state_of
+from zgraph.sharding.scope import state_of
 
 SMALL = LoCo(group=32)
 LEAST = 100  # elements of a compressed gradient here

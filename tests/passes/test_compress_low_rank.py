@@ -21,7 +21,7 @@ from tests.low_rank import Paper, compile_low_rank
 from tests.ranks import Ranks
 from tests.replicated import assert_equal, whole
 from zgraph.compression.low_rank import LowRank
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, CompressGradients, LoCo, LowerReductions, SinkWaits, presets
 
@@ -355,7 +355,9 @@ def test_a_weight_that_is_read_twice_is_compressed_once() -> None:
         found = traced(Twice, zero_stage=0)
         apply(CompressGradients(method=LowRank(rank=1, least_saving=1.0), min_numel=1), found, "backward")
         graph = found.graphs["backward"].graph
-        lefts = [nodes.LowRankArgs.of(node) for node in nodes.call_functions(graph, nodes.is_low_rank_left)]
+        lefts = [
+            operator_arguments.LowRankArgs.of(node) for node in nodes.call_functions(graph, nodes.is_low_rank_left)
+        ]
         handles = [handle for args in lefts for handle in args.handles]
         assert len(handles) == len(set(handles)) == 2  # the head's is the other
 

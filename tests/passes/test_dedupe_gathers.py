@@ -11,7 +11,7 @@ from torch import fx
 from tests.graphs import Drawing, Traced, Twice, apply, by_rank, copy_of, fake_world, mlp, traced
 from tests.lockstep import assert_same_results
 from zgraph import Pipeline, PreconditionError
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.passes import DedupeGathers, LowerGathers
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def test_gradients_are_summed_before_they_are_reduced() -> None:
     found = as_joint(traced(Twice))
     apply(DedupeGathers(), found, "joint")
     reduced = {
-        meta.parameters(node)[0]: nodes.ReduceArgs.of(node).grad
+        meta.parameters(node)[0]: operator_arguments.ReduceArgs.of(node).grad
         for node in nodes.call_functions(found.captured.graph, nodes.is_reduce_grad)
     }
     summed = {name for name, grad in reduced.items() if grad.target is aten.add.Tensor}

@@ -13,7 +13,7 @@ from torch.testing import FileCheck
 from tests.graphs import Autocast, Drawing, Leaky, Traced, apply, by_rank, copy_of, fake_world, mlp, names_of, traced
 from tests.lockstep import assert_same_results
 from zgraph import Pipeline, PreconditionError
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
 
@@ -166,7 +166,7 @@ def test_a_returned_parameter_is_a_copy_and_never_its_shard() -> None:
 def test_dead_views_of_shards_go_with_the_marker() -> None:
     found = traced(mlp)
     shards = {
-        nodes.UnshardArgs.of(node).shard.name
+        operator_arguments.UnshardArgs.of(node).shard.name
         for node in nodes.call_functions(found.graphs["forward"].graph, nodes.is_unshard)
     }
     graph = lowered(found)

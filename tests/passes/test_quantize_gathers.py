@@ -55,7 +55,7 @@ from zgraph.passes import (
     WeightDifferences,
     presets,
 )
-from zgraph.sharding.unit import state_of
+from zgraph.sharding.scope import state_of
 
 EIGHT = NoFeedback(bits=8, group=32)
 FOUR = NoFeedback(bits=4, group=32, rotate=True, clip_search=True)

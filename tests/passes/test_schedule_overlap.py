@@ -24,13 +24,13 @@ from tests.ranks import Ranks
 from tests.replicated import whole
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.simulate import Sharing
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, ScheduleOverlap, SinkWaits
 from zgraph.passes.sink_waits import is_exchange
+from zgraph.scheduling.timeline import Sharing
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())

@@ -11,13 +11,13 @@ from tests.graphs import Traced, deep, fake_world, inputs_for, mlp, traced
 from tests.machine import replay
 from tests.passes.test_schedule_overlap import cost_of
 from tests.test_liveness import Judge
-from zgraph.analysis.simulate import Sharing
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.graph import nodes
 from zgraph.passes import ScheduleOverlap, presets
 from zgraph.reporting.explanation import NO_COSTS, Explanation
 from zgraph.reporting.lifetimes import Lifetime
 from zgraph.reporting.of_graph import GraphReport, describe
+from zgraph.scheduling.timeline import Sharing
 
 RULES = presets.default(bucket_bytes=512)[2:]
 PLANNED = [*RULES[:-2], ScheduleOverlap()]

@@ -18,7 +18,7 @@ from zgraph.analysis.symbols import Symbols
 from zgraph.compression.low_rank import FACTOR_DTYPE
 from zgraph.compression.methods import from_text
 from zgraph.dialect.wire_dtypes import accumulate_dtype
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.traffic import SizeOf, transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_size, group_stride
@@ -249,7 +249,7 @@ class CostModel:
         flops = self._flops(node)
         if nodes.is_low_rank(node):
             passes, products = _LOW_RANK_WORK[nodes.is_low_rank_left(node), nodes.is_low_rank_right(node)]
-            args = nodes.LowRankArgs.of(node)
+            args = operator_arguments.LowRankArgs.of(node)
             moved += passes * FACTOR_DTYPE.itemsize * args.numel
             flops = products * 2 * args.rank * args.numel
         dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
@@ -325,7 +325,7 @@ _LOW_RANK_WORK = MappingProxyType({(True, False): (2, 1), (False, True): (2, 2),
 
 def _error_bytes(quantize: fx.Node) -> int:
     """What a rank keeps for the gradients of a `quantize_grads` node."""
-    args = nodes.QuantizeArgs.of(quantize)
+    args = operator_arguments.QuantizeArgs.of(quantize)
     states = [from_text(args.method).state(numel, args.world * args.stretches) for numel in args.numels]
     return sum(payload_bytes(shape, dtype) for state in states for shape, dtype in state.values())
 

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from zgraph.analysis.cost import COMPUTE, CostModel, NodeCost
 from zgraph.analysis.hardware import Hardware
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import attach_state
 from zgraph.torch_compat.fake_values import hint_of, without_fake_mode
@@ -99,10 +99,10 @@ def _call(node: fx.Node) -> Callable[[], object]:
     """The operator on values of its own."""
     made: dict[fx.Node, Any] = {}
     if nodes.is_quantize(node):
-        made |= {handle: _new_handle() for handle in nodes.QuantizeArgs.of(node).handles}
+        made |= {handle: _new_handle() for handle in operator_arguments.QuantizeArgs.of(node).handles}
 
     if nodes.is_low_rank(node):
-        made |= {handle: _new_handle() for handle in nodes.LowRankArgs.of(node).handles}
+        made |= {handle: _new_handle() for handle in operator_arguments.LowRankArgs.of(node).handles}
 
     def real(source: fx.Node) -> Any:
         if source not in made:

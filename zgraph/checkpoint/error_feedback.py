@@ -27,7 +27,7 @@ from zgraph.runtime.chunks import chunk_rows, local_rows
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.groups import group_size
-from zgraph.sharding.unit import ParamSpec, ShardedParam, sharded_parameters
+from zgraph.sharding.scope import ParamSpec, ShardedParam, sharded_parameters
 from zgraph.torch_compat.dtensor import sharded_rows
 
 KEY = "feedback"  # of their entries, in a checkpoint and in a rank's runtime state

@@ -24,7 +24,7 @@ from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_metadata
 from zgraph.errors import CheckpointError
 from zgraph.sharding.dry_run_load import COMPILED
-from zgraph.sharding.unit import window_is_open
+from zgraph.sharding.scope import window_is_open
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready
 

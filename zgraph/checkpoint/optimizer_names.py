@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zgraph.errors import CheckpointError
 from zgraph.sharding.dry_run_load import COMPILED
-from zgraph.sharding.unit import state_of
+from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.modules import local_parameters
 
 

@@ -21,7 +21,7 @@ from zgraph.checkpoint.safe_reader import decode, encode, read_metadata
 from zgraph.errors import CheckpointError
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.window_state import ParameterState
-from zgraph.sharding.unit import sharded_parameters, state_of
+from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready
 from zgraph.torch_compat.modules import local_parameters

@@ -20,7 +20,7 @@ from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import METADATA, check_plain, encode
 from zgraph.errors import CheckpointError
-from zgraph.sharding.unit import window_is_open
+from zgraph.sharding.scope import window_is_open
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready
 

@@ -13,9 +13,9 @@ from torch import fx
 
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.hardware import Hardware
-from zgraph.analysis.simulate import Sharing
 from zgraph.runtime.groups import group_stride, make_host_groups
-from zgraph.scheduling.schedule import Limits
+from zgraph.scheduling.problem import Limits
+from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
 Phase = Literal["joint", "graph"]

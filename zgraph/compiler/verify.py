@@ -11,7 +11,7 @@ from torch import fx
 
 from zgraph.compiler.graph_pass import Direction, Fact
 from zgraph.errors import VerifyError
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.text import neighbourhood
 from zgraph.torch_compat.operators import is_higher_order, returns_alias, written_arguments
 
@@ -225,7 +225,11 @@ def _gather_behind(node: fx.Node) -> fx.Node | None:
     """The gather that a value is a view, cast or copy of."""
     while True:
         if nodes.is_unshard(node):
-            return node if nodes.UnshardArgs.of(node).zero_stage > 0 and not meta.is_tagged_saved(node) else None
+            return (
+                node
+                if operator_arguments.UnshardArgs.of(node).zero_stage > 0 and not meta.is_tagged_saved(node)
+                else None
+            )
         if nodes.is_wait(node):
             start = nodes.start_of(node)
             releases = nodes.is_gather(start) and meta.parameters(start) and not meta.is_tagged_saved(start)

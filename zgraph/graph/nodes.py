@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,116 +23,6 @@ from zgraph.torch_compat.collectives import (
 from zgraph.torch_compat.operators import returns_alias
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-
-@dataclass(frozen=True)
-class UnshardArgs:
-    """Arguments of a `zgraph::unshard` node by name."""
-
-    shard: fx.Node
-    handle: fx.Node
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    wire_dtype: torch.dtype | None
-    mean_dtype: torch.dtype | None
-    zero_stage: int
-    reduction: str
-    window: str
-    replicas: str
-    group_name: str
-
-    @classmethod
-    def of(cls, node: fx.Node) -> UnshardArgs:
-        shard, handle, shape, *rest = cast("tuple[Any, ...]", node.args)
-        return cls(shard, handle, tuple(shape), *rest)
-
-    @property
-    def policy(self) -> tuple[object, ...]:
-        """Everything but the tensors: equal for two reads that one gather can serve."""
-        return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
-
-
-@dataclass(frozen=True)
-class ReduceArgs:
-    """Arguments of a `zgraph::reduce_grad` node by name."""
-
-    grad: fx.Node
-    handle: fx.Node
-    dtype: torch.dtype
-    wire_dtype: torch.dtype | None
-    mean_dtype: torch.dtype | None
-    zero_stage: int
-    reduction: str
-    window: str
-    replicas: str
-    group_name: str
-
-    @classmethod
-    def of(cls, node: fx.Node) -> ReduceArgs:
-        return cls(*cast("tuple[Any, ...]", node.args))
-
-
-@dataclass(frozen=True)
-class QuantizeArgs:
-    """Arguments of a `zgraph::quantize_grads` node by name."""
-
-    grads: list[fx.Node]
-    handles: list[fx.Node]
-    errors: list[fx.Node]
-    method: str
-    slot: str
-    numels: list[int]
-    world: int
-    stretches: int
-    rank: int
-    salt: int
-    window: str
-
-    @classmethod
-    def of(cls, node: fx.Node) -> QuantizeArgs:
-        grads, handles, errors, method, slot, numels, *rest = cast("tuple[Any, ...]", node.args)
-        return cls(list(grads), list(handles), list(errors), method, slot, list(numels), *rest)
-
-
-@dataclass(frozen=True)
-class DequantizeArgs:
-    """Arguments of a `zgraph::dequantize_sum` node by name."""
-
-    received: fx.Node
-    draw: fx.Node
-    method: str
-    numels: list[int]
-    world: int
-    stretches: int
-    salt: int
-    divisor: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, node: fx.Node) -> DequantizeArgs:
-        received, draw, method, numels, *rest = cast("tuple[Any, ...]", node.args)
-        return cls(received, draw, method, list(numels), *rest)
-
-
-@dataclass(frozen=True)
-class LowRankArgs:
-    """What the three operators of a low-rank reduction have in common, by name."""
-
-    handles: list[fx.Node]
-    rows: list[int]
-    columns: list[int]
-    rank: int
-
-    @classmethod
-    def of(cls, node: fx.Node) -> LowRankArgs:
-        first = 1 if is_low_rank_left(node) else 2
-        handles, rows, columns, rank = cast("tuple[Any, ...]", node.args[first : first + 4])
-        return cls(list(handles), list(rows), list(columns), rank)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all matrices together."""
-        return sum(rows * columns for rows, columns in zip(self.rows, self.columns, strict=True))
 
 
 def is_unshard(node: fx.Node) -> bool:
@@ -227,26 +115,6 @@ def gathers_addends(node: fx.Node) -> bool:
 def is_quantized_gather(node: fx.Node) -> bool:
     """Whether the node gathers the codes of parameters."""
     return is_gather(node) and any(is_quantize_shards(sent) for sent in sent_by(node))
-
-
-def methods_of(start: fx.Node) -> tuple[str, ...]:
-    """By what methods the bytes that a collective sends were made, as text; () for bytes that are numbers."""
-    found: dict[str, None] = {}
-    pending = sent_by(start)
-    while pending:
-        node = pending.pop()
-        if is_quantize(node):
-            found[QuantizeArgs.of(node).method] = None
-        elif is_quantize_shards(node):
-            found[str(node.args[1])] = None
-        elif _has_bytes(meta.value(node)):  # payloads side by side, or parts of them
-            pending.extend(node.all_input_nodes)
-    return tuple(sorted(found))
-
-
-def _has_bytes(value: Any) -> bool:
-    members = cast("Iterable[Any]", value) if isinstance(value, list | tuple) else [value]
-    return any(isinstance(member, Tensor) and member.dtype == torch.uint8 for member in members)
 
 
 def is_cast_shards(node: fx.Node) -> bool:
@@ -365,14 +233,6 @@ def call_functions(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> Ite
     yield from [node for node in graph.nodes if node.op == "call_function" and predicate(node)]
 
 
-def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, names and meta included, to be changed freely; the values in the meta are shared."""
-    graph = fx.Graph()
-    output = graph.output(graph.graph_copy(gm.graph, {}))
-    output.meta = dict(output_of(gm.graph).meta)
-    return fx.GraphModule(gm, graph)
-
-
 # Ops with one tensor input whose result is a view, a cast or a copy of it: following a gathered weight through them
 # still finds the gathered weight.
 _RESHAPING = frozenset(
@@ -426,15 +286,6 @@ def without_views(node: fx.Node) -> fx.Node:
     return node
 
 
-def drop_unchanging_views(node: fx.Node) -> None:
-    """Let the readers of views that change nothing read the node itself."""
-    for user in list(node.users):
-        if user.target is aten.view.default and meta.same_layout(meta.value(node), meta.value(user)):
-            drop_unchanging_views(user)
-            user.replace_all_uses_with(node)
-            node.graph.erase_node(user)
-
-
 def is_cast(node: fx.Node) -> torch.dtype | None:
     """The target dtype of a node that only casts, else None.
 
@@ -463,41 +314,3 @@ def copy_in(start: fx.Node) -> list[fx.Node] | None:
         found[node] = None
         pending.extend(node.all_input_nodes)
     return list(found)
-
-
-def restore_order(graph: fx.Graph) -> None:
-    """Move every node that stands before one of its inputs to just behind the last of them; all others stay."""
-    order = order_of(graph)
-    missing = {node: len(node.all_input_nodes) for node in order}
-    ready = [(position, node) for node, position in order.items() if not missing[node]]
-    placed: dict[fx.Node, None] = {}
-    while ready:
-        _, node = heapq.heappop(ready)  # the earliest node that can stand here: in a sound graph, the next one
-        placed[node] = None
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (order[user], user))
-    relink(placed)
-
-
-def relink(placed: Iterable[fx.Node]) -> None:
-    """Put all nodes of a graph into this order."""
-    previous: fx.Node | None = None
-    for node in placed:
-        if previous is not None and previous.next is not node:
-            previous.append(node)
-        previous = node
-
-
-def move_before(node: fx.Node, anchor: fx.Node) -> None:
-    """Move node to just before anchor."""
-    if node.next is not anchor:
-        anchor.prepend(node)
-
-
-def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
-    """Erase those candidates that nobody uses, users first; inputs of the graph stay."""
-    for node in sorted(candidates, key=order_of(graph).__getitem__, reverse=True):
-        if not node.users and node.op == "call_function":
-            graph.erase_node(node)

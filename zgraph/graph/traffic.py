@@ -11,7 +11,7 @@ from torch import fx
 
 from zgraph.dialect.window_ops import gradients_wait, keeps_gathered
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.runtime.chunks import Chunk, chunk_rows, payload_bytes
 from zgraph.runtime.groups import group_size, reduction_group
 from zgraph.runtime.window_state import OPEN
@@ -93,7 +93,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _unshard_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
-    args = nodes.UnshardArgs.of(node)
+    args = operator_arguments.UnshardArgs.of(node)
     if args.zero_stage > 0 and group_size(args.group_name) > 1:
         shape = (chunk_rows(args.shape[0], size_of(args.group_name)), *args.shape[1:])
         kind = "all_gather_kept" if keeps_gathered(args.zero_stage, args.window) else "all_gather_into_tensor"
@@ -101,7 +101,7 @@ def _unshard_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
 
 
 def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
-    args = nodes.ReduceArgs.of(node)
+    args = operator_arguments.ReduceArgs.of(node)
     args = replace(args, group_name=reduction_group(args.group_name))
     world, num_replicas = group_size(args.group_name), group_size(args.replicas)
     waits = gradients_wait(args.zero_stage, args.window)
@@ -149,5 +149,5 @@ def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, pay
         payload_bytes=payload,
         sent_bytes=sent,
         parameters=meta.parameters(node),
-        methods=nodes.methods_of(node) if nodes.is_start(node) else (),
+        methods=operator_arguments.methods_of(node) if nodes.is_start(node) else (),
     )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zgraph.optimizers.local_norm import ShardedGradients
 from zgraph.runtime.collective_error import collective_error
-from zgraph.sharding.unit import sharded_parameters
+from zgraph.sharding.scope import sharded_parameters
 from zgraph.torch_compat.autograd import AgreeingGradScaler
 from zgraph.torch_compat.collectives import all_gather
 from zgraph.torch_compat.dtensor import gradients_of

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zgraph.optimizers.gradients import GradScaler
-from zgraph.sharding.unit import ShardedParam, sharded_parameters
+from zgraph.sharding.scope import ShardedParam, sharded_parameters
 from zgraph.torch_compat.dynamo import without_compile
 
 

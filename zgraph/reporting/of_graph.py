@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from zgraph.analysis.liveness import MemoryCurve, memory_curve, owned_inputs
-from zgraph.analysis.simulate import Timeline, simulate
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.graph import nodes
 from zgraph.graph.traffic import Transfer, transfers_of
 from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
 from zgraph.scheduling.exposure import why_exposed
+from zgraph.scheduling.simulate import simulate
+from zgraph.scheduling.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 LARGEST = 3  # storages that are named at the peak

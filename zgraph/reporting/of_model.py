@@ -11,7 +11,7 @@ from zgraph.errors import ZgraphError
 from zgraph.reporting.explanation import Explanation
 from zgraph.reporting.summary import Report
 from zgraph.runtime.profiler import StepProfiler
-from zgraph.sharding.unit import sharded_parameters, state_of
+from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
 
 

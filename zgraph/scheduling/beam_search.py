@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from zgraph.scheduling.schedule import Builder, Problem, choose
+from zgraph.scheduling.builder import Builder, choose
+from zgraph.scheduling.problem import Problem
 
 AHEAD = 16  # collectives of each queue that a promise looks at one by one
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from zgraph.analysis.simulate import Timeline
 from zgraph.graph import meta, nodes
-from zgraph.scheduling.schedule import Limits, is_movable, limited_bytes
+from zgraph.scheduling.problem import Limits, is_movable, limited_bytes
+from zgraph.scheduling.timeline import Timeline
 
 
 def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, limits: Limits | None) -> str:

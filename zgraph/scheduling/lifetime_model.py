@@ -13,11 +13,12 @@ from torch import fx
 
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import placements
-from zgraph.analysis.simulate import COMPUTE, Sharing
 from zgraph.graph import meta, nodes
-from zgraph.graph.nodes import ReduceArgs, UnshardArgs
+from zgraph.graph.operator_arguments import ReduceArgs, UnshardArgs
 from zgraph.runtime.chunks import chunk_rows, payload_bytes
 from zgraph.runtime.groups import group_size
+from zgraph.scheduling.simulate import COMPUTE
+from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import is_tangent, mutated_inputs
 from zgraph.torch_compat.fake_values import hint_of
 from zgraph.torch_compat.operators import OpOverload, is_pure, written_arguments

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zgraph.scheduling.beam_search import Beam, Promise
-from zgraph.scheduling.schedule import Builder, Problem, choose
+from zgraph.scheduling.builder import Builder, choose
+from zgraph.scheduling.problem import Problem
 
 WIDTH = 24  # schedules that the beam search goes on with, 4 at the least
 SLOTS = 600  # that it may fill, in all of them together: a second or two

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
-from zgraph.sharding.unit import Scope, state_of
+from zgraph.sharding.scope import Scope, state_of
 from zgraph.torch_compat.dynamo import without_compile
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.collective_error import collective_error
-from zgraph.sharding.unit import state_of
+from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.memory import storage_key
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 

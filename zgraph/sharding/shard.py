@@ -17,8 +17,9 @@ from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import attach_state
 from zgraph.sharding.same_machine import agreed_machine
+from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
-from zgraph.sharding.unit import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of, unit_class
+from zgraph.sharding.unit import unit_class
 from zgraph.torch_compat.groups import backend_of
 from zgraph.torch_compat.modules import local_parameters, replace_parameter
 

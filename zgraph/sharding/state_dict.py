@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import chunk_rows, local_rows, pad_rows
 from zgraph.sharding.dry_run_load import COMPILED, dry_run_of
-from zgraph.sharding.unit import state_of
+from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready
 from zgraph.torch_compat.modules import local_parameters

@@ -1,0 +1,293 @@
+"""What ranks measure together: times of a step, and links as collectives of several sizes show them."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.analysis.hardware import Link
+from zgraph.runtime.chunks import MIB
+from zgraph.runtime.collectives import goes_by_host, start_all_gather, start_all_to_all, uses_messages
+from zgraph.torch_compat.collectives import all_gather, wait
+from zgraph.torch_compat.groups import backend_of
+
+POINT_S = 0.2  # of measuring one size of one kind
+SMALL_BYTES = (256, 4096)  # their time is latency
+SMALL_AT_ONCE = 8  # how many of these are under way, as in a step: see `link_of`
+LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
+LARGE_BYTES_OF_GPUS = (64 * MIB, 128 * MIB, 256 * MIB)  # smaller ones are latency to NVLink
+_MOST_GAIN = 2.0  # of several messages in flight over one; more than that is a disturbed measurement
+MESSAGE_US = 25_000.0  # of one of several in flight, at the most
+
+
+@dataclass(frozen=True)
+class MeasuringRanks:
+    """Who measures together.
+
+    Attributes:
+        device: where tensors of collectives live.
+        groups: one along each axis; none for a process alone.
+    """
+
+    device: torch.device
+    groups: tuple[ProcessGroup, ...]
+
+    @classmethod
+    def of(cls, given: object) -> MeasuringRanks:
+        if given is None and not (dist.is_available() and dist.is_initialized()):
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            return cls(accelerator or torch.device("cpu"), ())
+        if given is None:
+            given = dist.group.WORLD
+        if isinstance(given, DeviceMesh):
+            groups = tuple(given.get_all_groups())
+            kind = given.device_type
+        elif isinstance(given, ProcessGroup):
+            groups = (given,)
+            on_cuda = torch.cuda.is_available() and backend_of(given, torch.device("cuda")) == "nccl"
+            kind = "cuda" if on_cuda else "cpu"
+        else:
+            raise ValueError(
+                f"zgraph.calibrate: {given!r} is a {type(given).__name__}; pass a DeviceMesh, a ProcessGroup or None."
+            )
+        for group in groups:
+            if backend_of(group, torch.device(kind)) == "fake":
+                raise ValueError(
+                    "zgraph.calibrate: collectives of the backend fake move nothing; initialise gloo or nccl, or take "
+                    'zgraph.Hardware.preset("h100").'
+                )
+        index = torch.accelerator.current_device_index() if kind != "cpu" else None
+        return cls(torch.device(kind, index) if index is not None else torch.device(kind), groups)
+
+    @property
+    def backend(self) -> str:
+        """Backend of the groups; for a process alone, the one that it would use."""
+        if self.groups:
+            return backend_of(self.groups[0], self.device)
+        return "gloo" if self.device.type == "cpu" else "nccl"
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all ranks, the same everywhere: along one axis after the other."""
+        found = torch.tensor(values, dtype=torch.float64, device=self.device)
+        for group in self.groups:
+            found = gathered(found, group).amax(0)
+        return found.tolist()
+
+    @property
+    def large_bytes(self) -> tuple[int, ...]:
+        return LARGE_BYTES if self.device.type == "cpu" else LARGE_BYTES_OF_GPUS
+
+    def settle(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
+    """[n] of every rank -> [N, n]"""
+    found = own.new_empty((dist.get_world_size(group), *own.shape))
+    all_gather(found, own.unsqueeze(0), group)
+    return found
+
+
+def median_us(ranks: MeasuringRanks, run: Callable[[], object], calls: int = 1, least: int = 5) -> float:
+    """Of one of `calls` calls, over as many repetitions as fit into the time of a point; once before to warm up."""
+    times: list[float] = []
+    run()
+    ranks.settle()
+    deadline = time.perf_counter() + POINT_S
+    while len(times) < least or time.perf_counter() < deadline:
+        times.append(timed(ranks, lambda: [run() for _ in range(calls)])[0] / calls)
+    return statistics.median(times)
+
+
+Make = Callable[[MeasuringRanks, ProcessGroup, int], Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    link: Link
+    on_one_node: bool
+    cpu_us_per_collective: float
+    cpu_us_per_byte: float
+
+
+def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
+    """Measure the link of one group, by both kinds of collectives: a plan has both, and they take equally long.
+
+    Small ones are timed several at once, because the latency of one under way delays none behind it. One at a time they
+    also take ten times as long on gloo where a rank has one core: its thread polls, for a tick of the scheduler, for a
+    lock that the program holds while it starts to send. In a step the program computes meanwhile.
+    """
+    world = dist.get_world_size(group)
+    if world == 1:
+        return None
+    points: list[tuple[float, float]] = []
+    cpu: list[tuple[float, float]] = []
+    starters = [_exchanging, *([] if goes_by_host(group, ranks_per_host) else [_gathering])]
+    for make in starters:
+        for sent_bytes in (*SMALL_BYTES, *ranks.large_bytes):
+            numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
+            start = make(ranks, group, numel)
+            count = SMALL_AT_ONCE if sent_bytes in SMALL_BYTES else 1
+
+            def run(start: Callable[[], Tensor] = start, count: int = count) -> None:
+                for started in [start() for _ in range(count)]:
+                    wait(started)
+
+            once_us = ranks.slowest([timed(ranks, run)[0] for _ in range(2)])[1]  # the first connects
+            if sent_bytes > ranks.large_bytes[0] and once_us > 5e6 * POINT_S:
+                break  # a slow link, of which smaller sizes say enough
+            repeats = max(3, min(20, int(1e6 * POINT_S / once_us)))
+            times = [timed(ranks, run) for _ in range(repeats)]
+            us, cpu_us = (statistics.median(each) / count for each in zip(*times, strict=True))
+            points.append((4 * numel * (world - 1), us))
+            cpu.append((4 * numel * (world - 1), cpu_us))
+    slowest = ranks.slowest([us for _, us in (*points, *cpu)])
+    sizes = [sent for sent, _ in points]
+    link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
+    (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, starters)])
+    link = in_a_stream(link, stream_us, without_gap=uses_messages(group, ranks.device))
+    burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
+    on_one_node = ranks_on_one_host(ranks, group) == world
+    if ranks.device.type != "cpu":
+        return _Axis(link, on_one_node, 0.0, compute_share(ranks, group, link) / link.bytes_per_us)
+    return _Axis(link, on_one_node, (world - 1) * burnt.latency_us, 1 / burnt.bytes_per_us)
+
+
+def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Sequence[Make]) -> float:
+    """Of a byte that is sent while others of the group are under way: collectives in turn, three in flight."""
+    world = dist.get_world_size(group)
+    # Each takes as long as a bucket does, and not for ever on a slow link.
+    sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * MESSAGE_US))
+    numel = sent_bytes // (world - 1) // 4 + 1
+    starters = [make(ranks, group, numel) for make in makes]
+
+    def stream(count: int) -> None:
+        in_flight: deque[Tensor] = deque()
+        for number in range(count):
+            if len(in_flight) == 3:
+                wait(in_flight.popleft())
+            in_flight.append(starters[number % len(starters)]())
+        for started in in_flight:
+            wait(started)
+
+    few, many = 4, 20  # their difference leaves out what the first and the last do alone
+    stream(few)
+    times = [[timed(ranks, lambda count=count: stream(count))[0] for count in (few, many)] for _ in range(3)]
+    us = statistics.median(more - less for less, more in times)
+    return max(us, 1.0) / ((many - few) * 4 * numel * (world - 1))
+
+
+def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> float:
+    """The part of compute that collectives under way take: NCCL's kernels occupy multiprocessors, gloo's copies cores.
+
+    Matrix products are timed alone, and while gathers that outlast them are under way; all ranks together.
+    """
+    size, dtype = (256, torch.float32) if ranks.device.type == "cpu" else (4096, torch.bfloat16)
+    a = torch.ones(size, size, device=ranks.device, dtype=dtype)
+    out = torch.empty_like(a)
+
+    def products() -> None:
+        for _ in range(10):
+            torch.mm(a, a, out=out)
+
+    products()
+    (alone_us,) = ranks.slowest([statistics.median(timed(ranks, products)[0] for _ in range(5))])
+    sent_bytes = min(ranks.large_bytes[0], int(link.bytes_per_us * MESSAGE_US))
+    world = dist.get_world_size(group)
+    start = _gathering(ranks, group, sent_bytes // (world - 1) // 4 + 1)
+    count = min(64, math.ceil(3 * alone_us / link.us(sent_bytes)) + 1)  # the same on all ranks
+    beside: list[float] = []
+    for _ in range(5):
+        in_flight = [start() for _ in range(count)]
+        beside.append(timed(ranks, products)[0])
+        for started in in_flight:
+            wait(started)
+        ranks.settle()
+    (beside_us,) = ranks.slowest([statistics.median(beside)])
+    return max(0.0, 1.0 - alone_us / beside_us)
+
+
+def timed(ranks: MeasuringRanks, run: Callable[[], object]) -> tuple[float, float]:
+    """Microseconds until the result is there, and of processors meanwhile, all threads of this process together.
+
+    On a GPU between two events of its stream, which a wait holds up as compute would be; processors do not count there.
+    """
+    if ranks.device.type != "cpu":
+        begin, end = (torch.Event(ranks.device, enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        ranks.settle()
+        return 1e3 * begin.elapsed_time(end), 0.0
+    started, busy = time.perf_counter(), time.process_time()
+    run()
+    ranks.settle()
+    return 1e6 * (time.perf_counter() - started), 1e6 * (time.process_time() - busy)
+
+
+def _gathering(ranks: MeasuringRanks, group: ProcessGroup, numel: int) -> Callable[[], Tensor]:
+    own = torch.ones(numel, device=ranks.device)
+    return lambda: start_all_gather(own, dist.get_world_size(group), group.group_name)
+
+
+def _exchanging(ranks: MeasuringRanks, group: ProcessGroup, numel: int) -> Callable[[], Tensor]:
+    splits = [numel] * dist.get_world_size(group)
+    pieces = torch.ones(sum(splits), device=ranks.device)
+    return lambda: start_all_to_all(pieces, splits, splits, group.group_name)
+
+
+def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
+    """The link behind measured (bytes, us); medians, so that a few disturbed points change little.
+
+    A line through sizes that differ a thousandfold is either the large ones' or the small ones': latency is what the
+    small ones take, and the rate is that of what the large ones take beyond it.
+
+    Args:
+        points: at least one of at most 4 KiB and one larger.
+        messages: that one point passes on, one after the other.
+    """
+    small, large = list[tuple[float, float]](), list[tuple[float, float]]()
+    for size, us in points:
+        (small if size <= 2 * max(SMALL_BYTES) else large).append((size, us))
+    latency_us, us_per_byte = 0.0, 0.0
+    for _ in range(3):  # each knows the other better
+        latency_us = statistics.median(max(us - size * us_per_byte, 1e-3 * us) for size, us in small)
+        us_per_byte = statistics.median(max(us - latency_us, 1e-3 * us) / size for size, us in large)
+    return Link(latency_us=latency_us / messages, bytes_per_us=1 / us_per_byte)
+
+
+def in_a_stream(link: Link, stream_us: float, *, without_gap: bool) -> Link:
+    """The link that a message alone has shown, at the rate of several in flight.
+
+    A link may let a first burst through at once, of which one message may be the most, but never a stream.
+
+    Args:
+        link: as `fit_link` finds it.
+        stream_us: of a byte while others are under way.
+        without_gap: collectives follow one another without a gap, so that this is the rate of each.
+    """
+    sustained = min(1 / stream_us, _MOST_GAIN * link.bytes_per_us)
+    if without_gap:
+        return replace(link, bytes_per_us=sustained)
+    gain = max(1.0, sustained / link.bytes_per_us)
+    return replace(link, bytes_per_us=min(link.bytes_per_us, sustained), gain_at_once=gain)
+
+
+def ranks_on_one_host(ranks: MeasuringRanks, group: ProcessGroup) -> int:
+    """How many ranks of a group are on one host; the most of any."""
+    host = zlib.crc32(platform.node().encode())
+    hosts = gathered(torch.tensor([float(host)], dtype=torch.float64, device=ranks.device), group)
+    return int(ranks.slowest([float((hosts == host).sum())])[0])

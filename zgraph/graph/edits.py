@@ -1,0 +1,69 @@
+"""Edits that several passes make: nodes are moved, left out and put into an order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from zgraph.graph import meta
+from zgraph.graph.nodes import order_of, output_of
+
+aten = torch.ops.aten
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, names and meta included, to be changed freely; the values in the meta are shared."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(gm.graph, {}))
+    output.meta = dict(output_of(gm.graph).meta)
+    return fx.GraphModule(gm, graph)
+
+
+def drop_unchanging_views(node: fx.Node) -> None:
+    """Let the readers of views that change nothing read the node itself."""
+    for user in list(node.users):
+        if user.target is aten.view.default and meta.same_layout(meta.value(node), meta.value(user)):
+            drop_unchanging_views(user)
+            user.replace_all_uses_with(node)
+            node.graph.erase_node(user)
+
+
+def restore_order(graph: fx.Graph) -> None:
+    """Move every node that stands before one of its inputs to just behind the last of them; all others stay."""
+    order = order_of(graph)
+    missing = {node: len(node.all_input_nodes) for node in order}
+    ready = [(position, node) for node, position in order.items() if not missing[node]]
+    placed: dict[fx.Node, None] = {}
+    while ready:
+        _, node = heapq.heappop(ready)  # the earliest node that can stand here: in a sound graph, the next one
+        placed[node] = None
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (order[user], user))
+    relink(placed)
+
+
+def relink(placed: Iterable[fx.Node]) -> None:
+    """Put all nodes of a graph into this order."""
+    previous: fx.Node | None = None
+    for node in placed:
+        if previous is not None and previous.next is not node:
+            previous.append(node)
+        previous = node
+
+
+def move_before(node: fx.Node, anchor: fx.Node) -> None:
+    """Move node to just before anchor."""
+    if node.next is not anchor:
+        anchor.prepend(node)
+
+
+def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
+    """Erase those candidates that nobody uses, users first; inputs of the graph stay."""
+    for node in sorted(candidates, key=order_of(graph).__getitem__, reverse=True):
+        if not node.users and node.op == "call_function":
+            graph.erase_node(node)

@@ -1,0 +1,143 @@
+"""Arguments of zgraph's operators by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.graph import meta
+from zgraph.graph.nodes import is_low_rank_left, is_quantize, is_quantize_shards, sent_by
+
+
+@dataclass(frozen=True)
+class UnshardArgs:
+    """Arguments of a `zgraph::unshard` node by name."""
+
+    shard: fx.Node
+    handle: fx.Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wire_dtype: torch.dtype | None
+    mean_dtype: torch.dtype | None
+    zero_stage: int
+    reduction: str
+    window: str
+    replicas: str
+    group_name: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> UnshardArgs:
+        shard, handle, shape, *rest = cast("tuple[Any, ...]", node.args)
+        return cls(shard, handle, tuple(shape), *rest)
+
+    @property
+    def policy(self) -> tuple[object, ...]:
+        """Everything but the tensors: equal for two reads that one gather can serve."""
+        return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
+
+
+@dataclass(frozen=True)
+class ReduceArgs:
+    """Arguments of a `zgraph::reduce_grad` node by name."""
+
+    grad: fx.Node
+    handle: fx.Node
+    dtype: torch.dtype
+    wire_dtype: torch.dtype | None
+    mean_dtype: torch.dtype | None
+    zero_stage: int
+    reduction: str
+    window: str
+    replicas: str
+    group_name: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> ReduceArgs:
+        return cls(*cast("tuple[Any, ...]", node.args))
+
+
+@dataclass(frozen=True)
+class QuantizeArgs:
+    """Arguments of a `zgraph::quantize_grads` node by name."""
+
+    grads: list[fx.Node]
+    handles: list[fx.Node]
+    errors: list[fx.Node]
+    method: str
+    slot: str
+    numels: list[int]
+    world: int
+    stretches: int
+    rank: int
+    salt: int
+    window: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> QuantizeArgs:
+        grads, handles, errors, method, slot, numels, *rest = cast("tuple[Any, ...]", node.args)
+        return cls(list(grads), list(handles), list(errors), method, slot, list(numels), *rest)
+
+
+@dataclass(frozen=True)
+class DequantizeArgs:
+    """Arguments of a `zgraph::dequantize_sum` node by name."""
+
+    received: fx.Node
+    draw: fx.Node
+    method: str
+    numels: list[int]
+    world: int
+    stretches: int
+    salt: int
+    divisor: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, node: fx.Node) -> DequantizeArgs:
+        received, draw, method, numels, *rest = cast("tuple[Any, ...]", node.args)
+        return cls(received, draw, method, list(numels), *rest)
+
+
+@dataclass(frozen=True)
+class LowRankArgs:
+    """What the three operators of a low-rank reduction have in common, by name."""
+
+    handles: list[fx.Node]
+    rows: list[int]
+    columns: list[int]
+    rank: int
+
+    @classmethod
+    def of(cls, node: fx.Node) -> LowRankArgs:
+        first = 1 if is_low_rank_left(node) else 2
+        handles, rows, columns, rank = cast("tuple[Any, ...]", node.args[first : first + 4])
+        return cls(list(handles), list(rows), list(columns), rank)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all matrices together."""
+        return sum(rows * columns for rows, columns in zip(self.rows, self.columns, strict=True))
+
+
+def methods_of(start: fx.Node) -> tuple[str, ...]:
+    """By what methods the bytes that a collective sends were made, as text; () for bytes that are numbers."""
+    found: dict[str, None] = {}
+    pending = sent_by(start)
+    while pending:
+        node = pending.pop()
+        if is_quantize(node):
+            found[QuantizeArgs.of(node).method] = None
+        elif is_quantize_shards(node):
+            found[str(node.args[1])] = None
+        elif _has_bytes(meta.value(node)):  # payloads side by side, or parts of them
+            pending.extend(node.all_input_nodes)
+    return tuple(sorted(found))
+
+
+def _has_bytes(value: Any) -> bool:
+    members = cast("Iterable[Any]", value) if isinstance(value, list | tuple) else [value]
+    return any(isinstance(member, Tensor) and member.dtype == torch.uint8 for member in members)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from zgraph.codegen.islands import Island, cut_out, find_islands
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.graph import meta
-from zgraph.runtime.profiler import GraphMeter
+from zgraph.runtime.profiler import GraphProfiler
 from zgraph.torch_compat.inductor import compile_with_inductor
 
 Compiled = Callable[[list[Any]], Any]
@@ -37,12 +37,12 @@ class InductorLowering:
         self.compiled: dict[object, Compiled] = {}
 
     def lower(
-        self, gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_host: int = 1
+        self, gm: fx.GraphModule, profiler_of: Callable[[], GraphProfiler | None] | None = None, ranks_per_host: int = 1
     ) -> Compiled:
         """As `lower_fx`, with a call of a compiled function in the place of each island."""
         gm = fx.GraphModule(gm, gm.graph)
         self.islands += self.place(gm)
-        return lower_fx(gm, meter_of, ranks_per_host)
+        return lower_fx(gm, profiler_of, ranks_per_host)
 
     def place(self, gm: fx.GraphModule) -> int:
         """Put calls of compiled functions in the places of islands; returns how many there were."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from zgraph.graph import nodes
 from zgraph.torch_compat.operators import OpOverload, returns_alias, written_arguments
@@ -119,7 +120,7 @@ def cut_out(members: Sequence[fx.Node]) -> Island:
         copies[node] = graph.placeholder(f"arg{number}")
         copies[node].meta["val"] = node.meta["val"]
     for number, node in enumerate(members):
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"value{number}")
         copies[node].meta["val"] = node.meta["val"]
     graph.output(tuple(copies[node] for node in outputs))

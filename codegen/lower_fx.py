@@ -15,20 +15,20 @@ from zgraph.graph.collective_dispatch import starter_of
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.collectives import bind, finish_group
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.profiler import GraphMeter, Probe, Program
+from zgraph.runtime.profiler import GraphProfiler, Probe, Program
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def lower_fx(
-    gm: fx.GraphModule, meter_of: Callable[[], GraphMeter | None] | None = None, ranks_per_host: int = 1
+    gm: fx.GraphModule, profiler_of: Callable[[], GraphProfiler | None] | None = None, ranks_per_host: int = 1
 ) -> Callable[[list[Any]], Any]:
     """Generated Python, one line a node: no fusion, no reordering, each value dropped at its last use.
 
     Args:
         gm: the final forward, backward or inference graph.
-        meter_of: asked at each call whether it is to be measured, and by whom; such a call runs another program.
+        profiler_of: asked at each call whether it is to be measured, and by whom; such a call runs another program.
         ranks_per_host: of the machine, by which collectives choose how to run.
 
     Returns:
@@ -48,14 +48,14 @@ def lower_fx(
     for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
         node.target = cast_each
     program = _program(gm, guarded)
-    if meter_of is None:
+    if profiler_of is None:
         return boxed(program)
 
     def build(probe: Probe, watch_memory: bool) -> Program:
         return _program(_instrumented(gm, probe, starts if watch_memory else [], waits), guarded)
 
     def run(args: list[Any]) -> Any:
-        meter = meter_of()
+        meter = profiler_of()
         return program(args) if meter is None else meter.run(build, args)
 
     return boxed(run)
@@ -90,7 +90,7 @@ def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
     gm.graph.set_codegen(BoxedCodeGen())
     gm.recompile()
     # The class forward, not the module's __call__: that one would print its own account of a failing line.
-    forward = cast("Callable[..., Any]", type(gm).forward)
+    forward = type(gm).forward
     if not guarded:
         return lambda args: forward(gm, args)
     handle_positions = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import fx
@@ -302,7 +302,10 @@ def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
     sizes = [*map(nodes.whole_bytes, bucket.starts)]
     needed: dict[Mode, int] = {"flat": sum(sizes), "coalesced": sum(sizes) - min(sizes), "sequential": 0}
     options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "coalesced")
-    return next((mode for mode in options if needed[mode] <= room_bytes), "sequential")
+    for mode in options:
+        if needed[mode] <= room_bytes:
+            return mode
+    return "sequential"
 
 
 def _alive_bytes(graph: fx.Graph, *, inputs_die: bool) -> list[int]:
@@ -329,7 +332,7 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
     if wait is None or len(start.users) != 1 or not meta.parameters(start) or meta.is_tagged_at_use(start):
         return None
     sent = meta.tensor_value(start.all_input_nodes[0])
-    if any(not isinstance(size, int) for size in sent.shape):
+    if any(isinstance(size, torch.SymInt) for size in cast("tuple[Any, ...]", sent.shape)):
         return None
     from_inputs = nodes.copy_in(start) is not None
     saved = meta.is_tagged_saved(start)

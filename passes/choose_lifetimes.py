@@ -121,7 +121,7 @@ def apply(found: StepEstimate, joint: Mapping[str, fx.Node]) -> None:
     for value in found.gaps:
         if value.gather is not None and value not in found.dropped:
             meta.tag_saved(joint[value.gather.name])
-    for node in found.again:
+    for node in found.recomputed:
         again = joint[node.name]
         if not meta.is_tagged_by_others(again) and not meta.is_tagged_recompute(again):
             meta.tag_computed_again(again)

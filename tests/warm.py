@@ -8,7 +8,7 @@ import torch
 import torch._inductor.lowering  # what a backward imports beside what a forward does
 from torch import nn
 
-import zgraph  # noqa: F401
+import zgraph.backend  # noqa: F401
 from tests.compiled import with_fx
 
 torch.set_num_threads(1)  # a process must not fork with a pool of threads

@@ -43,7 +43,7 @@ from zgraph.torch_compat.fake_values import without_fake_mode
 from zgraph.torch_compat.groups import is_distributed_ready
 
 Graphs = dict[Direction, fx.GraphModule]
-MeterOf = Callable[[], GraphProfiler | None]
+ProfilerOf = Callable[[], GraphProfiler | None]
 
 
 def zgraph(
@@ -208,7 +208,7 @@ class FrameCompiler:
     def _ranks_per_node(self) -> int:
         return 1 if self.ctx.hardware is None else self.ctx.hardware.ranks_per_host
 
-    def _lowered(self, gm: fx.GraphModule, profiler_of: MeterOf | None) -> Callable[[list[Any]], Any]:
+    def _lowered(self, gm: fx.GraphModule, profiler_of: ProfilerOf | None) -> Callable[[list[Any]], Any]:
         if self.inductor is None:
             return lower_fx(gm, profiler_of, self._ranks_per_node)
         islands, distinct = self.inductor.islands, len(self.inductor.compiled)

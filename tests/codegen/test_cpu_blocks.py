@@ -250,9 +250,9 @@ def test_without_a_compiler_plain_pytorch_is_used_and_says_so_once() -> None:
 
 LOAD = """
 import torch
-from zgraph.codegen import cpu_blocks
-from zgraph.compression import RngKey, LoCo
-from zgraph.wire_format import BucketLayout
+from zgraph.codegen.kernels.cpu import blocks as cpu_blocks
+from zgraph.compression.methods import LoCo, RngKey
+from zgraph.compression.payload import BucketLayout
 
 layout = BucketLayout(LoCo(), (300,), 1)
 output = torch.empty(300)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-import zgraph  # noqa: F401  (registers the operators)
+import zgraph.codegen  # noqa: F401  (registers the operators)
 from tests.ranks import Ranks
 from zgraph.codegen.kernels.low_rank_reference import in_rank_order, low_rank_mean, orthonormal_rows
 from zgraph.codegen.kernels.orthonormal import orthonormalize, sum_in_blocks

@@ -121,7 +121,7 @@ def test_results_are_bitwise_those_of_the_markers() -> None:
 _PRINT_GRAPHS = """
 import torch, zgraph
 from tests.graphs import Autocast, compile_model, fake_world, mlp
-from zgraph.report.text import graph_text
+from zgraph.graph.text import graph_text
 
 class Show(zgraph.GraphPass):
     name = "show"

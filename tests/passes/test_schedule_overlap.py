@@ -398,7 +398,7 @@ _PRINT_GRAPHS = """
 from tests.graphs import apply, fake_world, mlp, traced
 from tests.passes.test_schedule_overlap import LOWERED, cost_by_size
 from zgraph.passes import BucketCollectives, ScheduleOverlap
-from zgraph.report.text import graph_text
+from zgraph.graph.text import graph_text
 
 with fake_world(3, 2):
     for passes in ([], [BucketCollectives(bucket_bytes=120)]):

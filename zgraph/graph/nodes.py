@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from zgraph import dialect as dialect  # registers the operators that are asked for here
 from zgraph.graph import meta
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.torch_compat.collectives import (

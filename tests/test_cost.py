@@ -320,9 +320,9 @@ def test_hybrid_groups_have_symbols_of_their_own() -> None:
 def test_a_formula_prints_and_knows_its_symbols(world: int) -> None:
     found = formula(traced(deep, GRAPH_PASSES).graphs["forward"].graph, NODES)
     assert str(found).splitlines()[0] == "sent bytes: 1536 - 1536/N"
-    with pytest.raises(ValueError, match=r"zgraph\.cost: the formula has no symbol 'M'; its symbols are: N"):
+    with pytest.raises(ValueError, match=r"zgraph\.analysis\.cost: the formula has no symbol 'M'; its symbols are: N"):
         found.at(M=2)
-    with pytest.raises(ValueError, match=r"zgraph\.cost: N=0; write a positive number"):
+    with pytest.raises(ValueError, match=r"zgraph\.analysis\.cost: N=0; write a positive number"):
         found.at(N=0)
 
 

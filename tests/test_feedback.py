@@ -99,7 +99,9 @@ def test_a_dropped_step_leaves_no_trace_in_the_errors(two_ranks: Ranks, kind: st
     for result in two_ranks.run(drop_a_step, kind, zero_stage):
         assert result["found_inf"] == [False, False, True, False]
         assert result["scale"] == 512
-        assert {"left.weight inside error", "left.weight inside error_scale"} <= {*result["touched by the backward"]}
+        assert {"left.weight first_hop error", "left.weight first_hop error_scale"} <= {
+            *result["touched by the backward"]
+        }
         assert result["codes"] == [] and result["halved"] and result["filled"]
         assert result["weights stay"] and result["goes on"]
         assert result["changes again"] == 4
@@ -132,8 +134,8 @@ def drop_one_of_two() -> dict[str, Any]:
 
 def test_a_scaler_tells_whose_step_was_dropped(two_ranks: Ranks) -> None:
     for rank, result in enumerate(two_ranks.run(drop_one_of_two)):
-        left = ["left.weight inside error", "left.weight inside error_scale"]
-        right = ["right.weight inside error", "right.weight inside error_scale"]
+        left = ["left.weight first_hop error", "left.weight first_hop error_scale"]
+        right = ["right.weight first_hop error", "right.weight first_hop error_scale"]
         assert result["scale"] == 1024
         assert result["changed"] == left
         # Rank 0 has sent finite codes of `right`, and must take them back because of rank 1.

@@ -149,7 +149,7 @@ SAME = [
     ("own", TwoHop(inter_host=WIDE, ranks_per_host=1), {}, 2, ["second_hop"]),
     ("new", NARROW, {}, 2, ["first_hop"]),
     ("ran", WIDE, {}, 2, ["first_hop"]),
-    ("new", replace(NARROW, hops=1), {"replicas": 2}, 4, ["second_hop", "first_hop"]),
+    ("new", replace(NARROW, hops=1), {"replicas": 2}, 4, ["first_hop", "second_hop"]),
 ]
 
 
@@ -221,7 +221,7 @@ def load(folder: str, method: CompressionMethod | TwoHop, options: dict[str, Any
 
 def half_a_code(kept: dict[str, Tensor], name: str) -> float:
     """Of the coarsest group."""
-    scale = kept.get(f"{name} inside error_scale")
+    scale = kept.get(f"{name} first_hop error_scale")
     return 0.0 if scale is None else scale.double().max().item() * 0.51
 
 
@@ -267,7 +267,7 @@ def test_another_division_preserves_the_mean_of_the_errors(
         rows = new_options.get("zero_stage", 3) > 0
         chunk = -(-shape[0] // new) * shape[1] if rows else -(-shape[0] * shape[1] // new)
         for result in loaded:
-            assert result["counts"][f"{name} inside"] == (chunk, new, 3, 3)
+            assert result["counts"][f"{name} first_hop"] == (chunk, new, 3, 3)
     for result in loaded:
         assert result["goes on"] and result["warned"] == []
 
@@ -324,14 +324,14 @@ def test_one_process_drops_them_with_a_warning(saved: Saved) -> None:
 
 def test_each_rank_writes_its_own_row(saved: Saved) -> None:
     metadata = read_metadata(saved.folder / "step_00000003")
-    entry = metadata.state_dict_metadata["feedback.first.weight.inside.error"]
+    entry = metadata.state_dict_metadata["feedback.first.weight.first_hop.error"]
     assert isinstance(entry, TensorStorageMetadata)
     assert entry.size == (2, 2, 2, 32) and entry.properties.dtype == torch.int8
     assert [tuple(chunk.offsets) for chunk in entry.chunks] == [(0, 0, 0, 0), (1, 0, 0, 0)]
     files = {
         index.offset[0]: info.relative_path  # type: ignore[index]
         for index, info in metadata.storage_data.items()
-        if index.fqn == "feedback.first.weight.inside.error"
+        if index.fqn == "feedback.first.weight.first_hop.error"
     }
     assert files[0].startswith("__0_") and files[1].startswith("__1_")
 
@@ -448,7 +448,7 @@ def scale_of_losses(folder: str) -> dict[str, Any]:
     loaded = kept_tensors(other)
     zgraph.set_loss_scale(other, 256.0)
     rescaled = kept_tensors(other)
-    name = "first.weight inside error_scale"
+    name = "first.weight first_hop error_scale"
     return {
         "as saved": all(torch.equal(loaded[key], saved[key]) for key in saved),
         "quartered": torch.equal(rescaled[name], saved[name] / 4),

@@ -83,7 +83,7 @@ def test_a_machine_that_is_only_known_changes_no_other_pass() -> None:
         found.ctx.planned_backend, found.ctx.machine = "nccl", Hardware.preset("h100")
         apply(BucketCollectives(bucket_bytes="auto"), found, "forward")
     assert found.ctx.hardware is None and found.ctx.cost_of is None
-    assert [text for name, _, text in found.ctx.notes if name == "bucket_collectives"][-1] == "gathers: 1 grouped"
+    assert [text for name, _, text in found.ctx.notes if name == "bucket_collectives"][-1] == "gathers: 1 coalesced"
 
 
 def test_an_unknown_word_is_refused() -> None:

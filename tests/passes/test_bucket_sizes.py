@@ -187,7 +187,7 @@ def test_without_hardware_the_backend_decides(backend: str, expected: list[bool]
 
 @pytest.mark.parametrize(
     ("room", "expected"),
-    [(3, "2 coalesced"), (2, "1 coalesced, 1 grouped"), (1, "1 coalesced, 1 sequential"), (-2, "2 sequential")],
+    [(3, "2 flat"), (2, "1 coalesced, 1 flat"), (1, "1 flat, 1 sequential"), (-2, "2 sequential")],
 )
 @pytest.mark.parametrize("tightened", [False, True])
 def test_of_what_the_budget_has_no_room_for_less_is_whole_at_once(tightened: bool, room: int, expected: str) -> None:
@@ -232,7 +232,7 @@ def test_sequential_gathers_stay_where_they_are_read(movers: list[GraphPass]) ->
 
 
 def test_bad_options_are_refused_when_the_pass_is_built() -> None:
-    with pytest.raises(ValueError, match=r"gathers='all' is unknown; write \"auto\", \"coalesced\""):
+    with pytest.raises(ValueError, match=r"gathers='all' is unknown; write \"auto\", \"flat\""):
         BucketCollectives(bucket_bytes=1, gathers="all")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="latency_share=0 is the part"):
         BucketCollectives(bucket_bytes=None, latency_share=0)

@@ -498,7 +498,7 @@ def test_options_that_cannot_be_honoured(make: Any, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "text"),
-    [(LoCo(hops=2), "which ranks share a node"), (TwoHop(ranks_per_host=3), "does not divide the 4")],
+    [(LoCo(hops=2), "which ranks share a host"), (TwoHop(ranks_per_host=3), "does not divide the 4")],
 )
 def test_nodes_that_are_not_known(method: Any, text: str) -> None:
     with fake_world(4), pytest.raises(ValueError, match=text):

@@ -188,7 +188,7 @@ def _loaded(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"zgraph.codegen.kernels.cpu.blocks: the compression kernels cannot be compiled ({reason}), so plain PyTorch "
+        f"zgraph.codegen: the compression kernels for CPUs cannot be compiled ({reason}), so plain PyTorch "
         "compresses gradients, to the same bits and many times more slowly; install g++, or name a C++ compiler in the "
         "environment variable CXX.",
         ZgraphWarning,

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,11 @@ from zgraph.torch_compat import release_of
 def is_in_backward() -> bool:
     """Whether this thread is running a backward (`_current_graph_task_id`, 2.11 - 2.13)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that this thread is running has come to its end (2.11 - 2.13)."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def second_derivatives_vanish() -> bool:

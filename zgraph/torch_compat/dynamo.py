@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
+import torch
 from torch import fx, nn
 
 P = ParamSpec("P")

@@ -42,7 +42,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
 PYTEST := $(RUN) pytest -n 2 --dist worksteal $(if $(TORCH)$(BUILD),--torch $(RELEASE))
 
 .DELETE_ON_ERROR:
-.PHONY: help train test test-fast test-long test-cuda-trace .test-cuda-trace lint bench clean
+.PHONY: help train test test-fast test-long test-cuda-trace .test-cuda-trace lint docs bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -74,6 +74,13 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
+# make docs    the site, in build/site, and first the pictures and tables that are made from code and figures
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/tools/draw_rooms.py
+	$(BIN)/python docs/tools/fill_tables.py
+	$(BIN)/python examples/benchmarks/draw_ratios.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # make bench   the strategies over links of 1 Gbit/s (Linux, root, iproute2)
 bench: $(VENV)/.installed-dev
 	$(BIN)/python examples/benchmarks/shaped_link.py $(ARGS)
@@ -97,4 +104,8 @@ endif
 
 $(VENV)/.installed-dev: $(VENV)/.installed-examples
 	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed-examples
+	$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@

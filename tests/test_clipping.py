@@ -116,7 +116,7 @@ def torchs_infinity_norm() -> str:
 
 
 def test_torchs_own_infinity_norm_fails_on_a_rank_without_rows(two_ranks: Ranks) -> None:
-    # The reason for zgraph.clip_grad_norm_, and for a limit in the README: both go when torch passes this no more.
+    # The reason for zgraph.clip_grad_norm_, and for a line in docs/sharding.md: both go when torch passes this no more.
     first, last = two_ranks.run(torchs_infinity_norm)
     assert first == "works"
     assert "inf norm on an empty tensor" in last

@@ -243,7 +243,7 @@ def test_torchs_own_scaler_agrees_where_the_first_gradient_is_sharded(two_ranks:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_torchs_own_scaler_disagrees_where_the_first_gradient_is_replicated(two_ranks: Ranks, fused: bool) -> None:
-    # The reason for zgraph.GradScaler, and for a limit in the README: both go when torch passes this no more.
+    # The reason for zgraph.GradScaler, and for a line in docs/sharding.md: both go when torch passes this no more.
     found = two_ranks.run(one_step_with_an_inf, torch.amp.GradScaler, Scaled, fused)
     assert found == [[True, SCALE], [False, SCALE / 2]]
 

@@ -1,0 +1,207 @@
+"""Fill the tables of docs/benchmarks.md from what was measured, examples/benchmarks/results/*.json.
+
+    python docs/tools/fill_tables.py            # write them anew
+    python docs/tools/fill_tables.py --check    # fail where the page holds others
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
+`--json`, put into that folder under the name of the table. Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from generated import keep_up
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "examples" / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+LABELS = (
+    ("ddp", "DDP"),
+    ("ddp-fp16", "DDP, fp16 hook"),
+    ("ddp-bf16", "DDP, bf16 hook"),
+    ("ddp-powersgd-1", "DDP, PowerSGD of rank 1"),
+    ("ddp-powersgd-4", "DDP, PowerSGD of rank 4"),
+    ("deepspeed-2", "DeepSpeed 0.19.8, ZeRO-2"),
+    ("deepspeed-3", "DeepSpeed, ZeRO-3, not compiled"),
+    ("fsdp2", "FSDP2"),
+    ("fsdp2-bf16", "FSDP2, bf16"),
+    ("simplefsdp-overlap", "SimpleFSDP's graph, PyTorch's overlap scheduler"),
+    ("zgraph-0", "zgraph, stage 0"),
+    ("zgraph-0-rules", "zgraph, stage 0, by rules"),
+    ("zgraph-0-reduce-bf16", "zgraph, stage 0, `reduce_dtype=bf16`"),
+    ("zgraph-0-loco", "zgraph, stage 0, `LoCo()`"),
+    ("zgraph-0-loco-means8", "zgraph, stage 0, `LoCo()`, means of 8 bits"),
+    ("zgraph-0-loco-means4", "zgraph, stage 0, `LoCo()`, means of 4 bits"),
+    ("zgraph-0-lowrank1", "zgraph, stage 0, `LowRank(rank=1)`"),
+    ("zgraph-0-lowrank4", "zgraph, stage 0, `LowRank(rank=4)`"),
+    ("zgraph-1", "zgraph, stage 1"),
+    ("zgraph-2", "zgraph, stage 2"),
+    ("zgraph-3", "zgraph, stage 3"),
+    ("zgraph-3-rules", "zgraph, stage 3, by rules"),
+    ("zgraph-1-bf16", "zgraph, stage 1, bf16"),
+    ("zgraph-2-bf16", "zgraph, stage 2, bf16"),
+    ("zgraph-3-bf16", "zgraph, stage 3, bf16"),
+    ("zgraph-3-bf16-loco", "zgraph, stage 3, bf16, `LoCo()`"),
+)
+# What each column of the table of methods is made of; where two files have a row, the first one's is taken.
+METHODS = (
+    ("shaped_link-2x33.7M-100mbit",),
+    ("methods-200mbit", "shaped_link-2x33.7M-200mbit"),
+    ("methods-1gbit",),
+    ("methods-10gbit",),
+)
+PEERS_OF_METHODS = ("ddp-bf16", "ddp-powersgd-1", "ddp-powersgd-4")
+
+
+def main() -> int:
+    return keep_up({PAGE: filled(PAGE.read_text())})
+
+
+def filled(page: str) -> str:
+    """The page with its tables made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", page)
+
+
+def table(name: str) -> str:
+    if name == "methods":
+        return methods([[load(name) for name in names] for names in METHODS])
+    result = load(name)
+    return convergence(result) if name == "convergence" else link(result)
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def link(result: dict[str, Any]) -> str:
+    """Steps over one link, and how many times as fast as its peers each row is."""
+    heads = (
+        "",
+        "step ms (quartiles)",
+        "x floor",
+        "exposed ms",
+        "predicted",
+        "error",
+        "formula MB",
+        "sent MB",
+        "peak MiB",
+    )
+    rows = [
+        (
+            label,
+            f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
+            f"{row['step_over_floor']:.2f}",
+            f"{row['exposed_ms']:.0f}",
+            f"{row['predicted_exposed_ms']:.0f}" if "predicted_exposed_ms" in row else "",
+            f"{100 * row['prediction_error']:+.1f} %" if "prediction_error" in row else "",
+            f"{row['payload_bytes'] / 1e6:.1f}",
+            f"{row['sent_bytes'] / 1e6:.1f}",
+            f"{row['peak_bytes'] / 2**20:.0f}",
+        )
+        for label, row in labelled(result)
+    ]
+    return markdown(heads, rows) + pairs(result) + provenance([result])
+
+
+def labelled(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The rows that have a label, in the order of the labels: those of compute alone have none."""
+    return [(label, result["rows"][name]) for name, label in LABELS if name in result["rows"]]
+
+
+def pairs(result: dict[str, Any], peers: Sequence[str] = tuple(dict(LABELS))) -> str:
+    """How many times as fast each row is; nothing where a single repetition leaves no interval."""
+    labels = dict(LABELS)
+    rows = [
+        (label, labels[peer], f"{ratio:.2f}", f"{low:.2f} to {high:.2f}")
+        for label, row in labelled(result)
+        for peer, (ratio, low, high) in row["times_faster"].items()
+        if peer in peers and low < high
+    ]
+    return "\n" + markdown(("", "as fast as", "times", "95 % interval"), rows) if rows else ""
+
+
+def methods(columns: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Median steps of each method over links of several rates."""
+    merged = [joined(results) for results in columns]
+    heads = ("step ms", "sent MB", *map(written, merged))
+    rows = [
+        (
+            label,
+            f"{merged[0]['rows'][name]['sent_bytes'] / 1e6:.1f}",
+            *(f"{result['rows'][name]['step_ms_median']:.0f}" for result in merged),
+        )
+        for name, label in LABELS
+        if all(name in result["rows"] for result in merged)
+    ]
+    compared = "".join(
+        f"\nAt {written(result)}:\n{found}" for result in merged if (found := pairs(result, PEERS_OF_METHODS))
+    )
+    return markdown(heads, rows) + compared + provenance([result for results in columns for result in results])
+
+
+def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result with the rows of several, those of the first before those of others."""
+    rows: dict[str, Any] = {}
+    for result in results:
+        rows = result["rows"] | rows
+    return {**results[0], "rows": rows}
+
+
+def written(result: dict[str, Any]) -> str:
+    return spelled(result["rate"])
+
+
+def spelled(rate: str) -> str:
+    """The rate of links: "200mbit" reads 200 Mbit/s."""
+    return re.sub(r"(\d+)([mg])bit", lambda found: f"{found[1]} {found[2].upper()}bit/s", rate)
+
+
+def convergence(result: dict[str, Any]) -> str:
+    """Losses at the end of training, and how they compare with those of none."""
+    heads = ("method", "final loss", "relative to none, and each seed", "held out", "relative to none")
+    rows = [
+        (
+            row["method"],
+            f"{row['loss']:.4f}",
+            ""
+            if row["relative"] is None
+            else f"{percent(row['relative'])} ({', '.join(f'{100 * seed:+.2f}' for seed in row['relative_by_seed'])})",
+            f"{row['held_out_loss']:.4f}",
+            "" if row["held_out_relative"] is None else percent(row["held_out_relative"]),
+        )
+        for row in result["rows"]
+    ]
+    return markdown(heads, rows) + provenance([result])
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:+.2f} %" if share else "0.00 %"
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def provenance(results: Sequence[dict[str, Any]]) -> str:
+    """Machine and commit of each result, and what is to be known of it; one line for those that agree."""
+    of_line: dict[str, list[str]] = {}
+    for result in results:
+        where = f"{result['processor']}, {result['cores']} cores, commit `{result['commit']}`"
+        notes = [result[key] for key in ("source", "note") if key in result]
+        of_line.setdefault(". ".join([where, *notes]).rstrip("."), []).append(result.get("rate", ""))
+    one = len(of_line) == 1
+    lines = [
+        f"Measured on {line}." if one else f"- {', '.join(map(spelled, rates))}: {line}."
+        for line, rates in of_line.items()
+    ]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

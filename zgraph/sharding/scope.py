@@ -16,9 +16,9 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, state_behind
 from zgraph.sharding.dry_run_load import COMPILED
-from zgraph.torch_compat.autograd import is_in_backward
+from zgraph.torch_compat.autograd import at_end_of_backward, is_in_backward
 from zgraph.torch_compat.dynamo import no_frames_inside
-from zgraph.torch_compat.modules import local_parameters
+from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
 
@@ -64,6 +64,8 @@ class Scope:
         opened: a forward has run under `no_sync` since the last one without.
         window: where the running forward stands in its window.
         last: where the last forward that recorded gradients stood.
+        repeats: a backward runs through what an uncompiled forward has returned. Compiled parts of it that activation
+            checkpointing repeats cannot ask autograd; they are compiled once more for this.
         guards_steps: optimizers are watched for steps in an open window.
         report: the `zgraph.Report` of what was compiled for these modules, which this room only keeps; None: nothing.
         machine: that all ranks are on, as far as GPUs tell it; None: unknown.
@@ -76,6 +78,7 @@ class Scope:
         self.opened = False
         self.window: str = ALONE
         self.last: str = ALONE
+        self.repeats = False
         self.guards_steps = False
         self.report: object = None
         self.machine: Hardware | None = None
@@ -88,9 +91,10 @@ class Scope:
     @no_frames_inside
     def begin(self) -> None:
         self.active = True
-        self.window = self._next_window()
         if not torch.compiler.is_compiling():
+            self.repeats = self.repeats and is_in_backward()  # one that raised has not told its end
             self.gathered = {}
+        self.window = self._next_window()
 
     @no_frames_inside
     def end(self) -> None:
@@ -101,7 +105,7 @@ class Scope:
     def _next_window(self) -> str:
         if not self.has_windows or not torch.is_grad_enabled():
             return ALONE
-        if not torch.compiler.is_compiling() and is_in_backward():
+        if self.repeats or (not torch.compiler.is_compiling() and is_in_backward()):
             return self.last  # activation checkpointing repeats a forward that has had its place
         if self.accumulating:
             self.opened = True
@@ -112,6 +116,22 @@ class Scope:
         else:
             self.last = ALONE
         return self.last
+
+    def watch_backward(self, result: Any) -> None:
+        """Note when a backward begins at what an uncompiled forward returns, and when it ends."""
+        if not self.has_windows or not torch.is_grad_enabled() or is_in_backward():
+            return
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._backward_begins)
+
+    def _backward_begins(self, grad: Tensor) -> None:
+        if not self.repeats:
+            self.repeats = True
+            at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self.repeats = False
 
     @torch.compiler.assume_constant_result
     def check_optimizers(self) -> None:

@@ -135,7 +135,11 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
                 before.append((site_state, site_state.whole))
                 site_state.whole = {**(site_state.whole or {}), attribute: tensor}
         result = forward(module, *args, **kwargs)
-        return _tie(result, whole) if state.tied else result
+        if state.tied:
+            result = _tie(result, whole)
+        if outermost and not torch.compiler.is_compiling():
+            scope.watch_backward(result)
+        return result
     finally:
         for site_state, previous in reversed(before):
             site_state.whole = previous

@@ -18,8 +18,9 @@ from zgraph.analysis.cost import FREE, NodeCost, Totals, costs_of, node_cost
 from zgraph.analysis.formula import Formula, formula
 from zgraph.analysis.hardware import Hardware
 from zgraph.compiler.pipeline import Pipeline
+from zgraph.compression.low_rank import orthonormalize_work
 from zgraph.compression.methods import to_text
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, LoCo, LowerGathers, LowerReductions, NoFeedback, presets
 from zgraph.reporting.node_times import measure_nodes
@@ -96,6 +97,29 @@ def test_only_memory_that_is_there_is_read() -> None:
     assert cost(drawing.call(aten.clone.default, row)).moved_bytes == 400 + 20_000
     table, index = drawing.input("table", 1000, 8), drawing.input("index", 3, dtype=torch.int64)
     assert cost(drawing.call(aten.embedding.default, table, index)).moved_bytes == 96 + 24 + 96
+
+
+def low_rank_right(rank: int) -> fx.Node:
+    """Of two matrices [2048, 64]."""
+    rows, columns = [2048] * 2, [64] * 2
+    drawing = Drawing()
+    left, deltas = drawing.input("left", rank * sum(rows)), drawing.input("deltas", 2, 2048, 64)
+    handles = [drawing.input(f"handle {place}", 96, dtype=torch.uint8) for place in range(2)]
+    return drawing.call(torch.ops.zgraph.low_rank_right.default, left, [deltas], handles, rows, columns, rank)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_low_rank_factor_costs_products_and_its_orthogonalization(rank: int) -> None:
+    node = low_rank_right(rank)
+    launches, swept = orthonormalize_work(operator_arguments.LowRankArgs.of(node).layout)
+    numel = 2 * 2048 * 64
+    factors = 4 * rank * 2 * (2 * 2048 + 64)  # P in and out, and Q
+    flops = 2 * 2 * rank * numel
+    moved = 4 * 3 * numel + factors + 2 * 96
+    assert swept > factors
+    assert cost(node) == NodeCost(
+        "compute", max(flops / 1000, moved / 50) + max(2.0 * launches, swept / 50), flops, moved + swept
+    )
 
 
 def test_an_unknown_operator_counts_by_its_bytes() -> None:

@@ -83,6 +83,29 @@ def test_ranks_share_the_time_of_a_quantizer_though_each_draws_signs_of_its_own(
     assert store.num_keys() == 1
 
 
+def low_rank_nodes(rank: int) -> list[fx.Node]:
+    """Of one [64, 48] matrix, of which this rank rebuilds its half."""
+    drawing = Drawing()
+    grads, handles = [drawing.input("grad", 64, 48)], [drawing.input("handle", 96, dtype=torch.uint8)]
+    sizes = ([64], [48], 2)
+    left = drawing.call(torch.ops.zgraph.low_rank_left.default, grads, handles, *sizes)
+    product, delta = (drawing.call(operator.getitem, left, place) for place in range(2))
+    right = drawing.call(torch.ops.zgraph.low_rank_right.default, product, [delta], handles, *sizes)
+    factors = [drawing.call(operator.getitem, right, place) for place in range(2)]
+    own = ([32 * rank], [32], torch.float32, "alone")
+    means = drawing.call(torch.ops.zgraph.low_rank_means.default, *factors, handles, *sizes, *own)
+    return [left, right, means]
+
+
+def test_ranks_share_the_times_of_low_rank_factors_though_each_rebuilds_other_rows() -> None:
+    store = HashStore()
+    found = [[TimedCosts(CPU, store).cost(node).us for node in low_rank_nodes(rank)] for rank in (0, 1)]
+    assert found[0] == found[1]
+    assert store.num_keys() == 3
+    for node, us in zip(low_rank_nodes(0), found[0], strict=True):
+        assert us != CostModel(CPU).cost(node).us, node
+
+
 def test_nothing_is_left_behind() -> None:
     """Neither in the random stream, nor in the graph's fake values."""
     found = drawn()

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph.codegen  # noqa: F401  (registers the operators)
 from tests.ranks import Ranks
 from zgraph.codegen.kernels.low_rank_reference import in_rank_order, low_rank_mean, orthonormal_rows
 from zgraph.codegen.kernels.orthonormal import orthonormalize, sum_in_blocks
 from zgraph.codegen.low_rank_kernels import first_right, next_right
-from zgraph.compression.low_rank import FactorLayout, matrix_shape
+from zgraph.compression.low_rank import FactorLayout, matrix_shape, orthonormalize_work
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import ALONE, attach_state, state_behind
@@ -255,3 +256,31 @@ def test_pytorchs_hook_finds_the_same_means(two_ranks: Ranks, rank: int) -> None
     """It keeps each rank's difference from the mean as error too, which cancels in every sum."""
     for theirs, ours in two_ranks.run(beside_the_hook, rank)[0]:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-5 * theirs.abs().max().item())
+
+
+class CountWork(TorchDispatchMode):
+    """Counts kernels, and the bytes that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.launches += 1
+            read = {id(value): value.nbytes for value in args if isinstance(value, Tensor)}  # a square reads once
+            self.moved += sum(read.values()) + result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 7])
+def test_orthogonalization_is_said_to_cost_what_it_does(rank: int) -> None:
+    layout = FactorLayout((4096, 4096, 3000), (8, 8, 8), rank)
+    left = random(layout.left_numel, seed=1)
+    with CountWork() as counted:
+        for rows in layout.left(left):
+            orthonormalize(rows)
+    launches, moved = orthonormalize_work(layout)
+    assert launches == counted.launches
+    assert moved == pytest.approx(counted.moved, rel=0.02)  # but for what has one number for each row

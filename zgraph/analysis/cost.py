@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.sizes import size_hint, tensors_of
 from zgraph.analysis.symbols import Symbols
-from zgraph.compression.low_rank import FACTOR_DTYPE
+from zgraph.compression.low_rank import FACTOR_DTYPE, orthonormalize_work
 from zgraph.compression.methods import from_text
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes, operator_arguments
@@ -253,7 +253,11 @@ class CostModel:
             moved += passes * FACTOR_DTYPE.itemsize * args.numel
             flops = products * 2 * args.rank * args.numel
         dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
-        return NodeCost(COMPUTE, self.hardware.compute_us(flops, moved, dtype), flops, moved)
+        us = self.hardware.compute_us(flops, moved, dtype)
+        if nodes.is_low_rank_right(node):  # products, and before them kernel after kernel on few numbers
+            launches, swept = orthonormalize_work(operator_arguments.LowRankArgs.of(node).layout)
+            us, moved = us + self.hardware.compute_us(0, swept, FACTOR_DTYPE, launches), moved + swept
+        return NodeCost(COMPUTE, us, flops, moved)
 
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
         """Its kernel adds one rank's piece after the other to a sum, which is read and written each time.

@@ -65,17 +65,20 @@ class TimedCosts(CostModel):
 
 
 def _described(node: fx.Node) -> tuple[str, Any]:
-    """What the time of a call depends on, the same on all ranks: not whose signs a quantizer draws."""
+    """What the time of a call depends on, the same on all ranks: not whose signs are drawn, or which rows rebuilt."""
     named = arguments_by_name(node)
+    own: tuple[str, ...] = ()
     if nodes.is_quantize(node) or nodes.is_dequantize_sum(node):
-        named = {name: value for name, value in named.items() if name not in ("rank", "salt")}
+        own = ("rank", "salt")
+    elif nodes.is_low_rank(node):
+        own = ("first_rows",)
+    named = {name: value for name, value in named.items() if name not in own}
     return str(node.target), map_arg(named, lambda source: _shape(meta.value(source)))
 
 
 def _can_run(node: fx.Node) -> bool:
     is_ours = nodes.is_sum_ranks(node) or nodes.is_quantize(node) or nodes.is_dequantize_sum(node)
-    # The means of a low-rank reduction are estimated: ranks rebuild different rows.
-    is_ours = is_ours or nodes.is_low_rank_left(node) or nodes.is_low_rank_right(node)
+    is_ours = is_ours or nodes.is_low_rank(node)
     return is_ours or getattr(node.target, "namespace", "") in _HARMLESS
 
 

@@ -155,3 +155,24 @@ class FactorLayout:
             count = len(batch.members)
             part = flat[batch.right_at : batch.right_at + count * self.rank * batch.columns]
             yield part.view(count, self.rank, batch.columns)
+
+
+def orthonormalize_work(layout: FactorLayout) -> tuple[int, int]:
+    """Kernels that make all columns of P orthonormal, one after the other, and the bytes that they move.
+
+    Counted from codegen/kernels/orthonormal.py, once for each batch, for rows of P^T that are long enough
+    to be summed in blocks; of what has one number per row only the launch counts.
+    """
+    launches = moved = 0
+    for batch in layout.batches():
+        numbers = len(batch.members) * batch.rows  # of one row of P^T, over the whole batch
+        for before in range(layout.rank):
+            again = 2 if before else 0  # times that the rows before are taken away
+            launches += _OWN_LAUNCHES + again * _AWAY_LAUNCHES
+            moved += (_OWN_PASSES + again * (5 + 6 * before)) * numbers * FACTOR_DTYPE.itemsize
+    return launches, moved
+
+
+# For each row its scaling, its length before and after, and its division: kernels, and how often they read or write it.
+# Then the kernels that take the rows before away from it: it is read or written five times, and each of those six.
+_OWN_LAUNCHES, _OWN_PASSES, _AWAY_LAUNCHES = 22, 15, 8

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from zgraph.compression.low_rank import FactorLayout
 from zgraph.graph import meta
 from zgraph.graph.nodes import is_low_rank_left, is_quantize, is_quantize_shards, sent_by
 
@@ -116,6 +117,10 @@ class LowRankArgs:
         first = 1 if is_low_rank_left(node) else 2
         handles, rows, columns, rank = cast("tuple[Any, ...]", node.args[first : first + 4])
         return cls(list(handles), list(rows), list(columns), rank)
+
+    @property
+    def layout(self) -> FactorLayout:
+        return FactorLayout(tuple(self.rows), tuple(self.columns), self.rank)
 
     @property
     def numel(self) -> int:

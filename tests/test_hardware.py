@@ -170,7 +170,7 @@ def test_bad_links_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "zgraph.Hardware: this is no JSON"),
+        ("{", "zgraph.Hardware: not valid JSON"),
         ("[]", "zgraph.Hardware: found list where"),
         ('{"name": "x"}', r"zgraph.Hardware: found \['name'\] where"),
         (NODES.to_json().replace('"float32"', '"float33"'), "float33"),

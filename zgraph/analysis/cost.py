@@ -63,7 +63,7 @@ def costs_of(
             that are still in the graph, and nothing where a node takes no time.
 
     Raises:
-        ValueError: a measured time is no time.
+        ValueError: a measured time is not a positive number.
     """
     measured = measured or {}
     for name, us in measured.items():
@@ -88,7 +88,7 @@ def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of one graph.
+    """Bytes and times of one graph.
 
     Attributes:
         sent_bytes: on the wire, by one rank.
@@ -335,7 +335,7 @@ def _error_bytes(quantize: fx.Node) -> int:
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
-    """Of a product for each expert: a group's rows, columns or inner elements, counted together."""
+    """Flops of a product for each expert: a group's rows, columns or inner elements, counted together."""
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
 

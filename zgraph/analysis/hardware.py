@@ -40,7 +40,7 @@ class Link:
         _check("Link", "bytes_per_us", self.bytes_per_us)
 
     def us(self, sent_bytes: Any) -> Any:
-        """Of one message."""
+        """Time of one message, in microseconds."""
         return self.latency_us + sent_bytes / self.bytes_per_us
 
 
@@ -105,7 +105,7 @@ class Hardware:
         object.__setattr__(self, "links", dict(self.links))
 
     def compute_us(self, flops: Any, moved_bytes: Any, dtype: torch.dtype, launches: int = 1) -> Any:
-        """Of a kernel that is bound by arithmetic, by memory or by its launch.
+        """Microseconds of a kernel that is bound by arithmetic, by memory or by its launch.
 
         Source: Williams, Waterman, Patterson 2009, "Roofline", with a floor.
         """
@@ -118,7 +118,7 @@ class Hardware:
         return self.links.get(stride, self.inter_host if alone else self.intra_host)
 
     def collective_us(self, kind: str, sent_bytes: Any, size: Any, stride: int = 1) -> Any:
-        """Of one collective, from its start to its result.
+        """Microseconds of one collective, from its start to its result.
 
         Rings pass N-1 messages on (an all_reduce twice as many), and a group that spans hosts leaves each of them once;
         an all_to_all is N-1 exchanges in pairs. NCCL takes trees, or PAT, across hosts where a ring would be slower;
@@ -188,7 +188,7 @@ class Hardware:
         try:
             plain = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"zgraph.Hardware: this is no JSON: {error}; pass what to_json() returned.") from error
+            raise ValueError(f"zgraph.Hardware: not valid JSON: {error}; pass what to_json() returned.") from error
         known = {entry.name for entry in fields(cls)}
         if not isinstance(plain, dict) or set(cast("dict[str, Any]", plain)) != known:
             found = sorted(cast("dict[str, Any]", plain)) if isinstance(plain, dict) else type(plain).__name__

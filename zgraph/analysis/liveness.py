@@ -283,7 +283,7 @@ def _transient(
 
 
 def _staged(in_flight: Iterable[tuple[str, int]], at_once: int) -> int:
-    """Of each group the oldest run, the others queue."""
+    """Bytes staged by the oldest works of each group, which run; the others queue."""
     running = Counter[str]()
     total = 0
     for group_name, staged in in_flight:

@@ -102,7 +102,7 @@ def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def median_us(ranks: MeasuringRanks, run: Callable[[], object], calls: int = 1, least: int = 5) -> float:
-    """Of one of `calls` calls, over as many repetitions as fit into the time of a point; once before to warm up."""
+    """Microseconds of one of `calls` calls: the median of as many as fit into `POINT_S`, after a first one."""
     times: list[float] = []
     run()
     ranks.settle()
@@ -167,7 +167,7 @@ def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> 
 
 
 def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Sequence[Make]) -> float:
-    """Of a byte that is sent while others of the group are under way: collectives in turn, three in flight."""
+    """Microseconds of a byte that is sent while others of the group are: collectives in turn, three in flight."""
     world = dist.get_world_size(group)
     # Each takes as long as a bucket does, and not for ever on a slow link.
     sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * MESSAGE_US))

@@ -172,12 +172,12 @@ class Finder:
                 storage.outlives = True
 
     def is_held(self, node: fx.Node) -> bool:
-        """Whether somebody else holds what a node yields, or it is no tensor."""
+        """Whether somebody else holds what a node yields, or it is not a tensor."""
         behind = self._behind(node)
         return not behind or any(storage.held for storage in behind)
 
     def lies_in(self) -> dict[fx.Node, tuple[int, ...]]:
-        """Of each node met: positions in `storages()`."""
+        """Positions in `storages()` of each node met."""
         numbers = {storage: number for number, storage in enumerate(self._found)}
         return {node: tuple(numbers[storage] for storage in self._behind(node)) for node in self._places}
 

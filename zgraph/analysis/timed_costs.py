@@ -91,7 +91,7 @@ def _timed_us(node: fx.Node, estimate_us: float) -> float:
 
 
 def _random_state_kept() -> AbstractContextManager[None]:
-    """Of the CPU and of this rank's device; of all devices it would warn."""
+    """Keep the random state of the CPU and of this rank's device; for all devices torch would warn."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return torch.random.fork_rng(devices=[])
@@ -118,7 +118,7 @@ def _call(node: fx.Node) -> Callable[[], object]:
 
 
 def _new_handle() -> Tensor:
-    """Of no parameter: what is kept behind it goes when it goes."""
+    """A handle without a parameter; its state is dropped together with it."""
     handle = make_handle("")
     attach_state(handle, nn.Module(), "")
     return handle

@@ -189,5 +189,5 @@ def _device(node: fx.Node) -> str:
 
 
 def _bytes(value: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Of as many numbers, in another dtype; 0 where only the data will tell how many."""
+    """Bytes of as many numbers, in another dtype; 0 where only the data will tell how many."""
     return (hint_of(value.numel()) or 0) * (dtype or value.dtype).itemsize

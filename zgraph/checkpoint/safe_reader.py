@@ -1,8 +1,8 @@
 """Reading checkpoints of torch.distributed.checkpoint without running what they contain.
 
-torch's own reader unpickles the file `.metadata` and every entry that is no tensor, so a checkpoint from elsewhere can
-run any code. Here `.metadata` is unpickled into inert stand-ins, which are checked and copied into torch's classes one
-by one; nothing a pickle names is ever called. The other entries go through torch's weights-only loader.
+torch's own reader unpickles the file `.metadata` and every entry that is not a tensor, so a checkpoint from elsewhere
+can run any code. Here `.metadata` is unpickled into inert stand-ins, which are checked and copied into torch's classes
+one by one; nothing a pickle names is ever called. The other entries go through torch's weights-only loader.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
         raise
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"zgraph: {folder} is no checkpoint: {name} is missing; a save that was interrupted leaves none."
+            f"zgraph: {folder} is not a checkpoint: {name} is missing; a save that was interrupted leaves none."
         ) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(

@@ -49,7 +49,7 @@ class Signature:
 
     @classmethod
     def of(cls, direction: str, transfers: Sequence[Transfer], waits: Sequence[str] = ()) -> Signature:
-        """Of a graph's collectives, and of `zgraph.graph.collective_dispatch.order_of_waits`."""
+        """Sign a graph's collectives, and `zgraph.graph.collective_dispatch.order_of_waits`."""
         ranks: dict[int, None] = {}
         entries: list[str] = []
         for transfer in transfers:

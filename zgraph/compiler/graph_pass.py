@@ -102,7 +102,7 @@ class PassContext:
         return make_host_groups(group_name, ranks_per_host)
 
     def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:
-        """Of a collective of a kind, such as "all_gather_into_tensor", of which each rank sends so much.
+        """Microseconds of a collective of a kind, such as "all_gather_into_tensor", of which each rank sends so much.
 
         Raises:
             AssertionError: the hardware is unknown.

@@ -120,7 +120,7 @@ class BlockMethod(CompressionMethod):
 
     @property
     def levels(self) -> int:
-        """Of a code: 16 with 4 bits."""
+        """Number of values of a code: 16 with 4 bits."""
         return 2**self.bits
 
     @property

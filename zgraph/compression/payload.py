@@ -35,7 +35,7 @@ class BucketLayout:
 
     @property
     def payload_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         used = self.stretches * sum(sum(self.method.sections(numel)) for numel in self.numels)
         return -(-used // ALIGNMENT) * ALIGNMENT
 

@@ -14,7 +14,7 @@ from zgraph.runtime.host_copies import Arrival, HostCopies
 
 @dataclass(eq=False)
 class Feedback:
-    """Of one parameter and one of its reductions.
+    """Error feedback of one parameter and one of its reductions.
 
     Attributes:
         method: as text; what another method has kept is of no use.
@@ -110,7 +110,7 @@ class Feedback:
 
 @dataclass(eq=False)
 class Feedbacks:
-    """Of one parameter.
+    """Error feedback of one parameter, by reduction.
 
     Attributes:
         by_slot: one for each of its reductions, by name.

@@ -21,7 +21,7 @@ Wait = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Of one graph; medians over its calls.
+    """Measurements of one graph; medians over its calls.
 
     Attributes:
         calls: that were measured.
@@ -205,7 +205,7 @@ class Allocations:
         self._held = [storage for storage in self._held if holders(storage) > 1]
 
     def peaks(self) -> dict[str, int]:
-        """Of each labelled call: how far memory rose above where it began."""
+        """How far memory rose in each labelled call above where it began."""
         spans, events = allocation_events(self._profile, "zgraph::")
         return {label: _rise(events, begin, end) for label, (begin, end) in spans.items()}
 

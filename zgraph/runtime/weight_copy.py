@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class WeightCopy:
-    """Of one parameter; equal on all ranks of its group, for all have added up the same codes.
+    """Copy of one parameter, equal on all ranks of its group, for all have added up the same codes.
 
     Attributes:
         whole: [N * numel] in the dtype that forwards read; never written to, for a backward may still need it.

@@ -30,7 +30,7 @@ CLOSING: Final = "closing"  # the last one: takes what was kept; its backward re
 
 @dataclass(eq=False)
 class ParameterState:
-    """Of one parameter.
+    """What one parameter keeps between calls of compiled graphs.
 
     Attributes:
         owner, attribute: where the sharded parameter is found.

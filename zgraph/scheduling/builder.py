@@ -184,7 +184,7 @@ class Builder:
         return max(0, memory, self.most_under_way - limits.in_flight_bytes)
 
     def score(self, limits: Limits | None = None) -> Score:
-        """Of the whole, when everything is issued, against the problem's limits or others."""
+        """Score of the whole, once everything is issued, against the problem's limits or others."""
         self.clock.drain()
         return Score(self.excess_bytes(limits or self.problem.limits), self.clock.now, self.peak_bytes)
 

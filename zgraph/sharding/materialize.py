@@ -213,7 +213,7 @@ def _described(page: PagedParameter) -> str:
 
 
 def _has_nan(page: PagedParameter) -> bool:
-    """Of this rank's part. The sum needs no memory; it is NaN for infinities of both signs too."""
+    """Whether this rank's part has a NaN. The sum needs no memory; it is NaN for infinities of both signs too."""
     values = page.whole if page.shard is None else page.shard
     if not page.is_parameter or values.dtype not in WITH_NAN:
         return False

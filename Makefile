@@ -97,8 +97,8 @@ ifneq ($(TORCH),)
 	{ sed $(foreach other,torch $(OTHER_$(SERIES)),-e '/^$(firstword $(subst ~, ,$(subst <, ,$(other))))==/d') constraints.txt; \
 	  printf '%s\n' 'torch==$(RELEASE)' $(foreach other,$(OTHER_$(SERIES)),'$(other)'); } > $(CONSTRAINTS)
 endif
-	$(PIP) --no-deps $(WANTED_$(BUILD))
 	$(PIP) 'setuptools>=77'
+	$(PIP) --no-deps $(WANTED_$(BUILD))
 	$(PIP) --no-build-isolation -e '.[examples]'
 	@touch $@
 

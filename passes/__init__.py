@@ -6,6 +6,7 @@ from zgraph.passes import presets
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
 from zgraph.passes.compress_gradients import CompressGradients
+from zgraph.passes.compute.fuse_attention import FuseAttention
 from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
@@ -22,6 +23,7 @@ __all__ = [
     "CompressionMethod",
     "DedupeGathers",
     "ErrorFeedback",
+    "FuseAttention",
     "HoistStarts",
     "LoCo",
     "LowRank",

@@ -28,6 +28,7 @@ ROOMS = (
     "zgraph.compiler",
     "zgraph.reporting",
     "zgraph.passes.common",
+    "zgraph.passes.compute",
     "zgraph.passes",
     "zgraph.codegen.kernels",
     "zgraph.codegen.kernels.triton",

@@ -74,7 +74,7 @@ class FrameCompiler:
         self.pipeline = options.pipeline or Pipeline(presets.default())
         self.frame = compile_id()
         self.reason = recompile_reason()
-        self.ctx = PassContext(machine=_machine_of(gm))
+        self.ctx = PassContext(machine=_machine_of(gm), decomposed=options.lowering == "inductor")
         self.names = _handle_names(gm)
         self.report = _report_of(gm, options.report)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)

@@ -52,6 +52,8 @@ class PassContext:
             limit.
         target_bytes: what to plan for instead, where graphs that were planned for the budget itself hold more.
         split: how the joint graph will be split into forward and backward, to be tried on a copy. None in inference.
+        decomposed: whether operators were taken apart for Inductor, so that results are close to eager torch's and not
+            the same bits.
         cost_of: what a call costs, in any graph; the same on all ranks, for plans follow from it. None: unknown, and a
             pass that plans by it is refused.
         hardware: of each rank, the same on all, by which plans are made; None: unknown.
@@ -70,6 +72,7 @@ class PassContext:
     budget_bytes: int | None = None
     target_bytes: int | None = None
     split: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]] | None = None
+    decomposed: bool = False
     cost_of: Callable[[fx.Node], NodeCost] | None = None
     hardware: Hardware | None = None
     machine: Hardware | None = None

@@ -102,6 +102,13 @@ def lifetime(node: fx.Node) -> object:
     return node.meta.get(_RECOMPUTE)
 
 
+def inherit_lifetime(node: fx.Node, source: fx.Node) -> None:
+    """Tell the partitioner of a node what it is told of another."""
+    for key in (_RECOMPUTE, _REGION, _PLANNED):
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+
+
 def is_tagged_by_others(node: fx.Node) -> bool:
     """Whether somebody else has decided if the node is saved, such as the user's activation checkpointing."""
     return _RECOMPUTE in node.meta and _PLANNED not in node.meta and not is_tagged_recompute(node)

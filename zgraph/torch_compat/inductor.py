@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import sys
@@ -12,9 +13,10 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
+import torch
 from torch import fx
 
-from zgraph.torch_compat.fake_values import fake_mode_of
+from zgraph.torch_compat.fake_values import fake_mode_of, without_fake_mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -24,6 +26,41 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
     with config.patch(fallback_random=True):
         return select_decomp_table()
+
+
+@functools.cache
+def _attention_patterns(device: torch.device) -> Any:
+    """Inductor's patterns of attention written by hand, alone: `joint_graph.patterns` has them among others."""
+    from torch._guards import tracing
+    from torch._inductor.fx_passes.fuse_attention import _get_sfdp_patterns
+    from torch._inductor.pattern_matcher import PatternMatcherPass, gen_register_replacement
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    patterns = PatternMatcherPass(pass_name="fuse_attention")
+    with tracing(None), without_fake_mode(), FakeTensorMode():  # examples of their inputs
+        for name, described in _get_sfdp_patterns(device):
+            given: dict[str, Any] = {**described, "pass_dicts": patterns}
+            gen_register_replacement(name, **given)
+    return patterns
+
+
+def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
+    """Put `scaled_dot_product_attention` where a joint graph spells it out; returns how often (2.11 - 2.13).
+
+    As Inductor's joint-graph passes do it, forward and backward together, and by the graph alone. Patterns describe
+    graphs without views and copies that change nothing, so those go first, found or not.
+
+    Args:
+        gm: taken apart by `inductor_decompositions`. New nodes may be left standing before their inputs, and those that
+            read them may have been traced with other strides.
+        device: where the attention is.
+    """
+    from torch._inductor.fx_passes.joint_graph import early_patterns
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    remove_noop_ops(gm.graph)
+    early_patterns.apply(gm)
+    return _attention_patterns(device).apply(gm)
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -32,8 +32,7 @@ def train_one_step(*own: GraphPass) -> Tensor:
     kept: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         torch.compile(model, backend="zgraph", options=options)(torch.randn(512, 256)).square().mean().backward()
-    kept_bytes = sum(t.nbytes for t in kept.values() if not isinstance(t, nn.Parameter))
-    print(f"{kept_bytes / 2**20:.1f} MiB of activations kept for backward")
+    print(sum(t.nbytes for t in kept.values() if not isinstance(t, nn.Parameter)) / 2**20, "MiB kept for backward")
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -36,14 +36,15 @@ SAVE_S = 0.03  # about what one save takes
 def train(rank: int, folder: Path, attempt: int, last: int) -> None:
     """From the newest checkpoint to step `last`. Notes what it does, line by line, in `folder/rank<r>.txt`."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{attempt}", rank=rank, world_size=RANKS)
-    torch.manual_seed(attempt)  # of no account from the second attempt on: the checkpoint decides
+    latest = zgraph.latest_checkpoint(folder / "checkpoints")
+    # What an attempt draws before it loads is of no account. On a slow machine several come to no checkpoint at all.
+    torch.manual_seed(0 if latest is None else attempt)
     model = zgraph.shard(nn.Sequential(nn.Linear(6, 37), nn.Dropout(0.3), nn.Tanh(), nn.Linear(37, 5)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
     torch.manual_seed(rank)
     data = torch.Generator().manual_seed(rank)
     done = 0
-    latest = zgraph.latest_checkpoint(folder / "checkpoints")
     if latest is not None:
         checkpoint = zgraph.load_checkpoint(latest, model, optimizer)
         scheduler.load_state_dict(checkpoint.extra["scheduler"])

@@ -117,6 +117,7 @@ class Scope:
             self.last = ALONE
         return self.last
 
+    @no_frames_inside
     def watch_backward(self, result: Any) -> None:
         """Note when a backward begins at what an uncompiled forward returns, and when it ends."""
         if not self.has_windows or not torch.is_grad_enabled() or is_in_backward():
@@ -125,11 +126,13 @@ class Scope:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._backward_begins)
 
+    @no_frames_inside
     def _backward_begins(self, grad: Tensor) -> None:
         if not self.repeats:
             self.repeats = True
             at_end_of_backward(self._backward_ends)
 
+    @no_frames_inside
     def _backward_ends(self) -> None:
         self.repeats = False
 

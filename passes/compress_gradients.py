@@ -225,7 +225,7 @@ class _CompressedReduction(ReductionBuilder):
     ) -> fx.Node:
         """Over the ranks of a host, then over ranks of equal place in their hosts."""
         group_name = chunk.group_names[-1]
-        per_host = self._ranks_per_node(method)
+        per_host = self._ranks_per_host(method)
         intra_host, inter_host = self.ctx.host_groups(group_name, per_host)
         world, stretches = self.ctx.group_size(intra_host), self.ctx.group_size(inter_host)
         host, place = divmod(self.rank, per_host)
@@ -252,7 +252,7 @@ class _CompressedReduction(ReductionBuilder):
         salt = self.world + place
         return self._exchange(partial, method.inter_host, "second_hop", hops, inter_host, numel, salt, divisor, dtype)
 
-    def _ranks_per_node(self, method: TwoHop) -> int:
+    def _ranks_per_host(self, method: TwoHop) -> int:
         found = method.ranks_per_host or self._known_ranks_per_host()
         if found is None:
             raise ValueError(

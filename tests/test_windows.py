@@ -386,3 +386,20 @@ def test_hybrid_sharding_gathers_inside_only(ranks: Ranks, zero_stage: int, insi
     """Inside 1/2 of 2P or 3P; across only the all-reduce of a shard: 1/2 of 2 P/2."""
     expected = {"replicate": across * PARAMETER_BYTES // 2, "shard": inside * PARAMETER_BYTES // 2}
     assert ranks.run(bytes_by_axis, zero_stage, 1) == [expected] * 4
+
+
+def _hooks_of_a_model() -> tuple[int, int]:
+    """How many hooks watch all optimizers for a model with a window: while it lives, and when it is gone."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as watching
+
+    others = {*watching}
+    model = zgraph.shard(build(), zero_stage=1)
+    train_window(model, 2)
+    own = {*watching} - others
+    del model
+    gc.collect()
+    return len(own), len(own & {*watching})
+
+
+def test_optimizers_are_watched_as_long_as_the_model_lives(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_hooks_of_a_model) == [(1, 0), (1, 0)]

@@ -40,7 +40,7 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
 
     When the number of ranks has changed, rank r takes what rank r modulo the saved number had. Where this is not the
     same rank, its generators are seeded with a hash of that state and r: equal in each repetition, different on each
-    rank. Tensors that passes keep are dropped on all ranks, for they belong to a division that is no more. Of the error
+    rank. Tensors that passes keep are dropped on all ranks, for they belong to the old division. Of the error
     that compression keeps of whole gradients each rank takes the mean over the ranks that saved, cut and quantized for
     the new division (also on as many ranks where another stage cuts it otherwise: there each rank its own): what the
     ranks together have not sent is preserved up to that quantization. Errors of a second hop and of gathered means,

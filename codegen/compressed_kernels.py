@@ -11,10 +11,11 @@ from torch import Tensor
 
 from zgraph.codegen.kernels.cpu import blocks as cpu_blocks
 from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
-from zgraph.compression.methods import BlockMethod, RngKey, from_text
+from zgraph.compression.method_text import from_text
+from zgraph.compression.methods import BlockMethod, RngKey, TensorMethod
 from zgraph.compression.payload import BucketLayout
 from zgraph.dialect.compressed import layout_of, shard_bytes
-from zgraph.dialect.sum_ranks import divisor_beside
+from zgraph.dialect.sum_ranks import divisor_like
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.host_copies import copies_of
@@ -22,7 +23,7 @@ from zgraph.runtime.window_state import state_behind
 from zgraph.sharding.scope import closes_window
 
 _DEVICES = ("cpu", "cuda")
-_ALWAYS = RngKey(0)  # a parameter that is gathered twice is to be the same
+_ALWAYS = RngKey(0)  # the same each time, so that a parameter gathered twice has the same values
 
 
 @torch.library.impl("zgraph::quantize_grads", _DEVICES)
@@ -142,7 +143,7 @@ def _begin(handles: Sequence[Tensor], kept: Sequence[Feedback]) -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels for a device; each module has the functions of the reference."""
+    """Kernel implementations by device; each module has the functions of the reference."""
 
     quantize: ModuleType
     dequantize: ModuleType
@@ -165,10 +166,10 @@ def _quantize(
     if isinstance(layout.method, BlockMethod):
         _kernels(payload.device).quantize.quantize_bucket(grads, states, layout, draw, rank, payload)
         return
-    chunks = layout.stretches * layout.world
+    method, chunks = _tensor_method(layout), layout.stretches * layout.world
     for grad, numel, state, views in zip(grads, layout.numels, states, layout.views(payload), strict=True):
         flat = torch.nn.functional.pad(grad.reshape(-1), (0, chunks * numel - grad.numel()))
-        sections = layout.method.quantize(flat.view(chunks, numel), state, draw, rank)
+        sections = method.quantize(flat.view(chunks, numel), state, draw, rank)
         for view, section in zip(views, sections, strict=True):
             view.copy_(section.view(layout.stretches, layout.world, -1).transpose(0, 1))
 
@@ -179,18 +180,24 @@ def _dequantize_sum(
     if isinstance(layout.method, BlockMethod):
         _kernels(received.device).dequantize.dequantize_sum_bucket(received, layout, draw, first_rank, divisor, outputs)
         return
+    method = _tensor_method(layout)
     for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
         for stretch in range(layout.stretches):
             sections = [view[:, stretch] for view in views]
-            total = layout.method.dequantize_sum(sections, numel, draw)
-            output.view(layout.stretches, numel)[stretch].copy_(total / divisor_beside(total, divisor))
+            total = method.dequantize_sum(sections, numel, draw)
+            output.view(layout.stretches, numel)[stretch].copy_(total / divisor_like(total, divisor))
 
 
 def _dequantize_each(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
-    """Rows of `received`, one for each rank, become rows of the outputs: on a GPU all in one launch."""
+    """Decode the rows of `received`, one for each rank, into rows of the outputs; on a GPU in a single launch."""
     if isinstance(layout.method, BlockMethod):
         _kernels(received.device).dequantize.dequantize_each_bucket(received, layout, draw, outputs)
         return
     for rank in range(received.shape[0]):
         parts = [output[rank] for output in outputs]
         _dequantize_sum(received[rank : rank + 1], layout, draw, rank, 1, parts)
+
+
+def _tensor_method(layout: BucketLayout) -> TensorMethod:
+    assert isinstance(layout.method, TensorMethod), layout.method
+    return layout.method

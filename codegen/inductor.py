@@ -1,8 +1,8 @@
 """Turn a final graph into a callable whose compute Inductor has compiled, island by island, in the order passes chose.
 
-Compiling the whole graph would need its order pinned against a compiler that moves, fuses and reuses; here it is the
-order of the generated program. Equal blocks have equal islands, which are compiled once, and an island contains no
-communication, so Inductor's cache keeps it for other processes.
+If Inductor compiled the whole graph, every node's place would have to be pinned against its reordering, fusion and
+buffer reuse. Here the generated program itself fixes the order. Equal blocks have equal islands, which are compiled
+once. Islands contain no communication, so Inductor's cache keeps them for other processes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor, fx
 
 from zgraph.codegen.islands import Island, cut_out, find_islands
 from zgraph.codegen.lower_fx import lower_fx
+from zgraph.codegen.progress import shown
 from zgraph.graph import meta
-from zgraph.runtime.profiler import GraphProfiler
+from zgraph.runtime.profiler import Runner
 from zgraph.torch_compat.inductor import compile_with_inductor
 
 Compiled = Callable[[list[Any]], Any]
@@ -37,36 +38,54 @@ class InductorLowering:
         self.compiled: dict[object, Compiled] = {}
 
     def lower(
-        self, gm: fx.GraphModule, profiler_of: Callable[[], GraphProfiler | None] | None = None, ranks_per_host: int = 1
+        self,
+        gm: fx.GraphModule,
+        runner_of: Callable[[list[Any]], Runner | None] | None = None,
+        ranks_per_host: int = 1,
+        title: str = "a graph",
     ) -> Compiled:
-        """As `lower_fx`, with a call of a compiled function in the place of each island."""
+        """Lower a graph as `lower_fx` does, with each island replaced by a call; the title is shown while compiling."""
         gm = fx.GraphModule(gm, gm.graph)
-        self.islands += self.place(gm)
-        return lower_fx(gm, profiler_of, ranks_per_host)
+        self.islands += self.place(gm, title)
+        return lower_fx(gm, runner_of, ranks_per_host)
 
-    def place(self, gm: fx.GraphModule) -> int:
-        """Put calls of compiled functions in the places of islands; returns how many there were."""
-        self._compile(map(cut_out, find_islands(gm.graph)))
+    def place(self, gm: fx.GraphModule, title: str = "a graph") -> int:
+        """Replace islands by calls of compiled functions; returns their number."""
+        self._compile(map(cut_out, find_islands(gm.graph)), title)
         return place_islands(gm, lambda island: self.compiled[_key(island)])
 
-    def _compile(self, islands: Iterable[Island]) -> None:
-        """Compile those that are new.
+    def _compile(self, islands: Iterable[Island], title: str) -> None:
+        """Compile islands that are new; rank 0 shows the progress.
 
-        Ranks begin at different ones. Those of a host share Inductor's cache, so each finds there, when it comes to
-        them, what others have compiled meanwhile.
+        Ranks compile in different orders. Ranks of a host share Inductor's cache, so each finds there what others have
+        compiled meanwhile.
         """
         new = {key: island for island in islands if (key := _key(island)) not in self.compiled}
         names = {key: f"island_{len(self.compiled) + number}" for number, key in enumerate(new)}
         keys = list(new)
-        first = len(keys) * self.rank // self.ranks
-        for key in [*keys[first:], *keys[:first]]:
+        ordered = [keys[place] for place in order_of_rank(self.rank, self.ranks, len(keys))]
+        for key in shown(ordered, title) if self.rank == 0 else ordered:
             island = new[key]
             compiled = compile_with_inductor(island.gm, [meta.value(node) for node in island.inputs])
             self.compiled[key] = _named(names[key], compiled)
 
 
+def order_of_rank(rank: int, ranks: int, count: int) -> list[int]:
+    """The order in which a rank compiles islands.
+
+    Two neighbouring ranks share a range of islands: one begins at its start, the other at its end, so that they meet
+    when both have worked equally long. They then continue around the ring of ranges.
+    """
+    pair, goes_back = divmod(rank, 2)
+    pairs = (ranks + 1) // 2
+    start, end = count * pair // pairs, count * (pair + 1) // pairs
+    if goes_back:
+        return [*reversed(range(end)), *reversed(range(end, count))]
+    return [*range(start, count), *range(start)]
+
+
 def _key(island: Island) -> object:
-    """Equal for islands that compute the same."""
+    """A key that is equal for islands that compute the same."""
     return island.gm.code, tuple(_layout(node) for node in island.inputs)
 
 
@@ -87,15 +106,15 @@ def _layout(node: fx.Node) -> object:
 
 
 def hand_over(*values: Any) -> list[Any]:
-    """A list that is the only holder of values whose last use this is: the callee empties it, and they die early."""
+    """A list that alone holds values at their last use: the callee empties it, so that they are freed early."""
     return list(values)
 
 
 def place_islands(gm: fx.GraphModule, compile: Callable[[Island], Compiled]) -> int:
-    """Put a call of what `compile` returns in the place of each island's nodes; all others stay where they are.
+    """Replace the nodes of each island by a call of what `compile` returns; all other nodes stay.
 
     Returns:
-        How many there were.
+        The number of islands.
     """
     found = find_islands(gm.graph)
     for members in found:

@@ -4,7 +4,7 @@ A scheduled graph, where c is compute and S, W start and wait for a collective, 
 
     c c c S c c c W c c        ->        [ccc] S [ccc] W [cc]
 
-A compiler may do as it likes inside an island. What the passes have ordered stays between them, in that order.
+Inside an island the compiler is free to reorder. What the passes have ordered lies between islands, and stays in order.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from zgraph.graph import nodes
-from zgraph.torch_compat.operators import OpOverload, returns_alias, written_arguments
+from zgraph.graph import nodes, traits
+from zgraph.torch_compat.operators import OpOverload, written_arguments
 
 LEAST_FUSIBLE = 2  # with fewer there is nothing to fuse
 
@@ -40,9 +39,9 @@ class Island:
 
 
 def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The runs that are worth compiling, in order; everything else is left to run node by node.
+    """The runs of nodes that are worth compiling, in order; all other nodes run one by one.
 
-    Moves each `getitem` up to the call whose result it takes, and changes nothing else.
+    Moves each `getitem` up to the call whose result it selects, and changes nothing else.
     """
     _join_getitems(graph)
     found: list[list[fx.Node]] = []
@@ -50,19 +49,19 @@ def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
     for node in graph.nodes:
         if is_compute(node):
             run.append(node)
-        elif node.op not in ("placeholder", "get_attr"):  # these have no place in time
+        elif node.op not in ("placeholder", "get_attr"):  # these do not end a run
             found.append(run)
             run = []
-    return [run for run in found if sum(map(_is_fusible, run)) >= LEAST_FUSIBLE]
+    return [run for run in found if sum(map(traits.is_fusible, run)) >= LEAST_FUSIBLE]
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a compiler may take the node, and move it among its neighbours.
+    """Whether a compiler may compile the node together with its neighbours, and reorder them.
 
-    It may not take communication and other ops of zgraph, ops that write to their inputs, and random ones: they draw in
-    the order in which they run. On CPU it may not take the copies in and out of collectives' buffers either: they are
-    as fast without it, and their strides, which are those of the bucket, would make every kernel around them another
-    one, at two seconds of C++ compiler each.
+    It may not do so for communication and other operators of zgraph, operators that write to their inputs, and random
+    ones, which must draw in the order in which they run. On CPU, copies in and out of collectives' buffers are left out
+    as well: compiling does not make them faster, and because their strides depend on the bucket, every kernel around
+    them would be a new one, at two seconds of C++ compilation each.
     """
     if nodes.is_getitem(node):
         source = node.args[0]
@@ -72,7 +71,7 @@ def is_compute(node: fx.Node) -> bool:
         and isinstance(node.target, OpOverload)
         and not (nodes.is_communication(node) and _is_on_cpu(node))
         and node.target.namespace in ("aten", "prims")
-        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and not traits.is_random(node)
         and not written_arguments(node)
         and _yields_tensors(node)
     )
@@ -89,18 +88,6 @@ def _yields_tensors(node: fx.Node) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 
 
-# What a library computes with or without a compiler (aten names).
-_IN_A_LIBRARY = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"})
-
-
-def _is_fusible(node: fx.Node) -> bool:
-    """A pointwise operator, a reduction or a copy: not a view, not a call into a library."""
-    if not isinstance(node.target, OpOverload) or returns_alias(node.target):
-        return False
-    name = node.target.overloadpacket.__name__
-    return name not in _IN_A_LIBRARY and "scaled_dot_product" not in name and not name.startswith("empty")
-
-
 def _join_getitems(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if isinstance(node.meta.get("val"), tuple | list):
@@ -110,7 +97,7 @@ def _join_getitems(graph: fx.Graph) -> None:
 
 
 def cut_out(members: Sequence[fx.Node]) -> Island:
-    """A graph of these nodes; it shares nothing with the one they stand in."""
+    """A new graph of these nodes, which shares nothing with their own graph."""
     inside = set(members)
     inputs = list(dict.fromkeys(source for node in members for source in node.all_input_nodes if source not in inside))
     outputs = [node for node in members if any(user not in inside for user in node.users)]

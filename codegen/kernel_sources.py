@@ -1,8 +1,10 @@
-"""The source of the kernels that a graph's compressed collectives run, for its dump."""
+"""Source code of the kernels that a graph's compressed collectives run, for dumps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from importlib import resources
 from typing import cast
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, fx
 
 from zgraph.codegen.kernels.cpu import source as cpu_source
 from zgraph.codegen.kernels.reference import RUN
-from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
+from zgraph.codegen.kernels.triton.constants import BlockConstants, dtype_name, quantize_constants
 from zgraph.codegen.kernels.triton.dequantize_blocks import Task
 from zgraph.codegen.kernels.triton.tables import are_aligned
 from zgraph.compression.methods import BlockMethod
@@ -21,7 +23,7 @@ from zgraph.torch_compat.operators import arguments_by_name
 
 
 def sources_of(graph: fx.Graph) -> dict[str, str]:
-    """By file name, one file for each node of `zgraph.dialect.compressed`; none for the methods of users."""
+    """Sources by file name, one for each operator of `zgraph.dialect.compressed`; none for users' own methods."""
     found: dict[str, str] = {}
     for node in nodes.call_functions(graph, _has_kernel):
         launches = [launch for launch in _launches(node) if isinstance(launch.layout.method, BlockMethod)]
@@ -35,7 +37,7 @@ def sources_of(graph: fx.Graph) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Quantize:
-    """One launch: gradients, or shards, become a payload."""
+    """One launch of the kernel that turns gradients, or shards, into a payload."""
 
     layout: BucketLayout
     read: tuple[Tensor, ...]
@@ -50,20 +52,20 @@ class Quantize:
         return _described("//", name, self.layout) + "".join(cpu_source.emit_quantize(method, dtype) for dtype in kinds)
 
     def triton(self, name: str) -> str:
-        """For gradients that begin at multiples of 16 bytes, as allocators make them."""
+        """The Triton source for gradients that begin at multiples of 16 bytes, as allocators place them."""
         method = cast(BlockMethod, self.layout.method)
         sizes: dict[torch.dtype, list[int]] = {}
         for tensor, length in zip(self.read, self.layout.numels, strict=True):
             sizes.setdefault(tensor.dtype, []).extend((tensor.numel(), length))
-        return _described("#", name, self.layout) + "\n".join(
-            quantize_blocks.emit_quantize(method, dtype, aligned=are_aligned([], found, RUN))
-            for dtype, found in sizes.items()
+        cases = "\n".join(
+            _quantize_case(method, dtype, aligned=are_aligned([], found, RUN)) for dtype, found in sizes.items()
         )
+        return _described("#", name, self.layout) + cases + _triton_source("quantize")
 
 
 @dataclass(frozen=True)
 class Dequantize:
-    """One launch: the payloads of some ranks become sums, or each rank's its values."""
+    """One launch of the kernel that turns the payloads of ranks into sums, or into each rank's values."""
 
     layout: BucketLayout
     dtype: torch.dtype
@@ -77,8 +79,8 @@ class Dequantize:
     def triton(self, name: str) -> str:
         method = cast(BlockMethod, self.layout.method)
         aligned = are_aligned([], self.layout.numels, RUN)
-        source = dequantize_blocks.emit_dequantize(method, self.dtype, self.task, aligned=aligned)
-        return _described("#", name, self.layout) + source
+        case = _dequantize_case(method, self.dtype, self.task, aligned=aligned)
+        return _described("#", name, self.layout) + case + _triton_source("dequantize")
 
 
 def _has_kernel(node: fx.Node) -> bool:
@@ -91,7 +93,7 @@ def _has_kernel(node: fx.Node) -> bool:
 
 
 def _launches(node: fx.Node) -> list[Quantize] | list[Dequantize]:
-    """What the node's kernel in `zgraph.codegen.compressed_kernels` launches; equal launches once."""
+    """Launches of the node's kernel in `zgraph.codegen.compressed_kernels`, without duplicates."""
     named = arguments_by_name(node)
     method, world = named["method"], named.get("world", 1)
     if node.target is torch.ops.zgraph.quantize_shards.default:
@@ -117,3 +119,46 @@ def _described(mark: str, name: str, layout: BucketLayout) -> str:
         f"{mark} {name}: {len(layout.numels)} tensors, each in {chunks} chunks of so many elements: {numels}.\n"
         f"{mark} Payload: {layout.payload_bytes} bytes for each of {layout.world} ranks.\n"
     )
+
+
+def _quantize_case(method: BlockMethod, dtype: torch.dtype, *, aligned: bool) -> str:
+    """What a kernel is compiled for, and the bytes that it moves."""
+    state = method.state(method.group, 1).values()
+    kept = sum(torch.Size(shape).numel() * kept.itemsize for shape, kept in state)
+    read, written = method.group * dtype.itemsize + kept, kept + sum(method.sections(method.group))
+    lines = [
+        f"Quantize {dtype_name(dtype)} gradients, each in chunks for all ranks, into one payload.",
+        "",
+        f"{method}",
+        f"{'16 bytes' if aligned else 'one element'} of the gradient at once",
+        f"bytes of a group of {method.group}: {read} read + {written} written = {read + written}, "
+        f"{(read + written) / method.group:.3f} for each element",
+    ]
+    return _comment(lines, quantize_constants(method, dtype, aligned=aligned))
+
+
+def _dequantize_case(method: BlockMethod, dtype: torch.dtype, task: Task, *, aligned: bool) -> str:
+    """What a kernel is compiled for, and the bytes that it moves."""
+    verb, what = "Add" if task.accumulate else "Write", "the values" if task.each else "sums of the values"
+    sent, stored = sum(method.sections(method.group)), method.group * dtype.itemsize * (1 + task.accumulate)
+    lines = [
+        f"{verb} {what} of all ranks, as {dtype_name(dtype)}.",
+        "",
+        f"{method}",
+        f"{'16 bytes' if aligned else 'one element'} of the output at once",
+        f"bytes of a group of {method.group}: {sent} read {'' if task.each else 'of each rank '}+ {stored} of its "
+        f"output, {sent / method.group:.3f} + {stored / method.group:.3f} for each element",
+    ]
+    return _comment(lines, task.constants(method, dtype, aligned=aligned))
+
+
+def _comment(lines: Iterable[str], case: BlockConstants) -> str:
+    constants = [f"CASE.{field.name} = {getattr(case, field.name)!r}" for field in fields(case)]
+    return "".join(f"# {line}".rstrip() + "\n" for line in ["", *lines, "", *constants])
+
+
+def _triton_source(kernel: str) -> str:
+    """A kernel's module, and that of the functions that it shares with others."""
+    folder = resources.files("zgraph.codegen.kernels.triton")
+    texts = (folder.joinpath(f"{name}.py").read_text() for name in (f"{kernel}_kernel", "blocks"))
+    return "".join(f"\n\n{text}" for text in texts)

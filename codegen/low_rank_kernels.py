@@ -17,8 +17,8 @@ from zgraph.runtime.window_state import state_behind
 from zgraph.sharding.scope import closes_window
 
 _DEVICES = ("cpu", "cuda")
-_ALIGNMENT_BYTES = 64  # of what torch allocates on a CPU
-SLOT = "first_hop"  # under which a parameter keeps the error of its whole gradient, as for codes
+_ALIGNMENT_BYTES = 64  # alignment of torch's allocations on a CPU
+SLOT = "first_hop"  # name of the error-feedback state of the whole gradient, the same as for codes
 
 
 @torch.library.impl("zgraph::low_rank_left", _DEVICES)
@@ -113,9 +113,9 @@ def first_right(name: str, like: Tensor) -> Tensor:
 
 
 def next_right(right: Tensor, before: Tensor) -> Tensor:
-    """What the next step begins with: directions count, so each row's largest magnitude becomes 1.
+    """The right factor for the next step; only directions matter, so each row is scaled to a largest magnitude of 1.
 
-    A row that is zero would stay so for ever, and one that is not finite too: they are replaced by the one before.
+    A row that is zero or not finite would stay so forever, and is replaced by the row of the previous step.
 
     Args:
         right, before: [..., rank, columns].
@@ -126,10 +126,10 @@ def next_right(right: Tensor, before: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Batched products; on a CPU one by one, so that no bit depends on who shares the batch.
+    """Batched products; on a CPU one by one, so that results do not depend on other members of the batch.
 
-    Nor on where in the batch they lie: MKL multiplies by a thin matrix in another order where one does not begin at a
-    multiple of 16 bytes (seen on an AMD EPYC).
+    Operands are aligned, because MKL multiplies by a thin matrix in another order if one does not begin at a multiple
+    of 16 bytes (seen on an AMD EPYC).
     """
     if out.device.type == "cpu":
         for one, other, product in zip(left, right, out, strict=True):
@@ -139,7 +139,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _aligned(operand: Tensor) -> Tensor:
-    """The operand, copied where it does not begin as memory of its own does."""
+    """The operand, copied if it is not aligned like newly allocated memory."""
     return operand if operand.data_ptr() % _ALIGNMENT_BYTES == 0 else operand.clone()
 
 

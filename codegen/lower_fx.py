@@ -11,31 +11,31 @@ from torch import fx
 
 from zgraph.dialect.grouped_gathers import cast_each
 from zgraph.graph import meta, nodes
-from zgraph.graph.collective_dispatch import starter_of
+from zgraph.graph.collective_dispatch import dispatcher_of
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.collectives import bind, finish_group
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.profiler import GraphProfiler, Probe, Program
+from zgraph.runtime.profiler import Probe, Program, Runner
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def lower_fx(
-    gm: fx.GraphModule, profiler_of: Callable[[], GraphProfiler | None] | None = None, ranks_per_host: int = 1
+    gm: fx.GraphModule, runner_of: Callable[[list[Any]], Runner | None] | None = None, ranks_per_host: int = 1
 ) -> Callable[[list[Any]], Any]:
-    """Generated Python, one line a node: no fusion, no reordering, each value dropped at its last use.
+    """Generate Python with one line per node: no fusion, no reordering, each value dropped at its last use.
 
     Args:
         gm: the final forward, backward or inference graph.
-        profiler_of: asked at each call whether it is to be measured, and by whom; such a call runs another program.
-        ranks_per_host: of the machine, by which collectives choose how to run.
+        runner_of: says who runs a call with these inputs, by an instrumented program; None: it runs as it is.
+        ranks_per_host: of the machine; decides how collectives are dispatched.
 
     Returns:
         A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
         CollectiveError with the parameters it was working for.
     """
-    # A module of its own: AOTAutograd's is generated anew, through three calls, each time it runs.
+    # A new module: AOTAutograd's would be regenerated, through three calls, each time it runs.
     gm = fx.GraphModule(gm, gm.graph)
     guarded = _guarded_lines(gm)
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
@@ -43,20 +43,20 @@ def lower_fx(
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_start)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
             wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
-        start.target = starter_of(start, number, ranks_per_host)
+        start.target = dispatcher_of(start, number, ranks_per_host)
     _call_cast_kernels(gm.graph)
     for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
         node.target = cast_each
     program = _program(gm, guarded)
-    if profiler_of is None:
+    if runner_of is None:
         return boxed(program)
 
     def build(probe: Probe, watch_memory: bool) -> Program:
         return _program(_instrumented(gm, probe, starts if watch_memory else [], waits), guarded)
 
     def run(args: list[Any]) -> Any:
-        meter = profiler_of()
-        return program(args) if meter is None else meter.run(build, args)
+        runner = runner_of(args)
+        return program(args) if runner is None else runner.run(build, args)
 
     return boxed(run)
 
@@ -70,7 +70,7 @@ def _call_cast_kernels(graph: fx.Graph) -> None:
 
 
 def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:
-    """The same program, in which the probe waits and, where there are starts to watch, sees buffers come and go."""
+    """The same program with a probe that times waits and, if starts are to be watched, records allocations."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in [node for node in graph.nodes if node.op not in ("placeholder", "output")]:
@@ -86,10 +86,10 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
 
 
 def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
-    """The generated code of a graph, whose failing collectives are named."""
+    """The generated code of a graph, in which errors of collectives name the collective."""
     gm.graph.set_codegen(BoxedCodeGen())
     gm.recompile()
-    # The class forward, not the module's __call__: that one would print its own account of a failing line.
+    # The class's forward, not the module's __call__, which would print its own report of a failing line.
     forward = type(gm).forward
     if not guarded:
         return lambda args: forward(gm, args)
@@ -104,13 +104,13 @@ def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
         try:
             return forward(gm, args)
         except torch.OutOfMemoryError:
-            raise  # here as anywhere: no peer is to blame
+            raise  # the error has nothing to do with peers
         except RuntimeError as error:
             failed = guarded.get(_failed_line(error, forward))
             if failed is None:
                 raise
             kind, group_name, handle_names, parameters = failed
-            # Equal blocks share this graph: who called it is known only by the handles of this call.
+            # Equal blocks share this graph: only the handles tell which block has called it.
             found = [name_of(handles.get(handle)) for handle in handle_names]
             names = [name if name != "?" else known for name, known in zip(found, parameters, strict=True)]
             raise collective_error(kind, names, group_name, error) from error

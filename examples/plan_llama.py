@@ -57,8 +57,8 @@ def pipeline(hardware: str, budget_gib: float | None) -> zgraph.Pipeline | None:
     """The default passes; with a budget those that schedule by costs."""
     if budget_gib is None:
         return None
-    known = zgraph.Hardware.preset(hardware)
-    return zgraph.Pipeline(zgraph.passes.presets.default(hardware=known, budget_bytes=int(budget_gib * GIB)))
+    target = zgraph.Target(hardware=zgraph.Hardware.preset(hardware), budget_bytes=int(budget_gib * GIB))
+    return zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
 
 
 if __name__ == "__main__":

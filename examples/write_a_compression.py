@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from zgraph import Pipeline, passes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signs(passes.CompressionMethod):
+class Signs(passes.TensorMethod):
+    name: ClassVar[str] = "signs"  # by which graphs and checkpoints know it
     keep: float = 1.0  # share of what was not sent that is added to the next gradient
 
     def sections(self, numel: int) -> tuple[int, ...]:
@@ -36,7 +37,7 @@ class Signs(passes.CompressionMethod):
         return ((2 * bits - 1) * scale.contiguous().view(torch.float32)).sum(0)
 
 
-def train(compression: passes.CompressionMethod | None) -> float:
+def train(compression: passes.TensorMethod | None) -> float:
     torch.manual_seed(0)
     teacher = torch.randn(128, 128) / 8
     model = zgraph.shard(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)))

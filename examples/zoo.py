@@ -2,11 +2,12 @@
 
     python examples/zoo.py                                               # ten models, 2 and 3 ranks, stages 0 and 3
     python examples/zoo.py --models llama,t5 --ranks 2 --lowerings fx    # less
+    python examples/zoo.py --json examples/benchmarks/results/zoo.json   # for docs/models.md
 
 Small configurations with random weights, nothing is downloaded. The reference on each rank is the plain model: the
 gradients of all ranks' batches, averaged in rank order. Under fx losses, gradients and parameters of five steps must
 equal it bit for bit; under Inductor losses within 1e-6 and parameters within 1e-5. Needs `transformers`. Prints a line
-for each case and a table at the end; exits with 1 if a model differs.
+for each case and a summary at the end; exits with 1 if a model differs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -395,6 +397,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--stages", type=numbers, default=[0, 3])
     parser.add_argument("--ranks", type=numbers, default=[2, 3])
     parser.add_argument("--lowerings", type=words, default=list(LOWERINGS))
+    parser.add_argument("--json", type=Path, help="file for the summary, of which docs/models.md is made")
     options = parser.parse_args()
     for chosen, known in ((options.models, tuple(ZOO)), (options.lowerings, LOWERINGS)):
         for word in chosen:
@@ -419,33 +422,33 @@ def run_model(name: str, ranks: int, options: argparse.Namespace) -> Generator[d
             print(next((line for line in lines if "Error" in line), f"exit {running.returncode}"), flush=True)
 
 
-def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """A line for each model: what the first lowering compiled at the last stage, and how many cases passed."""
-    cases = len(options.ranks) * len(options.stages)
-    heads = ["model", "graphs", "breaks", "gathers", "recompiles"]
-    heads += [
-        {"fx": "fx, bitwise", "inductor": "Inductor: loss, parameters"}[lowering] for lowering in options.lowerings
-    ]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    notes: list[str] = []
+def summarized(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One entry for each model: what the first lowering compiled at the last stage, and how many cases passed."""
+    found: list[dict[str, Any]] = []
     for name in options.models:
         own = [row for row in rows if row["model"] == name]
-        if not own:
-            lines.append(f"| {name} |" + " - |" * 4 + f" 0 of {cases} |" * len(options.lowerings))
-            continue
-        shown = next(row for row in own if row["lowering"] == own[0]["lowering"] and row["stage"] == own[-1]["stage"])
-        cells = [name, shown["graphs"], sum(shown["breaks"].values()), shown["gathers"], shown["recompiles"]]
+        entry: dict[str, Any] = {"model": name, "cases": len(options.ranks) * len(options.stages)}
+        if own:
+            lowering, stage = own[0]["lowering"], own[-1]["stage"]
+            shown = next(row for row in own if row["lowering"] == lowering and row["stage"] == stage)
+            entry |= {key: shown[key] for key in ("graphs", "gathers", "recompiles", "breaks", "reasons")}
         for lowering in options.lowerings:
             some = [row for row in own if row["lowering"] == lowering]
-            cells.append(f"{sum(row['good'] for row in some)} of {cases}")
-            if lowering == "inductor" and some:
-                cells[-1] += ": " + ", ".join(f"{max(row[key] for row in some):.0e}" for key in ("loss", "parameter"))
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-        notes += [f"{name}: {count} graph breaks: {reason}" for reason, count in shown["breaks"].items()]
-        notes += [f"{name}: recompiled: {reason}" for reason in shown["reasons"]]
-        if ZOO[name].traced:
-            notes.append(f"{name}: compared with aot_eager, for {ZOO[name].traced}")
-    return "\n".join([*lines, "", *notes])
+            entry[lowering] = {"passed": sum(row["good"] for row in some)}
+            entry[lowering] |= {key: max((row[key] for row in some), default=None) for key in ("loss", "parameter")}
+        found.append(entry)
+    return found
+
+
+def shown(entry: dict[str, Any], lowerings: list[str]) -> list[str]:
+    """A line for a model of the summary, and one for each reason of its graph breaks and recompiles."""
+    name, breaks = entry["model"], entry.get("breaks", {})
+    counts = f"{entry.get('graphs', 0)} graphs, {sum(breaks.values())} breaks, {entry.get('gathers', 0)} gathers"
+    passed = (f"{lowering} {entry[lowering]['passed']} of {entry['cases']}" for lowering in lowerings)
+    lines = [f"{name}: {counts}, {entry.get('recompiles', 0)} recompiles; {', '.join(passed)}"]
+    lines += [f"    {count} graph breaks: {reason}" for reason, count in breaks.items()]
+    lines += [f"    recompiled: {reason}" for reason in entry.get("reasons", [])]
+    return [*lines, f"    compared with aot_eager: {ZOO[name].traced}"] if ZOO[name].traced else lines
 
 
 def main() -> int:
@@ -462,7 +465,12 @@ def main() -> int:
                 verdict = "equal" if row["good"] else f"DIFFERS {row['missing']}"
                 case = f"{name}, {ranks} ranks, stage {row['stage']}, {row['lowering']}"
                 print(f"{case}: {verdict} ({errors}), {row['seconds']:.1f} s", flush=True)
-    print(f"\n{table(rows, options)}")
+    entries = summarized(rows, options)
+    print("", *(line for entry in entries for line in shown(entry, options.lowerings)), sep="\n")
+    if options.json:
+        settings = {"ranks": options.ranks, "stages": options.stages, "steps": STEPS}
+        versions = {"torch": torch.__version__, "transformers": hf.__version__}
+        options.json.write_text(json.dumps({**settings, "versions": versions, "rows": entries}, indent=1) + "\n")
     expected = len(options.models) * len(options.ranks) * len(options.stages) * len(options.lowerings)
     return int(len(rows) < expected or not all(row["good"] for row in rows))
 

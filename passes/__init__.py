@@ -1,7 +1,7 @@
-"""The passes, one per file; `presets.default()` is the list that runs when no pipeline is given."""
+"""The passes, one per file; `presets.default()` is the list that runs if no pipeline is given."""
 
 from zgraph.compression.low_rank import LowRank
-from zgraph.compression.methods import CompressionMethod, ErrorFeedback, LoCo, NoFeedback, RngKey, TwoHop
+from zgraph.compression.methods import ErrorFeedback, LoCo, NoFeedback, RngKey, TensorMethod, TwoHop
 from zgraph.passes import presets
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
@@ -13,14 +13,12 @@ from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
-from zgraph.passes.set_target import SetTarget
 from zgraph.passes.sink_waits import SinkWaits
 
 __all__ = [
     "BucketCollectives",
     "ChooseLifetimes",
     "CompressGradients",
-    "CompressionMethod",
     "DedupeGathers",
     "ErrorFeedback",
     "FuseAttention",
@@ -33,8 +31,8 @@ __all__ = [
     "QuantizeGathers",
     "RngKey",
     "ScheduleOverlap",
-    "SetTarget",
     "SinkWaits",
+    "TensorMethod",
     "TwoHop",
     "WeightDifferences",
     "presets",

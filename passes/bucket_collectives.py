@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal, cast, get_args
 import torch
 from torch import fx
 
-from zgraph.analysis.cost import COMPUTE, CostModel, NodeCost
+from zgraph.analysis.cost import CostModel, NodeCost
 from zgraph.analysis.liveness import curve_of
-from zgraph.analysis.storages import agreed_storages, rows_of_its_own
+from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.errors import PreconditionError
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import dataflow, edits, meta, nodes, traits
+from zgraph.graph.lanes import COMPUTE
 from zgraph.graph.traffic import transfers_of
 from zgraph.passes.common.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
 from zgraph.passes.common.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
@@ -23,39 +23,40 @@ from zgraph.passes.common.replicated_gradients import ReplicatedReduction
 from zgraph.runtime.chunks import MIB
 
 Gathers = Literal["auto", Mode]
-ETHERNET_BYTES = 2 * MIB  # a bucket of which latency is a small part
-# Where the links are not known: the transfer of a ring of eight over NVLink takes fifteen times its latency, over one
-# port of 200 Gbit/s three hundred times; and a layer of a large model is a few buckets.
+ETHERNET_BYTES = 2 * MIB  # large enough that latency on Ethernet is a small part
+# For unknown links: the transfer in a ring of eight takes fifteen times the latency over NVLink, and three hundred
+# times over a port of 200 Gbit/s; and a layer of a large model is a few buckets.
 NCCL_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCollectives(GraphPass):
-    """Let neighbouring collectives of one kind, group and dtype share one, up to a number of bytes.
+    """Merge neighbouring collectives of the same kind, group and dtype into buckets of limited size.
 
-    A gather bucket stands where its first member stood, a reduction bucket where its last did. The order of summation
+    A gather bucket takes the place of its first member, a reduction bucket that of its last. The order of summation
     over ranks does not change: a bucket is summed element by element, like its members.
     A bucket of replicated gradients is one flat vector, padded once: its means are gathered together, into a storage
-    of which each gradient is a view. Which rank sums an element changes, which `LowerReductions` leaves without effect
-    where it sums in rank order. Buckets with sharded gradients among them, parts over replicas (hybrid sharding) and
-    compressed ones keep the chunks of each member apart.
-    Leaves alone: collectives larger than a bucket, those that depend on one another, and gathers that a window keeps:
-    they run once for several forwards, straight into what is kept.
+    of which each gradient is a view. Another rank may then sum an element, which changes nothing if `LowerReductions`
+    sums in rank order. Buckets with sharded gradients, with parts over replicas (hybrid sharding) or with compressed
+    gradients keep the chunks of their members separate.
+    Leaves alone: collectives larger than a bucket, those that depend on each other, and gathers that a window keeps,
+    which run once for several forwards, directly into the kept storage.
 
     Attributes:
-        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients, and of replicated
-            gradients without padding. None: what suits the link of the hardware that the context knows (`link_bytes`),
-            and a member stays out where the costs say that waiting for it would expose more than the latency that it
-            saves; each kind counted as if it had its link to itself. "auto": the same on NCCL where the GPUs have a
-            preset, by its figures; 64 MiB on others; and elsewhere 2 MiB, of which latency is a small part on Ethernet.
-        gathers: how parameters share a gather. "flat": in one flat buffer, out of which each is copied (or
-            decoded, where codes travel).
-            "coalesced": side by side, each straight into its own storage; NCCL launches them as one, elsewhere they run
-            one after the other. "sequential": not at all: each is gathered where its reader stands, and nothing is
-            moved ahead, so that hardly more than one is whole at a time. One that is read twice stays in between.
-            "auto": of each bucket the cheaper of the first two on the context's hardware, which fits its budget, else
-            the third; without hardware "coalesced" on NCCL and "flat" elsewhere.
-        latency_share: of a bucket's transfer, from which on it is large enough; where the link decides.
+        bucket_bytes: most bytes that one collective carries, counted on unsharded parameters and gradients; replicated
+            gradients count without padding. None: the size that suits the link of the target's hardware (`link_bytes`);
+            a member is left out if, by the costs, waiting for it would expose more time than the latency it saves,
+            assuming that each kind has its link to itself. "auto": on NCCL the same with the figures of the GPUs'
+            preset, or 64 MiB if they have none; elsewhere 2 MiB, whose latency on Ethernet is a small part.
+        gathers: how parameters share a gather.
+            "flat": through one flat buffer, out of which each is copied, or decoded if it is sent as codes.
+            "coalesced": each directly into its own storage; NCCL launches them as one, other backends run them one
+            after another.
+            "sequential": not at all. Each is gathered where its reader stands and nothing is prefetched, so that
+            hardly more than one is unsharded at a time. A parameter that is read twice stays unsharded in between.
+            "auto": for each bucket the cheaper of the first two on the target's hardware if it fits the budget, else
+            the third; without a target, "coalesced" on NCCL and "flat" elsewhere.
+        latency_share: share of latency in a bucket's transfer at which it is large enough, if the link decides.
     """
 
     bucket_bytes: int | Literal["auto"] | None
@@ -84,21 +85,19 @@ class BucketCollectives(GraphPass):
                 "may take; write a number above 0, up to 1."
             )
 
+    @property
+    def needs_target(self) -> bool:
+        return self.bucket_bytes is None
+
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         if self.bucket_bytes == "auto":
             chosen, known = self._chosen(gm.graph, ctx)
             return chosen.run(gm, known)
         graph = gm.graph
-        if self.bucket_bytes is None and (ctx.hardware is None or ctx.cost_of is None):
-            raise PreconditionError(
-                f"bucket_collectives on the {ctx.direction} graph: bucket_bytes=None asks for the size that suits the "
-                "link, and the PassContext knows no hardware; put SetTarget(hardware=...) first, or write a number of "
-                "bytes."
-            )
         counts = Counter[Mode]()
         merged = 0
-        # Gathers first: what remains of the replicated gradients' means is a gather too, and is bucketed after the
-        # exchange that it depends on.
+        # Gathers of parameters first: those of replicated gradients' means are bucketed with the exchanges that they
+        # depend on.
         exchanges = (nodes.is_all_to_all, nodes.is_reduce_scatter, nodes.is_all_reduce)
         for predicate in (nodes.is_all_gather, *exchanges, nodes.is_all_gather):
             limits = self._by_link(graph, ctx) if self.bucket_bytes is None else self._by_bytes
@@ -106,7 +105,7 @@ class BucketCollectives(GraphPass):
             modes = plan_modes(graph, plan, self.gathers, ctx)
             for bucket, mode in zip(plan, modes, strict=True):
                 merge(graph, bucket, mode)
-            # What reshapes a member's result may stand before the bucket, whose place is that of its last member.
+            # Nodes that reshape a member's result may stand before the bucket, which takes its last member's place.
             edits.restore_order(graph)
             merged += len(plan)
             counts += Counter(
@@ -121,7 +120,7 @@ class BucketCollectives(GraphPass):
         return merged > 0
 
     def _chosen(self, graph: fx.Graph, ctx: PassContext) -> tuple[BucketCollectives, PassContext]:
-        """The pass with the size that suits the backend, and the context with what is known of the machine."""
+        """The pass with the bucket size that suits the backend, and the context with what is known of the machine."""
         start = next(nodes.call_functions(graph, nodes.is_start), None)
         sent = [] if start is None else nodes.sent_by(start)
         device = meta.tensor_value(sent[0]).device if sent else torch.device("cpu")
@@ -151,7 +150,7 @@ class BucketCollectives(GraphPass):
             ]
             latency_us += ctx.sharing.issue_us
             limit_bytes = link_bytes(
-                whole_bytes=sum(map(carried_bytes, starts)),
+                total_bytes=sum(map(carried_bytes, starts)),
                 latency_us=latency_us,
                 transfer_us=sum(member.transfer_us for member in members),
                 compute_us=all_us,
@@ -173,8 +172,8 @@ class Filling:
     """How buckets of one kind are filled.
 
     Attributes:
-        limit_bytes: the most that one carries.
-        queue: says of each member whether it is to join; None: whenever there is room.
+        limit_bytes: most bytes of a bucket.
+        queue: decides for each member whether it joins; None: it joins if there is room.
     """
 
     limit_bytes: int
@@ -191,21 +190,21 @@ def plan_buckets(
     """Fill buckets greedily in program order; only buckets of two or more are returned.
 
     Args:
-        graph, predicate: the collectives to look at.
-        limits: of those that one collective could replace.
-        one_by_one: gathers of parameters are returned as buckets of one.
+        graph, predicate: the collectives to consider.
+        limits: how to fill buckets, for collectives that one could replace.
+        one_by_one: return gathers of parameters as buckets of one.
     """
     order = nodes.order_of(graph)
-    alike: dict[tuple[object, ...], list[fx.Node]] = {}
+    compatible: dict[tuple[object, ...], list[fx.Node]] = {}
     exchanges = nodes.call_functions(graph, nodes.is_reduction)
-    # These share a collective with those whose exchanges do, or with none: apart, each would have to be copied out.
+    # Gathers of means are merged only together with their exchanges: otherwise each mean would have to be copied out.
     means = [found.gather for start in exchanges if (found := ReplicatedReduction.of(start)) is not None]
     for start in nodes.call_functions(graph, predicate):
         key = None if start in means else _key(start)
         if key is not None:
-            alike.setdefault(key, []).append(start)
+            compatible.setdefault(key, []).append(start)
     buckets: list[list[fx.Node]] = []
-    for starts in alike.values():
+    for starts in compatible.values():
         if one_by_one and gathers_parameter(starts[0]):
             buckets += [[start] for start in starts]
         else:
@@ -218,13 +217,13 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
     buckets: list[list[fx.Node]] = []
     sizes = {start: carried_bytes(start) for start in starts}
     for start in starts:
-        together = [*buckets[-1], start] if buckets else []
-        size = sum(map(sizes.__getitem__, together))
+        candidate = [*buckets[-1], start] if buckets else []
+        size = sum(map(sizes.__getitem__, candidate))
         joins = (
-            bool(together)
+            bool(candidate)
             and size <= filling.limit_bytes
-            and _anchor(together, order) is not None
-            and (meta.is_tagged_awaited(start) or not meta.is_tagged_awaited(together[-2]))
+            and _anchor(candidate, order) is not None
+            and (meta.is_tagged_awaited(start) or not meta.is_tagged_awaited(candidate[-2]))
             and (filling.queue is None or filling.queue.should_join())
         )
         if joins:
@@ -237,18 +236,18 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
 
 
 def carried_bytes(start: fx.Node) -> int:
-    """The most that this collective carries of a whole tensor, or of a replicated gradient the gather of its mean."""
+    """Bytes of the unsharded tensor of a collective; for a replicated gradient, of the wider of both collectives."""
     found = None if nodes.is_gather(start) else ReplicatedReduction.of(start)
-    return nodes.whole_bytes(start) if found is None else found.carried_bytes
+    return nodes.unsharded_bytes(start) if found is None else found.carried_bytes
 
 
 def gathers_parameter(start: fx.Node) -> bool:
-    """Whether the collective gathers what the graph is given, and not a mean that it has computed."""
-    return nodes.is_all_gather(start) and nodes.copy_in(start) is not None
+    """Whether the collective gathers an input of the graph, and not a mean that the graph has computed."""
+    return nodes.is_all_gather(start) and dataflow.copy_in(start) is not None
 
 
 def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> dict[fx.Node, float]:
-    """Microseconds of compute before each node; copies of what is communicated, which ranks may differ in, left out."""
+    """Microseconds of compute before each node, without copies of communicated data, in which ranks may differ."""
     ahead: dict[fx.Node, float] = {}
     spent = 0.0
     for node in graph.nodes:
@@ -280,10 +279,10 @@ def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: P
 
 
 def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
-    """By what launches of single members cost on the link, and copies through a buffer on the compute lane."""
+    """The cheaper of two modes: separate launches cost time on the link, copies through a buffer cost compute."""
     first = bucket.starts[0]
     if nodes.is_quantized_gather(first):
-        return "flat"  # codes are written to, and decoded out of, the flat buffer: nothing is copied
+        return "flat"  # codes are written to the flat buffer, and decoded from it, without copies
     if ctx.hardware is None:
         device = meta.tensor_value(nodes.sent_by(first)[0]).device
         return "coalesced" if ctx.group_backend(nodes.group_of(first), device) == "nccl" else "flat"
@@ -291,15 +290,15 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
     launch_us = ctx.collective_us(next(transfers_of(first)).kind, 0, nodes.group_of(first)) + ctx.sharing.issue_us
     launches_us = more * launch_us
     dtype = meta.tensor_value(first).dtype
-    copied = [*map(nodes.whole_bytes, bucket.starts)]
+    copied = [*map(nodes.unsharded_bytes, bucket.starts)]
     copied.append(sum(copied) // ctx.group_size(nodes.group_of(first)))
     copies_us = sum(ctx.hardware.compute_us(0, 2 * size, dtype) for size in copied)
     return "coalesced" if launches_us < copies_us else "flat"
 
 
 def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
-    """The cheaper one, if there is room for it beside the one member that is whole in any case."""
-    sizes = [*map(nodes.whole_bytes, bucket.starts)]
+    """The cheaper mode, or else "coalesced", if there is room for more than one unsharded member; else "sequential"."""
+    sizes = [*map(nodes.unsharded_bytes, bucket.starts)]
     needed: dict[Mode, int] = {"flat": sum(sizes), "coalesced": sum(sizes) - min(sizes), "sequential": 0}
     options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "coalesced")
     for mode in options:
@@ -309,17 +308,16 @@ def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
 
 
 def _alive_bytes(graph: fx.Graph, *, inputs_die: bool) -> list[int]:
-    """What is alive while each node runs, as all ranks count it, with every gather where its result is needed."""
+    """Bytes alive while each node runs, as all ranks count them, if every gather runs where its result is needed."""
     order = list(graph.nodes)
-    storages = agreed_storages(order, rows_of_its_own(order), inputs_die=inputs_die)
-    return list(curve_of(order, storages).bytes_during)
+    return list(curve_of(order, storages_of(order, inputs_die=inputs_die, agreed=True)).bytes_during)
 
 
 def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int:
-    """The most that is alive from a bucket's place to its last reader."""
+    """The most bytes alive between a bucket's place and its last reader."""
     order = nodes.order_of(graph)
     results = [cast(fx.Node, nodes.wait_of(start)) for start in bucket.starts]
-    readers = [order[user] for result in results for node in nodes.reshaped_values(result) for user in node.users]
+    readers = [order[user] for result in results for node in dataflow.reshaped_values(result) for user in node.users]
     return max(alive_bytes[order[bucket.anchor] : 1 + max(readers, default=order[bucket.anchor])])
 
 
@@ -327,17 +325,19 @@ def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int
 
 
 def _key(start: fx.Node) -> tuple[object, ...] | None:
-    """Equal for collectives that one can replace; None for those whose result is used in a way we do not know."""
+    """A key that is equal for collectives that one can replace; None if the result is used in an unknown way."""
     wait = nodes.wait_of(start)
     if wait is None or len(start.users) != 1 or not meta.parameters(start) or meta.is_tagged_at_use(start):
         return None
     sent = meta.tensor_value(start.all_input_nodes[0])
     if any(isinstance(size, torch.SymInt) for size in cast("tuple[Any, ...]", sent.shape)):
         return None
-    from_inputs = nodes.copy_in(start) is not None
+    from_inputs = dataflow.copy_in(start) is not None
     saved = meta.is_tagged_saved(start)
     addends = nodes.gathers_addends(start)
-    key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs, saved, addends)
+    # In a whole step, a bucket of two backwards would hold the gradients of the first until the second.
+    part = meta.part(start)
+    key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs, saved, addends, part)
     if nodes.is_all_to_all(start):
         total = result_of(start)
         if total is None:
@@ -356,7 +356,7 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
 
 
 def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node | None:
-    """Before which node the merged collective can go, or None where its members depend on one another."""
+    """The node before which the merged collective can go; None if its members depend on each other."""
     last = members[-1]
     results = [cast(fx.Node, nodes.wait_of(start)) for start in members]
     if all(order[user] > order[last] for wait in results[:-1] for user in _readers(wait)):
@@ -368,7 +368,7 @@ def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node
 
 
 def _readers(wait: fx.Node) -> list[fx.Node]:
-    """Who computes with the result; sums over ranks, copies and further collectives only carry it on."""
+    """Nodes that compute with the result; sums over ranks, copies and further collectives only pass it on."""
     pending, found = dict.fromkeys(wait.users), dict[fx.Node, None]()
     while pending:
         user = pending.popitem()[0]
@@ -380,9 +380,9 @@ def _readers(wait: fx.Node) -> list[fx.Node]:
 
 
 def _can_precede(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> bool:
-    """Whether node is there before anchor, or is a copy of inputs that can be moved there."""
+    """Whether the node stands before the anchor, or is a copy of inputs that can be moved there."""
     if order[node] < order[anchor]:
         return True
-    if nodes.is_start(node) or nodes.is_wait(node) or not (nodes.is_communication(node) or nodes.is_reshaping(node)):
+    if nodes.is_start(node) or nodes.is_wait(node) or not (nodes.is_communication(node) or traits.is_reshaping(node)):
         return False
     return all(_can_precede(source, anchor, order) for source in node.all_input_nodes)

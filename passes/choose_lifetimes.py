@@ -10,8 +10,9 @@ from torch import fx
 
 from zgraph.analysis.cost import NodeCost
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
+from zgraph.passes.common.repeat_gathers import repeat_gathers
 from zgraph.scheduling.lifetime_model import Model, StepEstimate
 from zgraph.scheduling.plan_lifetimes import greedy_frontier
 from zgraph.scheduling.timeline import Sharing
@@ -19,16 +20,18 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True, kw_only=True)
 class ChooseLifetimes(GraphPass):
-    """Keep what the budget has room for, and make again in backward what costs the least time there.
+    """Save for backward what the budget has room for, and recompute what costs the least time.
 
-    With a budget and costs in the context one plan decides for each parameter of stage 3 whether it is gathered again,
-    and for each activation that torch's partitioner would save whether it is computed again. Without them, and for
-    replicated parameters in any case, gathers are repeated and activations are left to the partitioner. The gather and
-    every view and cast after it are tagged, or the partitioner would save whole weights. A replicated parameter is
-    tagged as well: its gather is free, and what would be saved is its cast copy.
-    Leaves alone: parameters of stages 1 and 2, which are gathered once per window and saved for its backwards; those
-    that the graph returns, as before a graph break, for whoever receives them keeps them alive; what is random, writes,
-    or communicates for the model; and what activation checkpointing has decided.
+    With a budget in the target, one plan decides for each parameter of stage 3 whether backward gathers it again, and
+    for each activation that torch's partitioner would save whether backward recomputes it. Without a budget, and always
+    for replicated parameters, gathers are repeated and activations are left to the partitioner. A gather and every view
+    and cast after it are tagged, because the partitioner would save unsharded weights otherwise. A replicated parameter
+    is tagged as well: its gather is free, and only its cast copy would be saved.
+    In a whole training step, which is not partitioned, each backward gets a gather of its own, and activations are
+    kept as eager torch keeps them.
+    Leaves alone: parameters of stages 1 and 2, which are gathered once per window and saved for its backwards;
+    parameters that the graph returns, as before a graph break, because their receiver keeps them alive; operators that
+    are random, write, or communicate for the model; and whatever activation checkpointing has decided.
     """
 
     name: ClassVar[str] = "choose_lifetimes"
@@ -41,12 +44,16 @@ class ChooseLifetimes(GraphPass):
         if ctx.direction == "inference":
             ctx.note(self, "inference saves nothing")
             return False
+        if ctx.direction == "step":
+            repeated = repeat_gathers(gm.graph)
+            ctx.note(self, f"{repeated} gathers are repeated in backward")
+            return repeated > 0
         for node in nodes.call_functions(gm.graph, nodes.is_unshard):
-            if UnshardArgs.of(node).zero_stage in (1, 2):
+            if UnshardArgs.of(node).layout.zero_stage in (1, 2):
                 meta.tag_saved(node)
         before = [meta.lifetime(node) for node in gm.graph.nodes]
         for node in plan_regathers(gm.graph, ctx.user_outputs):
-            for part in nodes.reshaped_values(node):
+            for part in dataflow.reshaped_values(node):
                 meta.tag_recompute(part)
         self._plan(gm, ctx)
         return before != [meta.lifetime(node) for node in gm.graph.nodes]
@@ -54,7 +61,7 @@ class ChooseLifetimes(GraphPass):
     def _plan(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         if ctx.plan_bytes is None or ctx.cost_of is None or ctx.split is None or ctx.user_outputs is None:
             return
-        # The partitioner's own choice, on a copy, is what there is to choose from.
+        # Only values that the partitioner would save, as tried on a copy, are candidates.
         tried = edits.copy_of(gm)
         forward, backward = ctx.split(tried)
         found, fastest = plan_lifetimes(
@@ -79,17 +86,17 @@ class ChooseLifetimes(GraphPass):
             f"{fastest.peak_bytes} bytes, {fastest.step_us:.0f} us",
         )
         ctx.note(self, f"keeps {len(kept)} of {len(parameters)} gathered parameters: {', '.join(kept) or 'none'}")
-        ctx.note(self, f"computes {len(activations)} activations again: {', '.join(activations) or 'none'}")
+        ctx.note(self, f"recomputes {len(activations)} activations: {', '.join(activations) or 'none'}")
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
-    """The gathers that backward repeats: those of stages 0 and 3 whose result the forward does not return."""
+    """The gathers that backward repeats: those of stages 0 and 3 whose result forward does not return to the user."""
     returned = nodes.returned_by(graph)[:user_outputs]
     return [
         node
         for node in nodes.call_functions(graph, nodes.is_unshard)
-        if UnshardArgs.of(node).zero_stage in (0, 3)
-        and not any(part in returned for part in nodes.reshaped_values(node))
+        if UnshardArgs.of(node).layout.zero_stage in (0, 3)
+        and not any(part in returned for part in dataflow.reshaped_values(node))
     ]
 
 
@@ -103,25 +110,25 @@ def plan_lifetimes(
     sharing: Sharing,
     target_bytes: int,
 ) -> tuple[StepEstimate, StepEstimate]:
-    """The fastest step found that holds no more than the target, else the most frugal; and the one that keeps all."""
+    """The fastest step within the target, else the one with the least memory; and the step that saves everything."""
     model = Model(joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing)
     path = greedy_frontier(model)
     return path.choose(target_bytes), path.estimates[0]
 
 
 def apply(found: StepEstimate, joint: Mapping[str, fx.Node]) -> None:
-    """Tag the nodes of these names so that the partitioner can split them in no other way."""
+    """Tag the nodes of the joint graph so that the partitioner saves exactly what the estimate says."""
     for node in found.saved:
         saved = joint[node.name]
         if saved.op != "call_function" or meta.is_tagged_by_others(saved):
             continue
-        meta.tag_kept(saved)
+        meta.tag_must_save(saved)
         if nodes.is_getitem(saved):  # the partitioner asks the call itself
-            meta.tag_kept(saved.all_input_nodes[0])
+            meta.tag_must_save(saved.all_input_nodes[0])
     for value in found.gaps:
         if value.gather is not None and value not in found.dropped:
             meta.tag_saved(joint[value.gather.name])
     for node in found.recomputed:
-        again = joint[node.name]
-        if not meta.is_tagged_by_others(again) and not meta.is_tagged_recompute(again):
-            meta.tag_computed_again(again)
+        activation = joint[node.name]
+        if not meta.is_tagged_by_others(activation) and not meta.is_tagged_recompute(activation):
+            meta.tag_recomputed_activation(activation)

@@ -1,4 +1,4 @@
-"""One gather per parameter and graph, and one reduction for all its uses."""
+"""Share one gather per parameter and graph, and one reduction of its gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.graph.operator_arguments import ReduceArgs, UnshardArgs
 
 aten = torch.ops.aten
@@ -21,7 +21,8 @@ class DedupeGathers(GraphPass):
 
     `reduce(a) + reduce(b)` becomes `reduce(a + b)`, which is how the replicated model sums them, and half the bytes.
     Leaves alone: reads in another dtype or of another parameter; sums with anything but a reduction of the same
-    parameter.
+    parameter. In a whole training step also reads of stages 0 and 3 in different forwards and backwards, and sums of
+    the reductions of several backwards, which eager torch sums as well.
     """
 
     name: ClassVar[str] = "dedupe_gathers"
@@ -30,12 +31,13 @@ class DedupeGathers(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        whole_step = ctx.direction == "step"
         shared = plan_shared_gathers(gm.graph)
         for duplicate, first in shared:
             duplicate.replace_all_uses_with(first)
             edits.erase_dead(gm.graph, [duplicate, UnshardArgs.of(duplicate).shard])
         folded = 0
-        while (fold := next_fold(gm.graph)) is not None:
+        while not whole_step and (fold := next_fold(gm.graph)) is not None:
             _fold(gm.graph, *fold)
             folded += 1
         if not shared and not folded:
@@ -49,7 +51,8 @@ def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     plan: list[tuple[fx.Node, fx.Node]] = []
     for node in nodes.call_functions(graph, nodes.is_unshard):
         args = UnshardArgs.of(node)
-        key = (nodes.without_views(args.shard), args.handle, *args.policy)
+        part = meta.part(node) if args.layout.zero_stage in (0, 3) else None
+        key = (dataflow.without_views(args.shard), args.handle, part, *args.policy)
         kept = first.setdefault(key, node)
         if kept is not node:
             plan.append((node, kept))
@@ -61,7 +64,7 @@ def next_fold(graph: fx.Graph) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     for add in nodes.call_functions(graph, lambda node: node.target is aten.add.Tensor):
         if add.kwargs or len(add.all_input_nodes) != 2:
             continue
-        left, right = (nodes.without_views(source) for source in add.all_input_nodes)
+        left, right = (dataflow.without_views(source) for source in add.all_input_nodes)
         if left is right or not (nodes.is_reduce_grad(left) and nodes.is_reduce_grad(right)):
             continue
         if left.args[1:] == right.args[1:] and _feeds_only(left, add) and _feeds_only(right, add):

@@ -1,28 +1,29 @@
-"""Start gathers early: each one while an earlier one's parameters are still in use."""
+"""Start gathers early: each one while the parameters of an earlier one are still in use."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.runtime.chunks import MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class HoistStarts(GraphPass):
-    """Move each gather's start to just before the wait of an earlier one: earliest start, with bounded memory.
+    """Move each gather's start to just before the wait of an earlier one, as early as the limits allow.
 
     Reductions already start where their gradients are ready.
-    Leaves alone: gathers whose input is computed in the graph, such as the means of replicated gradients, and those put
-    at their use to save memory.
+    Leaves alone: gathers whose input is computed in the graph, such as means of replicated gradients, or written to
+    there before it is needed, and gathers pinned to their use to save memory.
 
     Attributes:
-        prefetch: how many gathers may be under way beside the one that is waited for.
-        in_flight_bytes: what those gathers may yield together, whole parameters counted; one is prefetched in any case.
+        prefetch: how many gathers may be in flight in addition to the one that is waited for.
+        in_flight_bytes: most bytes of unsharded parameters that those gathers yield; one is always prefetched.
     """
 
     prefetch: int = 1
@@ -46,7 +47,7 @@ class HoistStarts(GraphPass):
         order = nodes.order_of(gm.graph)
         changed = False
         for start, anchor in plan:
-            inputs = nodes.copy_in(start) or []
+            inputs = dataflow.copy_in(start) or []
             for node in [*sorted(inputs, key=order.__getitem__), start]:
                 if order[node] > order[anchor]:
                     edits.move_before(node, anchor)
@@ -56,6 +57,11 @@ class HoistStarts(GraphPass):
         return changed
 
 
+def _reads_inputs_alone(start: fx.Node, pinned: Set[fx.Node]) -> bool:
+    copies = dataflow.copy_in(start)
+    return copies is not None and pinned.isdisjoint((start, *copies))
+
+
 def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tuple[fx.Node, fx.Node]]:
     """(start, node before which it goes), in program order.
 
@@ -63,14 +69,15 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
     """
     if prefetch == 0:
         return []
+    pinned = dataflow.pinned_reads(list(graph.nodes))
     starts = [
         start
         for start in nodes.call_functions(graph, nodes.is_gather)
-        if meta.parameters(start) and nodes.copy_in(start) is not None and not meta.is_tagged_at_use(start)
+        if meta.parameters(start) and not meta.is_tagged_at_use(start) and _reads_inputs_alone(start, pinned)
     ]
     if not starts:
         return []
-    # Before the first compute, or before the first wait where that comes first: behind it they would overtake none.
+    # Before the first compute, or the first wait if that comes first: after it they would overtake nothing.
     first_wait = nodes.wait_of(starts[0])
     top = next(
         node
@@ -78,10 +85,10 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
         if node is first_wait or not (node.op == "placeholder" or nodes.is_communication(node))
     )
     plan: list[tuple[fx.Node, fx.Node]] = []
-    oldest = 0  # of the gathers that are still under way, or waited for, when the next one starts
+    oldest = 0  # oldest gather that is still in flight, or waited for, when the next one starts
     for position, start in enumerate(starts):
         while position - oldest > prefetch or (
-            position - oldest > 1 and sum(map(nodes.whole_bytes, starts[oldest : position + 1])) > in_flight_bytes
+            position - oldest > 1 and sum(map(nodes.unsharded_bytes, starts[oldest : position + 1])) > in_flight_bytes
         ):
             oldest += 1
         reaches_top = oldest == 0 and position < prefetch

@@ -17,22 +17,23 @@ from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class LowerReductions(GraphPass):
-    """Exchange the chunks of each gradient, sum them, and keep this rank's; gather the means for replicated parameters.
+    """Exchange and sum the chunks of each gradient; each rank keeps its own, or gathers all for replicated parameters.
 
-    A gradient that was only widened to be reduced (autocast) travels narrow: the sum is fp32 on arrival, bit for bit
-    the same.
+    A gradient that was only widened to be reduced (autocast) is sent narrow; since sums are fp32 anyway, the result is
+    bitwise the same.
     Leaves alone: nothing; every marker is lowered.
 
     Attributes:
-        algorithm: "all_to_all" moves (N-1)/N of the gradient and sums in rank order, bitwise equal to the eager marker;
-            gloo's own reduce_scatter moves twice that.
-            "reduce_scatter" widens what is narrower than fp32 and leaves the order of the sum to the backend: for N > 2
-            equal to rounding only.
-            "narrow_reduce_scatter" does not widen it: half the bytes in bf16, but each addition is rounded to bf16.
-            "all_reduce" is one collective instead of two where each rank needs the whole mean (stage 0, replicas), and
-            a reduce_scatter elsewhere; its means are not rounded to `mean_dtype`.
-            "auto": "all_to_all" on gloo; on NCCL what costs least on the context's hardware, or on the machine at hand,
-            see common/reduction_algorithms.py, never a narrow sum; where neither is known a reduce_scatter.
+        algorithm: how gradients are reduced.
+            "all_to_all" sends (N-1)/N of the gradient and sums in rank order, bitwise equal to the eager marker.
+            (gloo's own reduce_scatter sends twice as much.)
+            "reduce_scatter" widens gradients narrower than fp32 and leaves the order of the sum to the backend: for
+            N > 2 results are equal up to rounding.
+            "narrow_reduce_scatter" does not widen: half the bytes in bf16, but each addition is rounded to bf16.
+            "all_reduce" needs one collective instead of two if every rank needs the whole mean (stage 0, replicas), and
+            is a reduce_scatter otherwise; its means are not rounded to `mean_dtype`.
+            "auto": on gloo "all_to_all"; on NCCL the cheapest on the target's hardware, or on the present machine, that
+            does not sum in a narrow dtype (see common/reduction_algorithms.py); a reduce_scatter if neither is known.
     """
 
     algorithm: Algorithm = "auto"

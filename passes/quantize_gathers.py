@@ -11,14 +11,13 @@ import torch
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.compression.methods import BlockMethod, NoFeedback, to_text
+from zgraph.compression.method_text import to_text
+from zgraph.compression.methods import BlockMethod, NoFeedback
 from zgraph.compression.payload import ALIGNMENT, chunk_unit
 from zgraph.dialect.compressed import layout_of
-from zgraph.dialect.window_ops import keeps_gathered
-from zgraph.graph import meta, nodes
+from zgraph.graph import dataflow, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.passes.lower_gathers import plan_narrow_cast, replace_marker
-from zgraph.runtime.chunks import Chunk, chunk_rows
 from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.collectives import all_gather_op, wait_op
 
@@ -28,15 +27,15 @@ QUANTIZED = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDifferences:
-    """Send what has changed since the last gather, and add it to a copy of the whole parameter that every rank keeps.
+    """Send what has changed since the last gather, and add it to an unsharded copy that every rank keeps.
 
-    What the codes lose is part of the next difference, so that the copy stays close to the parameter. The copy starts
-    exact, with one gather of the whole; it belongs to no checkpoint, so that after a resume it starts exact again. It
-    takes as many bytes as the parameter takes at stage 0, in the dtype of the forward, for as long as the model lives:
-    what stages 1 and 2 have over stage 0 is then only gradients and optimizer state.
+    Quantization errors become part of the next difference, so the copy stays close to the parameter. The copy starts
+    exact, with one uncompressed gather. It is not saved in checkpoints, and starts exact again after a resume. It takes
+    as many bytes as the unsharded parameter, in the dtype of forward, as long as the model exists: stages 1 and 2 then
+    save memory only on gradients and optimizer state.
 
     Attributes:
-        method: of the codes.
+        method: compression method of the differences.
     """
 
     method: BlockMethod = field(default_factory=lambda: NoFeedback(bits=4, clip_search=True))
@@ -47,20 +46,20 @@ class WeightDifferences:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeGathers(GraphPass):
-    """Gather large parameters as codes, of 8 bits by default; each rank decodes them where they are read.
+    """Gather large parameters as codes, by default of 8 bits; each rank decodes them where they are read.
 
-    Lossy: forwards and backwards read what the codes stand for, which is the same on all ranks, and the same whenever
-    a parameter is gathered again before it changes. The parameter at rest stays exact, and receives the gradient as if
-    it had been read itself. Evaluation in a compiled graph reads the same weights as training. A window (`no_sync`)
-    keeps the codes, and decodes them for each forward.
-    Leaves alone: parameters that are small, have few dims or a name that is skipped; replicated ones, and those on a
-    single rank, of which nothing travels. LowerGathers gathers them as they are.
+    Lossy: forward and backward read the decoded values, which are the same on all ranks, and the same each time until
+    the parameter changes. The shards stay exact, and receive gradients as if they had been read themselves. Evaluation
+    in a compiled graph reads the same weights as training. A window (`no_sync`) keeps the codes, and decodes them for
+    each forward.
+    Leaves alone: parameters that are small, have few dims or a skipped name; replicated ones, and those on a single
+    rank, which are not sent. LowerGathers gathers them uncompressed.
 
     Attributes:
-        method: of zgraph's own, without feedback: what a parameter's codes lose in one step cannot be made good in the
-            next. Or `WeightDifferences`, at stages 1 and 2.
-        min_numel, min_dims: of a parameter that is quantized.
-        skip: names of parameters that are not, as shell patterns, see `CompressGradients`.
+        method: one of zgraph's methods without error feedback, because errors of one step cannot be corrected in the
+            next; or `WeightDifferences`, at stages 1 and 2.
+        min_numel, min_dims: least size and number of dims of a parameter that is quantized.
+        skip: names of parameters that are not quantized, as shell patterns, see `CompressGradients`.
 
     Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (8 bits); see dialect/weight_differences.py
     """
@@ -87,32 +86,33 @@ class QuantizeGathers(GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_unshard))
-        covered = [marker for marker in markers if self._covers(marker, ctx)]
+        covered = [marker for marker in markers if self._covers(marker)]
         for marker in covered:
             if isinstance(self.method, WeightDifferences):
                 _replace_by_differences(gm.graph, marker, self.method.method, ctx)
             else:
-                _replace_by_weights(gm.graph, marker, self.method, ctx)
+                _replace_by_weights(gm.graph, marker, self.method)
         if markers:
             ctx.note(self, f"{len(covered)} of {len(markers)} gathers send codes")
         else:
             ctx.note(self, "nothing is gathered here")
         return bool(covered)
 
-    def _covers(self, marker: fx.Node, ctx: PassContext) -> bool:
+    def _covers(self, marker: fx.Node) -> bool:
         args = UnshardArgs.of(marker)
-        if args.zero_stage == 0 or ctx.group_size(args.group_name) == 1:
+        layout = args.layout
+        if not layout.is_gathered:
             return False
         if meta.tensor_value(args.shard).dtype not in QUANTIZED or args.dtype not in QUANTIZED:
             return False
-        if len(args.shape) < self.min_dims or math.prod(args.shape) < self.min_numel:
+        if len(layout.shape) < self.min_dims or layout.numel < self.min_numel:
             return False
         names = meta.parameters(marker)
         if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.skip):
             return False
-        if args.zero_stage == 3 and isinstance(self.method, WeightDifferences):
+        if layout.zero_stage == 3 and isinstance(self.method, WeightDifferences):
             raise ValueError(
-                f"quantize_gathers: {', '.join(names)} is sharded at stage 3, where nothing whole is kept between "
+                f"quantize_gathers: {', '.join(names)} is sharded at stage 3, where no unsharded copy is kept between "
                 "steps, and WeightDifferences keep a copy of the whole on every rank; write "
                 "QuantizeGathers(method=NoFeedback(bits=8)), which keeps nothing, or zgraph.shard(zero_stage=2)."
             )
@@ -133,36 +133,43 @@ def _check_stateless(who: str, method: object) -> None:
     to_text(method)
 
 
-def _replace_by_weights(graph: fx.Graph, marker: fx.Node, method: BlockMethod, ctx: PassContext) -> None:
+def _replace_by_weights(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -> None:
     args = UnshardArgs.of(marker)
     narrow = plan_narrow_cast(marker)
     if args.dtype != torch.float32:
-        narrow = None  # codes stand for fp32 values: rounded twice, they would not be what the readers cast
+        narrow = None  # decoded values are fp32: rounding twice would differ from what the readers cast
     dtype = args.dtype if narrow is None else narrow
 
     def build() -> fx.Node:
-        return _cut(graph, marker, _gathered(graph, marker, nodes.without_views(args.shard), method, dtype, ctx))
+        return _cut(graph, marker, _gathered(graph, marker, dataflow.without_views(args.shard), method, dtype))
 
     replace_marker(graph, marker, narrow, build)
 
 
 def _replace_by_differences(graph: fx.Graph, marker: fx.Node, method: BlockMethod, ctx: PassContext) -> None:
     args = UnshardArgs.of(marker)
-    # A window's forwards add the same codes to the copy until its last one. Evaluation must leave no trace in training.
+    layout = args.layout
+    # A window's forwards add the same codes to the copy until its last one. Evaluation must not affect training.
     stays = args.window != OPEN and ctx.direction != "inference"
 
-    # Whoever receives a parameter may write to it, and the copy must stay what the other ranks have.
+    # The receiver of a parameter may write to it, but the copy must stay equal to that of other ranks.
     received = nodes.returned_by(graph)[: ctx.user_outputs if ctx.direction == "forward" else None]
-    escapes = any(part in received for part in nodes.reshaped_values(marker))
+    escapes = any(part in received for part in dataflow.reshaped_values(marker))
 
     def build() -> fx.Node:
         difference = meta.create(
             graph,
             torch.ops.zgraph.weight_difference.default,
-            (nodes.without_views(args.shard), args.handle, _numel(args, ctx), args.dtype, args.group_name),
+            (
+                dataflow.without_views(args.shard),
+                args.handle,
+                layout.param_chunk.numel(),
+                args.dtype,
+                layout.gather_group,
+            ),
             like=marker,
         )
-        step = _gathered(graph, marker, difference, method, torch.float32, ctx)
+        step = _gathered(graph, marker, difference, method, torch.float32)
         add = torch.ops.zgraph.add_difference.default
         whole = _cut(graph, marker, meta.create(graph, add, (step, args.handle, args.dtype, stays), like=marker))
         return meta.create(graph, aten.clone.default, (whole,), like=marker) if escapes else whole
@@ -170,41 +177,34 @@ def _replace_by_differences(graph: fx.Graph, marker: fx.Node, method: BlockMetho
     replace_marker(graph, marker, None, build)
 
 
-def _numel(args: UnshardArgs, ctx: PassContext) -> int:
-    """Elements of the longest shard of any rank."""
-    return chunk_rows(args.shape[0], ctx.group_size(args.group_name)) * math.prod(args.shape[1:])
-
-
-def _gathered(
-    graph: fx.Graph, marker: fx.Node, shard: fx.Node, method: BlockMethod, dtype: torch.dtype, ctx: PassContext
-) -> fx.Node:
-    """[N * numel]: what each rank's codes stand for, one after the other."""
+def _gathered(graph: fx.Graph, marker: fx.Node, shard: fx.Node, method: BlockMethod, dtype: torch.dtype) -> fx.Node:
+    """[N * numel]: the decoded values of each rank's codes, one rank after another."""
     args, label = UnshardArgs.of(marker), meta.label(marker)
-    world, rank = ctx.group_size(args.group_name), ctx.group_rank(args.group_name)
-    text, numel = to_text(method), _numel(args, ctx)
+    layout = args.layout
+    world, chunk, text = layout.world, layout.param_chunk, to_text(method)
+    numel = chunk.numel()  # of the longest shard of any rank
     payload = meta.create(
         graph,
         torch.ops.zgraph.quantize_shards.default,
-        ([shard], text, [numel], rank),
+        ([shard], text, [numel], layout.rank),
         like=marker,
         name=f"quantize_{label}",
     )
-    target, arguments = all_gather_op(), (payload, world, args.group_name)
-    if keeps_gathered(args.zero_stage, args.window):
+    target, arguments = all_gather_op(), (payload, world, layout.gather_group)
+    if layout.keeps_gathered(args.window):
         target = torch.ops.zgraph.all_gather_kept.default
-        arguments = (payload, args.handle, world, args.window, args.group_name)
+        arguments = (payload, args.handle, world, args.window, layout.gather_group)
     start = meta.create(graph, target, arguments, like=marker, name=f"all_gather_{label}")
-    chunk = Chunk(args.shape[0], math.prod(args.shape[1:]), (args.group_name,))
     meta.set_chunks(start, [replace(unit, filled_to=ALIGNMENT) for unit in chunk_unit(method, chunk, 1)])
-    assert layout_of(text, (numel,), 1, 1).payload_bytes == meta.chunks(start)[0].numel(ctx.group_size)
+    assert layout_of(text, (numel,), 1, 1).payload_bytes == meta.chunks(start)[0].numel()
     received = meta.create(graph, wait_op(), (start,), like=marker, name=f"wait_{label}")
     decode = torch.ops.zgraph.dequantize_shards.default
     return meta.create(graph, decode, (received, text, numel, 0, world, dtype), like=marker, name=f"dequantize_{label}")
 
 
 def _cut(graph: fx.Graph, marker: fx.Node, flat: fx.Node) -> fx.Node:
-    """The parameter's own shape, without the padding."""
-    shape = UnshardArgs.of(marker).shape
+    """Remove the padding and restore the parameter's shape."""
+    shape = UnshardArgs.of(marker).layout.shape
     row_numel = math.prod(shape[1:])
     rows = meta.tensor_value(flat).shape[0] // max(1, row_numel)
     whole = meta.create(graph, aten.view.default, (flat, [rows, *shape[1:]]), like=marker)

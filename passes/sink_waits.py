@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.runtime.chunks import MIB
 
 
@@ -16,13 +16,13 @@ from zgraph.runtime.chunks import MIB
 class SinkWaits(GraphPass):
     """Move each wait, and the copies out of its buffer, to just before the first user.
 
-    The mean of a gradient has no user but the graph's output: sunk that far, all send buffers would stay alive to the
-    end. So a reduction is finished when `reductions_in_flight` later ones have started.
-    Leaves alone: waits already there.
+    The only user of a reduced gradient is the graph's output: sunk that far, all send buffers would stay alive to the
+    end. Therefore a reduction is finished when `reductions_in_flight` later ones have started.
+    Leaves alone: waits already there, and copies of values that are written to before they are needed.
 
     Attributes:
-        reductions_in_flight: how many reductions may be under way at once.
-        in_flight_bytes: of whole gradients that they may hold together; one may be under way in any case.
+        reductions_in_flight: how many reductions may be in flight at once.
+        in_flight_bytes: most bytes of unsharded gradients that they may hold; one may always be in flight.
     """
 
     reductions_in_flight: int = 2
@@ -54,14 +54,16 @@ class SinkWaits(GraphPass):
 
 
 def sink(graph: fx.Graph) -> None:
-    """Move waits and copies to just before their first users, chains as a whole; everything else stays in order."""
+    """Move waits and copies to just before their first users, each chain as one; everything else keeps its order."""
+    pinned = dataflow.pinned_reads(list(graph.nodes))
     sinkable = {
         node
         for node in graph.nodes
         if nodes.is_communication(node)
+        and node not in pinned
         and (not _is_started(node) or carries_mean(node))
         and node.users
-        and meta.lane(node) is None  # a copy from the host, which was put early to be hidden
+        and meta.lane(node) is None  # copies from the host were placed early to be hidden
     }
     placed: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
@@ -75,13 +77,13 @@ def sink(graph: fx.Graph) -> None:
             else:
                 taken = pending.pop()
                 placed[taken] = None
-                if nodes.is_wait(taken):  # until all results of a group are taken, the list of them keeps all alive
+                if nodes.is_wait(taken):  # until all results of a group are selected, their list keeps all alive
                     placed |= dict.fromkeys(result for result in nodes.results_of(taken) if result in sinkable)
     edits.relink(placed)
 
 
 def _is_started(node: fx.Node) -> bool:
-    """A start, or one result of one that has several."""
+    """Whether the node is a start, or one result of a start that has several."""
     return nodes.is_start(node) or (nodes.is_getitem(node) and nodes.is_start(node.all_input_nodes[0]))
 
 
@@ -90,14 +92,14 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int) -> N
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, is_exchange):
         while outstanding and (
-            len(outstanding) == in_flight or sum(map(nodes.whole_bytes, [*outstanding, start])) > in_flight_bytes
+            len(outstanding) == in_flight or sum(map(nodes.unsharded_bytes, [*outstanding, start])) > in_flight_bytes
         ):
             finish_before(graph, outstanding.pop(0), start)
         outstanding.append(start)
-    # The means of the last ones set out together, before any of them is waited for.
+    # Gathers of the last means start together, before any of them is waited for.
     means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
     order = nodes.order_of(graph)
-    if outstanding:  # what is waited for before these have started is none of them
+    if outstanding:  # waits before the first start belong to other collectives
         means = [start for start in means if order[cast(fx.Node, nodes.wait_of(start))] > order[outstanding[-1]]]
     first_wait = min((cast(fx.Node, nodes.wait_of(start)) for start in means), key=order.__getitem__, default=None)
     for start in outstanding:
@@ -109,19 +111,19 @@ def carries_mean(node: fx.Node) -> bool:
     """Whether the node starts the gather of a replicated gradient's mean: the second half of its reduction."""
     if not nodes.is_all_gather(node) or nodes.gathers_addends(node):
         return False
-    return bool(meta.parameters(node)) and nodes.copy_in(node) is None
+    return bool(meta.parameters(node)) and dataflow.copy_in(node) is None
 
 
 def is_exchange(node: fx.Node) -> bool:
-    """Whether the node starts the reduction of a gradient; collectives of the model's own are none of our business."""
+    """Whether the node starts the reduction of a gradient; the model's own collectives are left alone."""
     exchanges = nodes.is_reduction(node) or nodes.gathers_addends(node)
     return exchanges and bool(meta.parameters(node))
 
 
 def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node) -> None:
-    """Bring the wait of a reduction, and what turns its result into a gradient, to just before anchor.
+    """Move the wait of a reduction, and the nodes that turn its result into a gradient, to just before the anchor.
 
-    Where the mean is gathered again (replicated parameters), its gather starts here and is waited for later.
+    If the mean is gathered afterwards (replicated parameters), its gather starts here and is waited for later.
     """
     order = nodes.order_of(graph)
     wait = cast(fx.Node, nodes.wait_of(start))
@@ -132,7 +134,7 @@ def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node) -> None:
         if not nodes.is_start(node):
             pending.extend(user for user in node.users if meta.parameters(user) and not nodes.is_wait(user))
     for node in sorted(chain, key=order.__getitem__):
-        # A gather of several means may still wait for another reduction; that one will bring it along.
+        # A gather of several means may still need another reduction, whose finishing will move it.
         if order[node] > order[anchor] and all(order[source] < order[anchor] for source in node.all_input_nodes):
             edits.move_before(node, anchor)
             order[node] = order[anchor] - 1

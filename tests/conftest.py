@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import Ranks
-
-WORLDS = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4))]
+from tests.support.ranks import Ranks, RanksPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,16 +15,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--graphs", type=int, default=20, help="how many schedules test_plan_schedule.py compares")
 
 
-@pytest.fixture(scope="session", params=WORLDS, ids=lambda world: f"ranks{world}")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """1, 2, 3 and 4 real gloo ranks; pytest runs all tests of one size before it starts the next."""
-    running = Ranks(request.param)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave worlds of one and of four ranks to `make test-all`."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            world = item.callspec.params.get("ranks", 2)
+            if world not in (2, 3):
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RanksPool]:
+    """Ranks of any number, for a test that needs two groups."""
+    running = RanksPool()
     yield running
     running.close()
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    running = Ranks(2)
-    yield running
-    running.close()
+def ranks(request: pytest.FixtureRequest, pool: RanksPool) -> Ranks:
+    """Two real gloo ranks, or as many as the test says: see `worlds` and `every_world` in tests/support/ranks.py."""
+    return pool.of(getattr(request, "param", 2))

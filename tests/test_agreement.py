@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
 import zgraph
-from tests.compiled import with_fx
-from tests.ranks import Ranks, fresh_ranks
+from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks, fresh_ranks
 from zgraph.compiler.agreement import Signature, _Board, agree
 
 
@@ -55,8 +55,8 @@ def recompile_alone() -> list[float]:
     return losses
 
 
-def test_a_rank_that_recompiles_alone_goes_on(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(recompile_alone)
+def test_a_rank_that_recompiles_alone_goes_on(ranks: Ranks) -> None:
+    first, second = ranks.run(recompile_alone)
     assert len(first) == len(second) == 3
 
 
@@ -93,8 +93,8 @@ def compile_late() -> float:
     return model.weight.grad.full_tensor().sum().item()
 
 
-def test_a_slow_rank_is_waited_for(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(compile_late)
+def test_a_slow_rank_is_waited_for(ranks: Ranks) -> None:
+    first, second = ranks.run(compile_late)
     assert first == second
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
-from tests.graphs import fake_world
-from tests.ranks import Ranks
+from tests.support.graphs import fake_world
+from tests.support.ranks import Ranks
 from zgraph.analysis import measured_links
 from zgraph.analysis.hardware import Hardware, Link
 from zgraph.analysis.measured_links import compute_share, fit_link, in_a_stream
@@ -33,8 +33,8 @@ def _calibrate_apart(directory: str) -> str:
     return zgraph.calibrate(mesh, cache=Path(directory) / str(dist.get_rank())).to_json()
 
 
-def test_ranks_measure_the_same_once(two_ranks: Ranks, tmp_path: Path) -> None:
-    first, second = two_ranks.run(_calibrate, str(tmp_path))
+def test_ranks_measure_the_same_once(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(_calibrate, str(tmp_path))
     assert first == second
     found = Hardware.from_json(first)
     assert found.ranks_per_host == 2
@@ -48,9 +48,9 @@ def test_ranks_measure_the_same_once(two_ranks: Ranks, tmp_path: Path) -> None:
     # What is kept is used, and nothing is measured; what cannot be read is replaced.
     changed = first.replace(found.name, "kept")
     kept.write_text(changed)
-    assert two_ranks.run(_calibrate, str(tmp_path)) == [changed, changed]
+    assert ranks.run(_calibrate, str(tmp_path)) == [changed, changed]
     kept.write_text(changed[: len(changed) // 2])
-    first, second = two_ranks.run(_calibrate, str(tmp_path))
+    first, second = ranks.run(_calibrate, str(tmp_path))
     assert first == second != changed
     assert list(tmp_path.iterdir()) == [kept]
     assert kept.read_text() == first
@@ -63,18 +63,18 @@ def _shares() -> list[float]:
     return [compute_share(ranks, group, Link(latency_us=us, bytes_per_us=1000.0)) for us in (50.0, 5e5)]
 
 
-def test_what_collectives_take_from_compute_is_a_part_of_it(two_ranks: Ranks) -> None:
+def test_what_collectives_take_from_compute_is_a_part_of_it(ranks: Ranks) -> None:
     """Measured on all ranks alike, whatever the link is said to be; on gloo, whose threads share the cores."""
-    first, second = two_ranks.run(_shares)
+    first, second = ranks.run(_shares)
     assert first == second and all(0 <= share < 1 for share in first)
 
 
-def test_ranks_that_have_kept_different_figures_measure_again(two_ranks: Ranks, tmp_path: Path) -> None:
-    first, second = two_ranks.run(_calibrate_apart, str(tmp_path))
+def test_ranks_that_have_kept_different_figures_measure_again(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(_calibrate_apart, str(tmp_path))
     assert first == second
     (kept,) = (tmp_path / "1").iterdir()
     kept.write_text(first.replace("calibrated", "other"))
-    again, other = two_ranks.run(_calibrate_apart, str(tmp_path))
+    again, other = ranks.run(_calibrate_apart, str(tmp_path))
     assert again == other
     assert "other" not in again
     assert kept.read_text() == again
@@ -82,12 +82,12 @@ def test_ranks_that_have_kept_different_figures_measure_again(two_ranks: Ranks, 
 
 @dataclass
 class Wire:
-    """Stands for a link: real collectives, and a clock that goes on by what each takes, however many are under way.
+    """Stands for a link: real collectives, and a clock that goes on by what each takes, however many are in flight.
 
     Attributes:
         now_us: of the clock.
         in_flight: results that nobody has waited for, with what one rank sends for them.
-        most: the most that were under way at once, by what one rank sends for each.
+        most: the most that were in flight at once, by what one rank sends for each.
     """
 
     latency_us: float
@@ -122,7 +122,7 @@ class Wire:
 
 
 def _link_on_a_wire() -> tuple[Link, float, float, dict[int, int]]:
-    """What is measured of a link that takes 100 us and 50 bytes in each microsecond, and how many were under way."""
+    """What is measured of a link that takes 100 us and 50 bytes in each microsecond, and how many were in flight."""
     group = dist.group.WORLD
     assert group is not None
     wire = Wire(latency_us=100.0, bytes_per_us=50.0)
@@ -140,9 +140,9 @@ def _link_on_a_wire() -> tuple[Link, float, float, dict[int, int]]:
     return axis.link, axis.cpu_us_per_collective, axis.cpu_us_per_byte, wire.most
 
 
-def test_small_collectives_are_timed_with_others_in_flight(two_ranks: Ranks) -> None:
+def test_small_collectives_are_timed_with_others_in_flight(ranks: Ranks) -> None:
     """One alone is, on gloo, the time that its thread polls for a lock; the time is that of each, not of all."""
-    first, second = two_ranks.run(_link_on_a_wire)
+    first, second = ranks.run(_link_on_a_wire)
     assert first == second
     link, cpu_us_per_collective, cpu_us_per_byte, most = first
     assert (link.latency_us, link.bytes_per_us) == pytest.approx((100.0, 50.0), rel=0.01)

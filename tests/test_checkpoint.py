@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import json
 import pickle
 import random
@@ -23,14 +25,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zgraph
-from tests import models
-from tests.compiled import with_fx
-from tests.peak import SLACK_BYTES, WIDTH, Peak
-from tests.ranks import Ranks
-from tests.replicated import whole
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.judges.replicated import whole
+from tests.support.memory.heap_peak import SLACK_BYTES, WIDTH, Peak
+from tests.support.ranks import Ranks, RanksPool, every_world
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.window_state import state_behind
 from zgraph.sharding.scope import state_of
@@ -119,10 +122,10 @@ def save_both_ways(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks after three steps: dcp/, own/step_00000003/, and whole values in expected.pt."""
     folder = tmp_path_factory.mktemp("saved")
-    two_ranks.run(save_both_ways, str(folder))
+    pool.of(2).run(save_both_ways, str(folder))
     return folder
 
 
@@ -145,6 +148,7 @@ def load_own(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 0}, {"zero_stage": 2}], ids=["stage3", "stage0", "stage2"])
+@every_world
 def test_any_number_of_ranks_loads_what_two_have_saved(ranks: Ranks, saved: Path, options: dict[str, Any]) -> None:
     found = ranks.run(load_own, str(saved), options)
     for rank, result in enumerate(found):
@@ -179,6 +183,7 @@ def load_dcp(folder: str, safe: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["SafeReader", "FileSystemReader"])
+@every_world
 def test_plain_dcp_loads_on_any_number_of_ranks(ranks: Ranks, saved: Path, safe: bool) -> None:
     assert ranks.run(load_dcp, str(saved), safe) == [[]] * ranks.world
 
@@ -191,8 +196,8 @@ def torchs_tools_read_a_checkpoint(folder: str) -> list[str]:
                       buffers=False)  # fmt: skip
 
 
-def test_torchs_own_tools_read_a_checkpoint(two_ranks: Ranks, saved: Path) -> None:
-    assert two_ranks.run(torchs_tools_read_a_checkpoint, str(saved)) == [[], []]
+def test_torchs_own_tools_read_a_checkpoint(ranks: Ranks, saved: Path) -> None:
+    assert ranks.run(torchs_tools_read_a_checkpoint, str(saved)) == [[], []]
 
 
 def load_alone(folder: str) -> dict[str, Any]:
@@ -257,6 +262,7 @@ def resume(folder: str, compiled: bool, how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["own", "dcp"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fx"])
+@every_world
 def test_the_same_number_of_ranks_continues_bitwise(ranks: Ranks, tmp_path: Path, compiled: bool, how: str) -> None:
     """Dropout, data, running statistics of each rank, Adam's moments: all as if nothing had happened."""
     for result in ranks.run(resume, str(tmp_path), compiled, how):
@@ -284,8 +290,8 @@ def step_during_an_async_save(folder: str) -> list[str]:
     return difference(snapshot(other, optimizer), before)
 
 
-def test_a_step_right_after_async_save_does_not_tear_it(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(step_during_an_async_save, str(tmp_path)) == [[], []]
+def test_a_step_right_after_async_save_does_not_tear_it(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(step_during_an_async_save, str(tmp_path)) == [[], []]
 
 
 def ignored_parameters(folder: str) -> list[str]:
@@ -313,8 +319,8 @@ def ignored_parameters(folder: str) -> list[str]:
     return difference(own(other, optimizer), expected)
 
 
-def test_ignored_parameters_come_back_as_each_rank_had_them(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(ignored_parameters, str(tmp_path)) == [[], []]
+def test_ignored_parameters_come_back_as_each_rank_had_them(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(ignored_parameters, str(tmp_path)) == [[], []]
 
 
 # --- runtime tensors ------------------------------------------------------------------------------------------------
@@ -338,10 +344,11 @@ def load_kept(folder: str) -> dict[str, list[float]]:
     return {name: kept["error"].tolist() for name, kept in kept_tensors(model).items() if kept}
 
 
+@every_world
 def test_tensors_kept_for_a_parameter_return_on_the_same_ranks_and_are_dropped_on_others(
-    ranks: Ranks, two_ranks: Ranks, tmp_path: Path
+    pool: RanksPool, ranks: Ranks, tmp_path: Path
 ) -> None:
-    two_ranks.run(keep_and_save, str(tmp_path))
+    pool.of(2).run(keep_and_save, str(tmp_path))
     for rank, found in enumerate(ranks.run(load_kept, str(tmp_path))):
         assert found == ({"up.weight": [1.0 + rank] * 3} if ranks.world == 2 else {})
 
@@ -371,8 +378,8 @@ def load_plain(compiled: bool, prefixed: bool, assign: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("prefixed", [False, True], ids=["plain", "prefixed"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_whole_state_dict_loads(two_ranks: Ranks, compiled: bool, prefixed: bool, assign: bool) -> None:
-    for result in two_ranks.run(load_plain, compiled, prefixed, assign):
+def test_a_whole_state_dict_loads(ranks: Ranks, compiled: bool, prefixed: bool, assign: bool) -> None:
+    for result in ranks.run(load_plain, compiled, prefixed, assign):
         assert result == {"result": ([], []), "differing": [], "same": True, "placed": True, "trains": True}
 
 
@@ -408,21 +415,21 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("what", "text"), WRONG, ids=[what for what, _ in WRONG])
-def test_a_wrong_state_dict_raises_as_torch_does_and_changes_nothing(two_ranks: Ranks, what: str, text: str) -> None:
-    for result in two_ranks.run(load_wrong, False, what):
+def test_a_wrong_state_dict_raises_as_torch_does_and_changes_nothing(ranks: Ranks, what: str, text: str) -> None:
+    for result in ranks.run(load_wrong, False, what):
         assert text in result["text"] and result["differing"] == []
 
 
 @pytest.mark.parametrize("what", ["shape", "no tensor", "assigned dtype"])
-def test_a_compiled_model_refuses_wrong_values_and_changes_nothing(two_ranks: Ranks, what: str) -> None:
+def test_a_compiled_model_refuses_wrong_values_and_changes_nothing(ranks: Ranks, what: str) -> None:
     text = dict(WRONG)[what].split()[0]
-    for result in two_ranks.run(load_wrong, True, what):
+    for result in ranks.run(load_wrong, True, what):
         assert text in result["text"] and result["differing"] == []
 
 
 @pytest.mark.parametrize("what", ["missing", "unexpected"])
-def test_a_compiled_model_says_which_keys_do_not_fit(two_ranks: Ranks, what: str) -> None:
-    for result in two_ranks.run(load_wrong, True, what):
+def test_a_compiled_model_says_which_keys_do_not_fit(ranks: Ranks, what: str) -> None:
+    for result in ranks.run(load_wrong, True, what):
         assert dict(WRONG)[what].split(" in ")[0] in result["text"]
 
 
@@ -447,8 +454,8 @@ def names_of_compiled() -> dict[str, Any]:
     }
 
 
-def test_torch_compile_leaves_no_trace_in_keys(two_ranks: Ranks) -> None:
-    for result in two_ranks.run(names_of_compiled):
+def test_torch_compile_leaves_no_trace_in_keys(ranks: Ranks) -> None:
+    for result in ranks.run(names_of_compiled):
         assert result == {"keys": True, "leaked": [], "round trip": ([], []), "missing": [True, True]}
 
 
@@ -462,8 +469,8 @@ def broadcast_from_rank_zero() -> list[str]:
     return difference(snapshot(model), dict(Noisy().state_dict()))
 
 
-def test_torchs_broadcast_from_rank_zero_works(two_ranks: Ranks) -> None:
-    assert two_ranks.run(broadcast_from_rank_zero) == [[], []]
+def test_torchs_broadcast_from_rank_zero_works(ranks: Ranks) -> None:
+    assert ranks.run(broadcast_from_rank_zero) == [[], []]
 
 
 # --- whole state dicts out ----------------------------------------------------------------------------------------
@@ -489,10 +496,28 @@ def full(compiled: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@every_world
 def test_a_full_state_dict_is_that_of_the_plain_model_on_rank_zero(ranks: Ranks, compiled: bool) -> None:
     first, *others = ranks.run(full, compiled)
     assert first == {"keys": True, "plain": True, "dtypes": True, "differing": [], "tied": True, "own": True}
     assert others == [{"empty": True}] * (ranks.world - 1)
+
+
+def full_with_a_dtensor_of_the_users() -> dict[str, Tensor]:
+    model = zgraph.shard(nn.Linear(3, 2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.arange(15.0).view(5, 3)
+    model.register_buffer("table", distribute_tensor(rows, mesh, [Shard(0)]))
+    model.register_parameter("scale", nn.Parameter(distribute_tensor(rows + 1, mesh, [Shard(1)])))
+    return dict(zgraph.full_state_dict(model))
+
+
+def test_a_full_state_dict_gathers_a_dtensor_that_the_user_has_put_there(ranks: Ranks) -> None:
+    first, *others = ranks.run(full_with_a_dtensor_of_the_users)
+    assert others == [{}]
+    assert all(type(value) is Tensor for value in first.values())
+    rows = torch.arange(15.0).view(5, 3)
+    assert torch.equal(first["table"], rows) and torch.equal(first["scale"], rows + 1)
 
 
 def memory_of_a_full_state_dict() -> dict[str, int]:
@@ -535,8 +560,8 @@ def through_safetensors(folder: str) -> list[str]:
     return differing + difference(snapshot(other), snapshot(model)) + result.unexpected_keys
 
 
-def test_a_full_state_dict_goes_through_safetensors(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(through_safetensors, str(tmp_path)) == [[], []]
+def test_a_full_state_dict_goes_through_safetensors(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(through_safetensors, str(tmp_path)) == [[], []]
 
 
 def through_hugging_face(folder: str) -> list[str]:
@@ -565,8 +590,8 @@ def through_hugging_face(folder: str) -> list[str]:
 
 
 @pytest.mark.slow  # importing transformers takes most of it
-def test_hugging_face_saves_and_loads_a_full_state_dict(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(through_hugging_face, str(tmp_path)) == [[], []]
+def test_hugging_face_saves_and_loads_a_full_state_dict(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(through_hugging_face, str(tmp_path)) == [[], []]
 
 
 # --- nothing is executed --------------------------------------------------------------------------------------------
@@ -631,10 +656,10 @@ def save_entry(folder: str, touched: str) -> None:
     dcp.save({"entry": Malicious(Path(touched))}, checkpoint_id=folder)
 
 
-def test_a_malicious_entry_is_refused_and_not_executed(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_malicious_entry_is_refused_and_not_executed(ranks: Ranks, tmp_path: Path) -> None:
     folder, touched = str(tmp_path / "entry"), str(tmp_path / "touched")
-    two_ranks.run(save_entry, folder, touched)
-    for result in two_ranks.run(load_entry, folder, touched):
+    ranks.run(save_entry, folder, touched)
+    for result in ranks.run(load_entry, folder, touched):
         assert "Unsupported global" in result["text"] and not result["touched"]
 
 
@@ -677,15 +702,13 @@ OTHER_MODELS = [
     ("dtypes", r"unread.weight is \[1, 3\] torch.float32 in the checkpoint and \[1, 3\] torch.float64 in the model"),
     ("groups", r"group 0: 3 parameters from up.weight to unread.weight in the checkpoint, 9 parameters from shift to"),
     ("fewer", r"Optimizer state for parameters that this optimizer does not step: "),
-    ("strange", r"group 0 of the optimizer holds 1 tensors that are no parameters of the model"),
+    ("strange", r"group 0 of the optimizer holds 1 tensors that are not parameters of the model"),
 ]
 
 
 @pytest.mark.parametrize(("other_model", "text"), OTHER_MODELS, ids=[name for name, _ in OTHER_MODELS])
-def test_a_checkpoint_of_another_model_changes_nothing(
-    two_ranks: Ranks, saved: Path, other_model: str, text: str
-) -> None:
-    for result in two_ranks.run(load_bad, str(saved / "own/step_00000003"), other_model, None):
+def test_a_checkpoint_of_another_model_changes_nothing(ranks: Ranks, saved: Path, other_model: str, text: str) -> None:
+    for result in ranks.run(load_bad, str(saved / "own/step_00000003"), other_model, None):
         assert result["unchanged"], result["text"]
         assert re.search(text, result["text"]), result["text"]
 
@@ -729,7 +752,7 @@ SPOILT = [
     ("broken page", "zgraph.json is damaged"),
     ("empty page", "zgraph.json is damaged"),
     ("version", "version 99, and this zgraph reads 'zgraph checkpoint' version 1"),
-    ("empty", "is no complete checkpoint"),
+    ("empty", "is not a complete checkpoint"),
     ("absent", "there is no checkpoint"),
 ]
 
@@ -737,13 +760,13 @@ SPOILT = [
 @pytest.mark.parametrize("sees", ["all", "one"])
 @pytest.mark.parametrize(("how", "text"), SPOILT, ids=[how for how, _ in SPOILT])
 def test_a_spoilt_checkpoint_is_refused_on_all_ranks_and_changes_nothing(
-    two_ranks: Ranks, saved: Path, tmp_path: Path, how: str, text: str, sees: str
+    ranks: Ranks, saved: Path, tmp_path: Path, how: str, text: str, sees: str
 ) -> None:
     good, bad = saved / "own/step_00000003", tmp_path / "step_00000003"
     shutil.copytree(good, bad)
     spoil(bad, how)
     arguments = (str(bad), "", None) if sees == "all" else (str(good), "", str(bad))
-    for result in two_ranks.run(load_bad, *arguments):
+    for result in ranks.run(load_bad, *arguments):
         # Each rank checks its part of the files: what only one sees may be what the other one checks.
         if sees == "all" or result["text"]:
             assert text in result["text"] and result["unchanged"]
@@ -772,13 +795,13 @@ def refused_saves(folder: str) -> list[str]:
     return texts
 
 
-def test_what_cannot_be_saved_is_refused_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
-    for texts in two_ranks.run(refused_saves, str(tmp_path)):
+def test_what_cannot_be_saved_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    for texts in ranks.run(refused_saves, str(tmp_path)):
         linear, steps, negative, strange, window = texts
         assert "failed on rank 1: " in linear and "extra['a'][0]['b'] is a torch.nn.modules.linear.Linear" in linear
         assert "ranks save different steps [0, 1]" in steps
         assert "step=-1" in negative
-        assert "no parameters of the model" in strange
+        assert "not parameters of the model" in strange
         assert "window is open" in window
     assert [path.name for path in tmp_path.iterdir()] == []
 
@@ -797,8 +820,8 @@ def load_in_a_window(folder: str) -> dict[str, Any]:
     return {"text": "loaded"}
 
 
-def test_nothing_is_loaded_into_an_open_window(two_ranks: Ranks, tmp_path: Path) -> None:
-    for found in two_ranks.run(load_in_a_window, str(tmp_path)):
+def test_nothing_is_loaded_into_an_open_window(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(load_in_a_window, str(tmp_path)):
         assert "zgraph.load_checkpoint: a no_sync window is open" in found["text"] and found["changed"] == []
 
 
@@ -811,10 +834,10 @@ def save_many(folder: str) -> list[str]:
     return [str(zgraph.latest_checkpoint(folder)), *sorted(path.name for path in Path(folder).iterdir())]
 
 
-def test_the_newest_two_stay(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_the_newest_two_stay(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / ".step_00000007.partial").mkdir()  # of a run that was killed
     (tmp_path / "step_00000099").mkdir()  # no page: not complete
-    for found in two_ranks.run(save_many, str(tmp_path)):
+    for found in ranks.run(save_many, str(tmp_path)):
         latest, *names = found
         assert latest.endswith("step_00000010")
         assert names == ["step_00000002", "step_00000010", "step_00000099"]
@@ -824,8 +847,8 @@ def nothing_to_find(folder: str) -> list[Any]:
     return [zgraph.latest_checkpoint(folder), zgraph.latest_checkpoint(f"{folder}/absent")]
 
 
-def test_where_there_is_no_checkpoint_none_is_found(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(nothing_to_find, str(tmp_path)) == [[None, None]] * 2
+def test_where_there_is_no_checkpoint_none_is_found(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(nothing_to_find, str(tmp_path)) == [[None, None]] * 2
 
 
 def test_a_replacement_killed_between_its_renames_is_undone(saved: Path, tmp_path: Path) -> None:
@@ -838,15 +861,13 @@ def save_into_a_file(folder: str) -> None:
     zgraph.save_checkpoint(folder, model, optimizer, step=1)
 
 
-def test_a_directory_that_cannot_be_written_is_an_error_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for good, text in two_ranks.outcomes(save_into_a_file, str(tmp_path / "file")):
+    for good, text in ranks.outcomes(save_into_a_file, str(tmp_path / "file")):
         assert not good and "CheckpointError: zgraph.save_checkpoint failed on rank 0" in text
 
 
 def copy_of_a_sharded_model() -> list[str]:
-    import copy
-
     model, _ = make()
     other = copy.deepcopy(model)
     torch.manual_seed(9)
@@ -856,5 +877,22 @@ def copy_of_a_sharded_model() -> list[str]:
     return difference(snapshot(other), dict(given)) + difference(snapshot(model), before)
 
 
-def test_a_copy_of_a_sharded_model_loads_for_itself(two_ranks: Ranks) -> None:
-    assert two_ranks.run(copy_of_a_sharded_model) == [[], []]
+def test_a_copy_of_a_sharded_model_loads_for_itself(ranks: Ranks) -> None:
+    assert ranks.run(copy_of_a_sharded_model) == [[], []]
+
+
+def compiled_copy() -> list[str]:
+    """What a compiled copy fails to load once its original is gone."""
+    model, _ = make()
+    copied = copy.deepcopy(model)
+    del model
+    gc.collect()
+    compiled: Any = torch.compile(copied)
+    torch.manual_seed(9)
+    given = Noisy().state_dict()
+    compiled.load_state_dict(given)
+    return difference(snapshot(copied), dict(given))
+
+
+def test_a_compiled_copy_loads_keys_without_the_wrapper(ranks: Ranks) -> None:
+    assert ranks.run(compiled_copy) == [[]] * ranks.world

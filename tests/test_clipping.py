@@ -10,12 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zgraph
-from tests import models
-from tests.ranks import Ranks
-from tests.replicated import whole
+from tests.support import models
+from tests.support.graphs import fake_world
+from tests.support.judges.replicated import whole
+from tests.support.ranks import Ranks, every_world
+from zgraph.optimizers.local_norm import ShardedGradients
+from zgraph.torch_compat.dtensor import layouts_of
 
 MAX_NORM = 0.5
 
@@ -90,17 +94,20 @@ def assert_clips(ranks: Ranks, *case: Any) -> None:
 @pytest.mark.parametrize("foreach", [False, True, None])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("stages", STAGES)
+@every_world
 def test_the_norm_is_the_whole_models(ranks: Ranks, stages: str, norm_type: float, foreach: bool | None) -> None:
     assert_clips(ranks, stages, norm_type, foreach, True)
 
 
 @pytest.mark.parametrize("foreach", [False, True, None])
 @pytest.mark.parametrize("stages", STAGES)
+@every_world
 def test_torchs_own_norm_is_the_whole_models(ranks: Ranks, stages: str, foreach: bool | None) -> None:
     assert_clips(ranks, stages, 2.0, foreach, False)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
+@every_world
 def test_torchs_own_infinity_norm_where_every_rank_has_rows(ranks: Ranks, foreach: bool) -> None:
     assert_clips(ranks, "stage0", math.inf, foreach, False)
 
@@ -115,9 +122,9 @@ def torchs_infinity_norm() -> str:
     return "works"
 
 
-def test_torchs_own_infinity_norm_fails_on_a_rank_without_rows(two_ranks: Ranks) -> None:
+def test_torchs_own_infinity_norm_fails_on_a_rank_without_rows(ranks: Ranks) -> None:
     # The reason for zgraph.clip_grad_norm_, and for a line in docs/sharding.md: both go when torch passes this no more.
-    first, last = two_ranks.run(torchs_infinity_norm)
+    first, last = ranks.run(torchs_infinity_norm)
     assert first == "works"
     assert "inf norm on an empty tensor" in last
 
@@ -134,6 +141,7 @@ def not_finite(bad: float, error_if_nonfinite: bool) -> str:
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
+@every_world
 def test_every_rank_sees_what_one_of_them_found(ranks: Ranks, bad: float) -> None:
     assert set(ranks.run(not_finite, bad, False)) == {str(bad)}
     [message] = set(ranks.run(not_finite, bad, True))
@@ -152,9 +160,21 @@ def without_gradients() -> list[Any]:
     return [nothing, found == largest]
 
 
+@every_world
 def test_parameters_without_gradients_are_left_out(ranks: Ranks) -> None:
     for found in ranks.run(without_gradients):
         assert found == [0.0, True]
+
+
+def test_each_gradient_has_its_own_placement_where_several_share_a_layout() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        rows, whole = (distribute_tensor(torch.ones(4, 3), mesh, [kind]) for kind in (Shard(0), Replicate()))
+        grads = [rows + 1, rows + 2, whole + 3, rows + 4]
+        assert len(set(map(id, layouts_of(grads)))) == 2
+        found, alike = ShardedGradients.of(grads), ShardedGradients.of(grads[:2])
+    assert found is not None and found.is_replicated == [[False, False, True, False]]
+    assert alike is not None and alike.is_replicated == [[False, False]]
 
 
 def test_without_sharding_it_is_torchs_own() -> None:

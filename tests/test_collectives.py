@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zgraph
-from tests import models
-from tests.compiled import with_fx
-from tests.graphs import Drawing, fake_world
-from tests.ranks import Ranks
-from tests.replicated import whole
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.graphs import Drawing, fake_world
+from tests.support.judges.replicated import whole
+from tests.support.ranks import Ranks, every_world, worlds
 from zgraph.analysis.hardware import Hardware
 from zgraph.compiler.agreement import Signature
 from zgraph.graph.collective_dispatch import order_of_waits
@@ -24,12 +24,12 @@ from zgraph.graph.traffic import transfers
 from zgraph.passes import presets
 from zgraph.runtime.collectives import (
     finish_group,
-    goes_by_host,
+    is_hierarchical,
     start_all_gather,
     start_all_to_all,
-    start_gather_by_host,
     start_grouped_gather,
-    uses_messages,
+    start_hierarchical_gather,
+    uses_point_to_point,
 )
 from zgraph.torch_compat.collectives import all_gather_into, all_to_all_op, wait, works_waited_for
 
@@ -130,12 +130,14 @@ def noted(call: Any, name: str, calls: list[str]) -> Any:
     return run
 
 
+@every_world
 def test_receives_are_announced_before_anything_is_sent(ranks: Ranks) -> None:
     others = ranks.world - 1
     assert ranks.run(order_of_messages) == [2 * (others * ["recv"] + others * ["send"])] * ranks.world
 
 
 @pytest.mark.parametrize("check", [gathers, exchanges, many_at_once, inputs_that_die_early])
+@every_world
 def test_messages_bring_what_the_backend_brings(ranks: Ranks, check: object) -> None:
     ranks.run(check)  # pyright: ignore[reportArgumentType]
 
@@ -144,45 +146,47 @@ def test_only_gloo_sends_messages_and_only_from_the_host() -> None:
     with fake_world(2):
         group = dist.group.WORLD
         assert group is not None
-        assert not uses_messages(group, torch.device("cpu"))
+        assert not uses_point_to_point(group, torch.device("cpu"))
 
 
 def on_gloo(backend: str | None) -> list[bool]:
     """None: as `init_device_mesh` makes it where nobody has initialised torch.distributed."""
     group = dist.group.WORLD if backend is None else dist.new_group(backend=backend)
     assert isinstance(group, dist.ProcessGroup)
-    return [uses_messages(group, torch.device(kind)) for kind in ("cpu", "cuda")]
+    return [uses_point_to_point(group, torch.device(kind)) for kind in ("cpu", "cuda")]
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo"])
-def test_gloo_does(two_ranks: Ranks, backend: str | None) -> None:
+def test_gloo_does(ranks: Ranks, backend: str | None) -> None:
     """Whatever the group is called: `dist.get_backend` says "undefined" of some."""
-    assert two_ranks.run(on_gloo, backend) == [[True, False]] * 2
+    assert ranks.run(on_gloo, backend) == [[True, False]] * 2
 
 
-def gathers_by_node() -> None:
+def gathers_by_host() -> None:
     """Several in flight, waited for in another order than started, beside gathers and exchanges of the same ranks."""
     world = dist.get_world_size()
     for ranks_per_host in (1, 2, 4):
         owns = [of_rank(rows, 3, dtype=dtype) for rows in (0, 1, 20_000) for dtype in DTYPES]
-        by_node = [start_gather_by_host(own, world, WORLD, n, ranks_per_host) for n, own in enumerate(owns)]
+        by_host = [start_hierarchical_gather(own, world, WORLD, n, ranks_per_host) for n, own in enumerate(owns)]
         plain = [start_all_gather(own, world, WORLD) for own in owns]
         splits = [5] * world
         exchanged = start_all_to_all(torch.arange(5.0 * world), splits, splits, WORLD)
-        for found, direct in reversed([*zip(by_node, plain, strict=True)]):
+        for found, direct in reversed([*zip(by_host, plain, strict=True)]):
             assert torch.equal(wait(found), wait(direct))
         assert torch.equal(wait(exchanged), torch.arange(5.0).add(5 * dist.get_rank()).repeat(world))
 
 
-@pytest.mark.parametrize("ranks", [4], indirect=True, ids="ranks{}".format)
-def test_a_gather_by_node_brings_the_same(ranks: Ranks) -> None:
-    ranks.run(gathers_by_node)
+@worlds(4)
+def test_a_gather_by_host_brings_the_same(ranks: Ranks) -> None:
+    ranks.run(gathers_by_host)
 
 
 def waits_in_orders_of_their_own() -> None:
     """Of equal sizes, so that only their numbers tell them apart; a wait of one ends behind others' of the same."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    first, second = (start_gather_by_host(torch.tensor([float(n * 100 + rank)]), world, WORLD, n, 2) for n in range(2))
+    first, second = (
+        start_hierarchical_gather(torch.tensor([float(n * 100 + rank)]), world, WORLD, n, 2) for n in range(2)
+    )
     waiting = [threading.Thread(target=wait, args=(one,)) for one in (first, second)]
     for thread in waiting if rank % 2 else waiting[::-1]:
         thread.start()
@@ -191,26 +195,26 @@ def waits_in_orders_of_their_own() -> None:
     assert first.tolist() == [0, 1, 2, 3] and second.tolist() == [100, 101, 102, 103]
 
 
-@pytest.mark.parametrize("ranks", [4], indirect=True, ids="ranks{}".format)
-def test_numbers_tell_gathers_by_node_apart(ranks: Ranks) -> None:
+@worlds(4)
+def test_numbers_tell_gathers_by_host_apart(ranks: Ranks) -> None:
     ranks.run(waits_in_orders_of_their_own)
 
 
-def trained_by_node() -> int:
-    """Two steps of a compiled model, two ranks a node, against the eager markers; how many gathers went by node."""
+def trained_by_host() -> int:
+    """Two steps of a compiled model, two ranks a host, against the eager markers; how many gathers went by host."""
     hardware = replace(Hardware.preset("cpu"), ranks_per_host=2)
-    x, found, by_node = of_rank(4, 6), list[list[Tensor]](), list[int]()
+    x, found, by_host = of_rank(4, 6), list[list[Tensor]](), list[int]()
 
     def counted(*args: Any) -> Tensor:
-        by_node.append(args[-1])
-        return start_gather_by_host(*args)
+        by_host.append(args[-1])
+        return start_hierarchical_gather(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zgraph.runtime.collectives.start_gather_by_host", counted)
+        patch.setattr("zgraph.runtime.collectives.start_hierarchical_gather", counted)
         for is_compiled in (False, True):
             torch.manual_seed(0)
             model: Any = zgraph.shard(models.Uneven(), zero_stage=3)
-            pipeline = zgraph.Pipeline(presets.default(hardware=hardware))
+            pipeline = zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=hardware))
             called = with_fx(model, pipeline=pipeline) if is_compiled else model
             for _ in range(2):
                 called(x).square().mean().backward()
@@ -218,20 +222,20 @@ def trained_by_node() -> int:
     assert len(found[0]) == len(found[1]) > 5
     for eager, compiled in zip(*found, strict=True):
         assert torch.equal(eager, compiled)
-    assert set(by_node) == {2}
-    return len(by_node)
+    assert set(by_host) == {2}
+    return len(by_host)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4], indirect=True, ids="ranks{}".format)
-def test_a_compiled_step_gathers_by_node_where_its_hardware_says_so(ranks: Ranks) -> None:
-    counts = ranks.run(trained_by_node)
+@worlds(4)
+def test_a_compiled_step_gathers_by_host_where_its_hardware_says_so(ranks: Ranks) -> None:
+    counts = ranks.run(trained_by_host)
     assert counts == counts[:1] * 4 and counts[0] >= 4  # forward and backward, twice
 
 
-def test_ranks_agree_on_where_gathers_by_node_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_where_gathers_by_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """gather a, gather b, wait a, exchange, wait b: anybody who waited otherwise would wait forever."""
-    monkeypatch.setattr("zgraph.runtime.collectives.uses_messages", lambda group, device: True)
+    monkeypatch.setattr("zgraph.runtime.collectives.uses_point_to_point", lambda group, device: True)
     with fake_world(4):
         drawing = Drawing()
         starts = [drawing.start_gather(drawing.input(name, 4), name) for name in "ab"]
@@ -253,8 +257,8 @@ def test_ranks_agree_on_where_gathers_by_node_are_waited_for(monkeypatch: pytest
     ("world", "ranks_per_host", "expected"),
     [(4, 1, False), (4, 4, False), (4, 8, False), (4, 2, True), (6, 2, True), (6, 4, False), (3, 2, False)],
 )
-def test_where_gathers_go_by_node(world: int, ranks_per_host: int, expected: bool) -> None:
+def test_where_gathers_go_by_host(world: int, ranks_per_host: int, expected: bool) -> None:
     with fake_world(world):
         group = dist.group.WORLD
         assert group is not None
-        assert goes_by_host(group, ranks_per_host) == expected
+        assert is_hierarchical(group, ranks_per_host) == expected

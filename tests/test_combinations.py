@@ -1,6 +1,6 @@
 """Every two features together, and in the long tests every three, train as the replicated model does.
 
-Where a case fails: `python -m tests.combinations CASE` runs it alone.
+Where a case fails: `python -m tests.support.combinations CASE` runs it alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from covertable import make
 
-from tests.combinations import LEVELS, Combination, train
-from tests.ranks import Ranks
+from tests.support.combinations import LEVELS, Combination, train
+from tests.support.ranks import Ranks
 
 
 def covering(strength: int) -> list[Combination]:
@@ -25,7 +25,7 @@ TRIPLES = [one for one in covering(3) if one not in PAIRS]
 
 
 def cases(found: list[Combination], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Those that compile C++, or need ranks of their own, are slow."""
+    """Those that compile C++, or need more than two ranks, are slow."""
     return [
         pytest.param(
             one.ranks,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from zgraph.compression.low_rank import LowRank
+from zgraph.compression.method_text import from_text, kind_of, to_text
 from zgraph.compression.methods import (
     BlockMethod,
     CompressionMethod,
@@ -16,11 +19,11 @@ from zgraph.compression.methods import (
     LoCo,
     NoFeedback,
     RngKey,
+    TensorMethod,
     TwoHop,
-    from_text,
-    to_text,
 )
 from zgraph.compression.payload import BucketLayout
+from zgraph.passes import CompressGradients
 
 METHODS = [
     LoCo(),
@@ -78,10 +81,19 @@ def test_a_method_survives_as_text(method: CompressionMethod) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnMethod(CompressionMethod):
+class Bytes(CompressionMethod):
+    """As much of a method as texts need."""
+
+    def sections(self, numel: int) -> tuple[int, ...]:
+        return (numel,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMethod(Bytes):
     """A user's, with a field of each kind."""
 
-    name: str = "torch.int8"  # no dtype
+    name: ClassVar[str] = "tests.own"
+    label: str = "torch.int8"  # no dtype
     share: float = 0.25
     rounds: bool = True
     count: int = 3
@@ -90,36 +102,83 @@ class OwnMethod(CompressionMethod):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HoldsTensor(CompressionMethod):
+class HoldsTensor(Bytes):
+    name: ClassVar[str] = "tests.holds_tensor"
     table: Tensor = field(default_factory=lambda: torch.zeros(2))
 
 
 def test_methods_of_users_survive_as_text() -> None:
-    for method in (OwnMethod(), OwnMethod(name='"quotes", [brackets]', share=1e-300, rounds=False, device="cpu")):
+    for method in (OwnMethod(), OwnMethod(label='"quotes", [brackets]', share=1e-300, rounds=False, device="cpu")):
         again = from_text(to_text(method))
         assert again == method and isinstance(again, OwnMethod) and type(again.rounds) is bool
 
 
 def test_methods_that_no_text_can_hold() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Local(CompressionMethod):
-        pass
+    class Inherits(OwnMethod):
+        """Its class would come back as the one that it inherits from."""
 
-    with pytest.raises(ValueError, match=r"Local cannot be found by its name.*top level of its module"):
-        to_text(Local())
+    with pytest.raises(ValueError, match=r"Inherits has no name.*write name: ClassVar\[str\]"):
+        to_text(Inherits())
     with pytest.raises(ValueError, match=r"HoldsTensor\.table is a Tensor, which a compiled graph cannot hold"):
         to_text(HoldsTensor())
 
 
-def test_an_unfinished_method_says_what_it_lacks() -> None:
-    method = OwnMethod()
-    assert method.state(10, 2) == {} and method.reset_interval == 0
-    with pytest.raises(NotImplementedError, match="OwnMethod does not say how many bytes it sends"):
-        method.sections(10)
-    with pytest.raises(NotImplementedError, match="OwnMethod has no quantize"):
-        method.quantize(torch.zeros(1, 2), {}, RngKey(0), 0)
-    with pytest.raises(NotImplementedError, match="OwnMethod has no dequantize_sum"):
-        method.dequantize_sum([], 2, RngKey(0))
+def local(called: str) -> CompressionMethod:
+    """A method of a class that is defined by this call."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Local(Bytes):
+        name: ClassVar[str] = called
+        count: int = 3
+
+    return Local()
+
+
+def test_no_text_says_what_a_class_or_its_module_is_called() -> None:
+    assert to_text(NoFeedback(bits=8)).startswith('["NoFeedback", {"bits": 8, ')
+    method = local("tests.moved")
+    text = to_text(method)
+    assert text == '["tests.moved", {"count": 3}]' and kind_of(text) is type(method)
+    type(method).__qualname__, type(method).__module__ = "Moved", "elsewhere"
+    assert to_text(method) == text and from_text(text) == method
+
+
+def test_a_class_that_is_defined_again_replaces_the_one_before() -> None:
+    first, second = local("tests.twice"), local("tests.twice")
+    assert kind_of(to_text(second)) is type(second)
+    with pytest.raises(ValueError, match=r"'tests\.twice', was defined again since this method was made"):
+        to_text(first)
+
+
+def test_names_that_are_unknown_or_taken_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no compression method is named 'gone' here, only ErrorFeedback, .*; import"):
+        from_text('["gone", {}]')
+    with pytest.raises(ValueError, match="no compression method is named 'LowRank'"):
+        from_text('["LowRank", {"rank": 2}]')
+    texts = ('["gone", {}]', "damaged", "3", '["LowRank", {}]')
+    assert [kind_of(text) for text in texts] == [None, None, None, LowRank]
+    first, second = local("tests.taken"), local("tests.taken")
+    type(second).__qualname__ = "Taken"
+    for method in (first, second):
+        with pytest.raises(ValueError, match=r"Local and .*Taken are both named 'tests\.taken'.*another name"):
+            to_text(method)
+
+
+def test_an_unfinished_method_cannot_be_made() -> None:
+    """And no method has one that it cannot honour: kernels compute a BlockMethod."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Unfinished(TensorMethod):
+        def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: RngKey, rank: int) -> Sequence[Tensor]:
+            return [grad]
+
+    with pytest.raises(TypeError, match=r"abstract class Unfinished .*dequantize_sum.*sections"):
+        Unfinished()  # pyright: ignore[reportAbstractUsage]
+    assert OwnMethod().state(10, 2) == {} and OwnMethod().reset_interval == 0
+    assert not hasattr(BlockMethod, "quantize") and not hasattr(BlockMethod, "dequantize_sum")
+    with pytest.raises(ValueError, match=r"method=OwnMethod\(.*\) is not a compression method.*a subclass of zgraph"):
+        CompressGradients(method=OwnMethod())
 
 
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 1000])

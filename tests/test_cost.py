@@ -11,16 +11,17 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.graphs import Drawing, Keep, compile_model, deep, fake_world, inputs_for, mlp, traced
-from tests.ranks import Ranks
-from tests.test_hardware import NODES
+from tests.support.costs import TWO_PER_HOST
+from tests.support.graphs import Drawing, Keep, compile_model, deep, fake_world, inputs_for, mlp, traced
+from tests.support.ranks import Ranks
 from zgraph.analysis.cost import FREE, NodeCost, Totals, costs_of, node_cost
 from zgraph.analysis.formula import Formula, formula
 from zgraph.analysis.hardware import Hardware
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.compression.low_rank import orthonormalize_work
-from zgraph.compression.methods import to_text
+from zgraph.compression.method_text import to_text
 from zgraph.graph import meta, nodes, operator_arguments
+from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, Lane
 from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, LoCo, LowerGathers, LowerReductions, NoFeedback, presets
 from zgraph.reporting.node_times import measure_nodes
@@ -38,7 +39,7 @@ def world() -> Iterator[int]:
         yield 2
 
 
-def cost(node: fx.Node, hardware: Hardware = NODES) -> NodeCost:
+def cost(node: fx.Node, hardware: Hardware = TWO_PER_HOST) -> NodeCost:
     return node_cost(node, hardware)
 
 
@@ -49,11 +50,11 @@ def test_a_product_counts_flops_and_bytes() -> None:
     drawing = Drawing()
     product = drawing.call(aten.mm.default, drawing.input("a", 20, 30), drawing.input("b", 30, 40))
     moved = 4 * (20 * 30 + 30 * 40 + 20 * 40)
-    assert cost(product) == NodeCost("compute", moved / 50, 2 * 20 * 30 * 40, moved)
+    assert cost(product) == NodeCost(COMPUTE, moved / 50, 2 * 20 * 30 * 40, moved)
 
 
 def test_the_dtype_decides_rate_and_bytes() -> None:
-    fast_memory = Hardware(**{**vars(NODES), "memory_bytes_per_us": 1e9})
+    fast_memory = Hardware(**{**vars(TWO_PER_HOST), "memory_bytes_per_us": 1e9})
     drawing = Drawing()
     for dtype, us in ((torch.float32, 48.0), (torch.bfloat16, 12.0)):
         a, b = drawing.input("a", 20, 30, dtype=dtype), drawing.input("b", 30, 40, dtype=dtype)
@@ -118,7 +119,7 @@ def test_a_low_rank_factor_costs_products_and_its_orthogonalization(rank: int) -
     moved = 4 * 3 * numel + factors + 2 * 96
     assert swept > factors
     assert cost(node) == NodeCost(
-        "compute", max(flops / 1000, moved / 50) + max(2.0 * launches, swept / 50), flops, moved + swept
+        COMPUTE, max(flops / 1000, moved / 50) + max(2.0 * launches, swept / 50), flops, moved + swept
     )
 
 
@@ -128,7 +129,7 @@ def test_an_unknown_operator_counts_by_its_bytes() -> None:
     x = drawing.input("x", 100)
     unknown = graph.call_function(len, (x, {1, 2}))  # an argument that cannot be hashed, too
     meta.set_value(unknown, (meta.value(x), meta.value(x), None))
-    assert cost(unknown) == NodeCost("compute", 1200 / 50, 0, 1200)
+    assert cost(unknown) == NodeCost(COMPUTE, 1200 / 50, 0, 1200)
     meta.set_value(unknown, None)
     assert cost(unknown) == FREE
     nameless = graph.call_method("frobnicate", (x,))
@@ -139,7 +140,7 @@ def test_a_formula_that_fails_leaves_the_bytes() -> None:
     drawing = Drawing()
     product = drawing.call(aten.mm.default, drawing.input("a", 2, 3), drawing.input("b", 3, 4))
     product.args = (product.args[0], product.args[0])  # inner dimensions no longer match
-    assert cost(product) == NodeCost("compute", 2.0, 0, 24 + 32)
+    assert cost(product) == NodeCost(COMPUTE, 2.0, 0, 24 + 32)
 
 
 def test_attention_on_a_cpu_counts_like_attention() -> None:
@@ -162,7 +163,7 @@ def test_experts_count_each_token_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lane", "us"), [("host_to_device", 3 + 400 / 20), ("device_to_host", 4 + 400 / 25), ("disk", 7 + 400 / 5)]
+    ("lane", "us"), [(HOST_TO_DEVICE, 3 + 400 / 20), (DEVICE_TO_HOST, 4 + 400 / 25), (DISK, 7 + 400 / 5)]
 )
 def test_copies_that_a_pass_has_put_on_a_lane(lane: Any, us: float) -> None:
     drawing = Drawing()
@@ -175,11 +176,11 @@ def test_copies_between_devices_are_found_by_their_devices() -> None:
     drawing = Drawing()
     x = drawing.input("x", 100)
     there = drawing.call(aten._to_copy.default, x, device=torch.device("meta"))  # stands for any accelerator
-    assert cost(there) == NodeCost("host_to_device", 3 + 400 / 20, 0, 400)
+    assert cost(there) == NodeCost(HOST_TO_DEVICE, 3 + 400 / 20, 0, 400)
     back = drawing.graph.call_function(aten._to_copy.default, (there,), {"device": torch.device("cpu")})
     meta.set_value(back, meta.value(x))
-    assert cost(back) == NodeCost("device_to_host", 4 + 400 / 25, 0, 400)
-    assert cost(drawing.call(aten._to_copy.default, x, dtype=torch.float64)).lane == "compute"
+    assert cost(back) == NodeCost(DEVICE_TO_HOST, 4 + 400 / 25, 0, 400)
+    assert cost(drawing.call(aten._to_copy.default, x, dtype=torch.float64)).lane == COMPUTE
 
 
 # --- communication --------------------------------------------------------------------------------------------------
@@ -196,12 +197,12 @@ def test_collectives_send_what_traffic_says(size: int) -> None:
         handle = drawing.input("handle", 96, dtype=torch.uint8)
         kept = torch.ops.zgraph.all_gather_kept.default
         drawing.call(kept, drawing.input("chunk", 6), handle, size, "open", "0", works_for="w")
-        found = [node_cost(node, NODES) for node in drawing.graph.nodes if nodes.is_start(node)]
+        found = [node_cost(node, TWO_PER_HOST) for node in drawing.graph.nodes if nodes.is_start(node)]
         sent = list(transfers(drawing.graph))
-        assert [found.lane for found in found] == ["group:0"] * 5
+        assert [found.lane for found in found] == [Lane.of_group("0")] * 5
         assert [found.moved_bytes for found in found] == [transfer.sent_bytes for transfer in sent]
         assert [found.us for found in found] == [
-            NODES.collective_us(transfer.kind, transfer.sent_bytes, size) for transfer in sent
+            TWO_PER_HOST.collective_us(transfer.kind, transfer.sent_bytes, size) for transfer in sent
         ]
 
 
@@ -209,12 +210,12 @@ def test_markers_cost_their_collectives_and_their_copies(world: int) -> None:
     found = traced(deep).graphs["forward"].graph
     marker = next(node for node in found.nodes if nodes.is_unshard(node))
     copies = (32 + 64) * 4 + 96  # shard, whole and handle
-    assert cost(marker) == NodeCost("group:0", 1 + 128 / 100 + copies / 50, 0, 128)
+    assert cost(marker) == NodeCost(Lane.of_group("0"), 1 + 128 / 100 + copies / 50, 0, 128)
 
 
 def test_a_marker_without_collectives_computes(world: int) -> None:
     marker = next(node for node in traced(deep, zero_stage=0).graphs["forward"].graph.nodes if nodes.is_unshard(node))
-    assert (cost(marker).lane, cost(marker).moved_bytes) == ("compute", 2 * 256 + 96)
+    assert (cost(marker).lane, cost(marker).moved_bytes) == (COMPUTE, 2 * 256 + 96)
 
 
 def test_a_sum_over_ranks_reads_and_writes_it_each_time(world: int) -> None:
@@ -223,7 +224,7 @@ def test_a_sum_over_ranks_reads_and_writes_it_each_time(world: int) -> None:
     total = drawing.call(torch.ops.zgraph.sum_ranks.default, received, 3, 3, torch.bfloat16)
     # Three pieces read; the fp32 sum written, read and written twice, divided, read and written narrow.
     moved = 60 + 40 * (1 + 2 * 2) + 2 * 40 + (40 + 20)
-    assert cost(total) == NodeCost("compute", max(5 * 2.0, moved / 50), 0, moved)
+    assert cost(total) == NodeCost(COMPUTE, max(5 * 2.0, moved / 50), 0, moved)
 
 
 def test_a_sum_of_pieces_that_are_wide_starts_with_two_of_them(world: int) -> None:
@@ -232,7 +233,7 @@ def test_a_sum_of_pieces_that_are_wide_starts_with_two_of_them(world: int) -> No
     total = drawing.call(torch.ops.zgraph.sum_ranks.default, received, 3, 3, torch.float32)
     # Three pieces read; the sum of two written, read and written with the third, divided.
     moved = 120 + 40 + 2 * 40 + 2 * 40
-    assert cost(total) == NodeCost("compute", max(3 * 2.0, moved / 50), 0, moved)
+    assert cost(total) == NodeCost(COMPUTE, max(3 * 2.0, moved / 50), 0, moved)
 
 
 def test_compression_reads_gradients_and_reads_and_writes_its_errors(world: int) -> None:
@@ -262,7 +263,7 @@ def test_waiting_gradients_are_added_to_a_sum() -> None:
 def test_a_graph_sends_what_traffic_says(world: int, options: dict[str, Any], passes: Any) -> None:
     for gm in traced(mlp, passes, **options).graphs.values():
         sent = sum(transfer.sent_bytes for transfer in transfers(gm.graph))
-        assert Totals.of(costs_of(gm.graph, NODES).values()).sent_bytes == sent
+        assert Totals.of(costs_of(gm.graph, TWO_PER_HOST).values()).sent_bytes == sent
 
 
 def test_flops_are_those_that_torch_counts_while_running(world: int) -> None:
@@ -274,7 +275,7 @@ def test_flops_are_those_that_torch_counts_while_running(world: int) -> None:
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
             fx.Interpreter(gm).run(*inputs_for(gm, 0))
-        found = sum(cost.flops for cost in costs_of(gm.graph, NODES).values())
+        found = sum(cost.flops for cost in costs_of(gm.graph, TWO_PER_HOST).values())
         assert found == counter.get_total_flops() > 0, direction
 
 
@@ -291,7 +292,7 @@ def compiled_for(
 ) -> tuple[Totals, Formula]:
     with fake_world(world):
         graph = traced(build, passes, world=world, **options).graphs[direction].graph
-        return Totals.of(costs_of(graph, NODES).values()), formula(graph, NODES)
+        return Totals.of(costs_of(graph, TWO_PER_HOST).values()), formula(graph, TWO_PER_HOST)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -322,27 +323,27 @@ def test_symbolic_batches_are_symbols(world: int) -> None:
     compile_model(deep, {"pipeline": Pipeline([*presets.default(), keep])}, batches=(6, 9))
     for direction in ("forward", "backward"):
         graph = keep.kept[direction].graph
-        found = formula(graph, NODES)
+        found = formula(graph, TWO_PER_HOST)
         (batch,) = [name for name in found.sizes if name != "N"]
         assert found.sizes[batch] == 9
-        assert_equal(found.at(), Totals.of(costs_of(graph, NODES).values()))
+        assert_equal(found.at(), Totals.of(costs_of(graph, TWO_PER_HOST).values()))
         static = traced(deep, GRAPH_PASSES).graphs[direction].graph
-        assert_equal(found.at(**{batch: 6}), Totals.of(costs_of(static, NODES).values()))
+        assert_equal(found.at(**{batch: 6}), Totals.of(costs_of(static, TWO_PER_HOST).values()))
 
 
 def test_hybrid_groups_have_symbols_of_their_own() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
         graph = traced(deep, LOWERED, world=4, mesh=mesh).graphs["backward"].graph
-        found = formula(graph, NODES)
+        found = formula(graph, TWO_PER_HOST)
         assert dict(found.sizes) == {"N": 2, "N2": 2}
-        assert_equal(found.at(), Totals.of(costs_of(graph, NODES).values()))
+        assert_equal(found.at(), Totals.of(costs_of(graph, TWO_PER_HOST).values()))
         # Per layer of 64 elements: half of it gathered, exchanged, then exchanged and gathered among replicas.
         assert found.at(N=4, N2=4).sent_bytes == 6 * (48 + 2 * 12) * 4 + 5 * 48 * 4
 
 
 def test_a_formula_prints_and_knows_its_symbols(world: int) -> None:
-    found = formula(traced(deep, GRAPH_PASSES).graphs["forward"].graph, NODES)
+    found = formula(traced(deep, GRAPH_PASSES).graphs["forward"].graph, TWO_PER_HOST)
     assert str(found).splitlines()[0] == "sent bytes: 1536 - 1536/N"
     with pytest.raises(ValueError, match=r"zgraph\.analysis\.cost: the formula has no symbol 'M'; its symbols are: N"):
         found.at(M=2)
@@ -355,16 +356,16 @@ def test_a_formula_prints_and_knows_its_symbols(world: int) -> None:
 
 def test_measured_times_replace_estimates(world: int) -> None:
     graph = traced(deep, GRAPH_PASSES).graphs["forward"].graph
-    before = costs_of(graph, NODES)
+    before = costs_of(graph, TWO_PER_HOST)
     start = next(node for node in graph.nodes if nodes.is_start(node))
     wait = next(node for node in graph.nodes if nodes.is_wait(node))
-    after = costs_of(graph, NODES, {start.name: 123.0, wait.name: 5.0, "gone": 7.0})
-    assert after[start] == NodeCost("group:0", 123.0, 0, before[start].moved_bytes)
+    after = costs_of(graph, TWO_PER_HOST, {start.name: 123.0, wait.name: 5.0, "gone": 7.0})
+    assert after[start] == NodeCost(Lane.of_group("0"), 123.0, 0, before[start].moved_bytes)
     assert {node: found for node, found in after.items() if node is not start} == {
         node: found for node, found in before.items() if node is not start
     }
     with pytest.raises(ValueError, match=f"zgraph.analysis.cost: {start.name} was measured to take -1.0 us"):
-        costs_of(graph, NODES, {start.name: -1.0})
+        costs_of(graph, TWO_PER_HOST, {start.name: -1.0})
 
 
 class Wide(nn.Module):
@@ -385,8 +386,8 @@ def _measured() -> tuple[dict[str, float], list[str]]:
     return times, [node.name for node in gm.graph.nodes if node.op == "call_function"]
 
 
-def test_real_ranks_measure_every_node_and_agree(two_ranks: Ranks) -> None:
-    (first, names), (second, other_names) = two_ranks.run(_measured)
+def test_real_ranks_measure_every_node_and_agree(ranks: Ranks) -> None:
+    (first, names), (second, other_names) = ranks.run(_measured)
     assert first == second
     assert set(first) == {*names, *other_names}
     assert all(us > 0 for us in first.values())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zgraph
-from tests.graphs import Drawing, aten
+from tests.support.graphs import Drawing, aten
 from zgraph.analysis.liveness import CUDA, CUDA_AT_WORST
 from zgraph.analysis.workspace import workspace_bytes
 from zgraph.graph import meta

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zgraph
-from tests import models
-from tests.compiled import with_fx
-from tests.ranks import Ranks, fresh_ranks
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks, fresh_ranks
 
 
 def message_of(function_name: str) -> str:
@@ -135,6 +135,22 @@ def _wrapped() -> None:
     zgraph.shard(model)
 
 
+def _mode() -> None:
+    torch.compile(nn.Linear(2, 2), backend="zgraph", mode="max-autotune")(torch.ones(1, 2))
+
+
+def _options_of_another_kind() -> None:
+    torch.compile(nn.Linear(2, 2), backend="zgraph", options=["fx"])(torch.ones(1, 2))  # type: ignore[arg-type]
+
+
+def _group_for_a_mesh() -> None:
+    zgraph.shard(nn.Linear(2, 2), dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def _dtype_by_name() -> None:
+    zgraph.shard(nn.Linear(2, 2), param_dtype="bfloat16")  # type: ignore[arg-type]
+
+
 SCENARIOS = {
     "complex": _complex,
     "wrapped": _wrapped,
@@ -157,6 +173,10 @@ SCENARIOS = {
     "recurrent": lambda: zgraph.shard(nn.LSTM(3, 3)),
     "unknown_option": _unknown_option,
     "lowering": _lowering,
+    "mode": _mode,
+    "options_of_another_kind": _options_of_another_kind,
+    "group_for_a_mesh": _group_for_a_mesh,
+    "dtype_by_name": _dtype_by_name,
 }
 
 EXPECTED = {
@@ -176,17 +196,21 @@ EXPECTED = {
     "twice": r"ZgraphError: .*(weight|bias) was differentiated a second time.*create_graph=True",
     "stage": r"ValueError: .*zero_stage=4 is not available; write zero_stage=0, 1, 2 or 3",
     "reduction": r"ValueError: .*reduction='average' is unknown; write \"mean\" or \"sum\"",
-    "dtype": r"ValueError: .*param_dtype=torch\.int8 is no floating-point dtype",
+    "dtype": r"ValueError: .*param_dtype=torch\.int8 is not a floating-point dtype",
     "unit": r"ValueError: .*units names LayerNorm, which the model does not contain",
-    "recurrent": r"ValueError: .*belongs to a LSTM.*nn\.LSTMCell",
+    "recurrent": r"ValueError: .*belongs to an nn\.LSTM.*nn\.LSTMCell",
     "unknown_option": r"OptionError: .*unknown option 'lowring'; did you mean 'lowering'\?",
     "lowering": r"OptionError: .*lowering='tvm' is not available; write \{\"lowering\": \"inductor\"\} or",
+    "mode": r"OptionError: .*mode='max-autotune' belongs to .*Inductor.*leave mode out, and write options=",
+    "options_of_another_kind": r"OptionError: .*options is \['fx'\]; write a dict, such as options=\{\"lowering\"",
+    "group_for_a_mesh": r"ValueError: .*mesh is a ProcessGroup; write init_device_mesh.*DeviceMesh\.from_group",
+    "dtype_by_name": r"ValueError: .*param_dtype='bfloat16' is not a torch\.dtype; write torch\.bfloat16",
 }
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_message_says_what_was_found_and_what_to_do(two_ranks: Ranks, scenario: str) -> None:
-    for text in two_ranks.run(message_of, scenario):
+def test_the_message_says_what_was_found_and_what_to_do(ranks: Ranks, scenario: str) -> None:
+    for text in ranks.run(message_of, scenario):
         assert re.search(EXPECTED[scenario], text, re.DOTALL), text
 
 
@@ -216,8 +240,8 @@ def outside_the_mesh() -> str:
     return "sharded"
 
 
-def test_a_mesh_without_this_rank_is_refused(two_ranks: Ranks) -> None:
-    inside, outside = two_ranks.run(outside_the_mesh)
+def test_a_mesh_without_this_rank_is_refused(ranks: Ranks) -> None:
+    inside, outside = ranks.run(outside_the_mesh)
     assert inside == "sharded"
     assert "rank 1 is not part of the mesh [0]" in outside
 
@@ -275,8 +299,8 @@ def no_placement_left_behind() -> list[str]:
     return [type(parameter).__name__ for parameter in model.parameters()]
 
 
-def test_a_refused_model_is_left_as_it_was(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(no_placement_left_behind):
+def test_a_refused_model_is_left_as_it_was(ranks: Ranks) -> None:
+    for found in ranks.run(no_placement_left_behind):
         assert set(found) == {"Parameter"}
 
 
@@ -285,5 +309,5 @@ def replicated_scalar() -> bool:
     return list(model.shift.placements) == [Replicate()] and list(model.gain.placements) == [Shard(0)]
 
 
-def test_scalars_are_replicated_and_short_vectors_sharded(two_ranks: Ranks) -> None:
-    assert two_ranks.run(replicated_scalar) == [True, True]
+def test_scalars_are_replicated_and_short_vectors_sharded(ranks: Ranks) -> None:
+    assert ranks.run(replicated_scalar) == [True, True]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import fx
 
-from tests.graphs import Drawing, aten, fake_world, mlp, traced
+from tests.support.graphs import Drawing, aten, fake_world, mlp, traced
 from zgraph.analysis.cost import NodeCost
-from zgraph.graph import nodes
+from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.scheduling.exposure import why_exposed
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.simulate import simulate
@@ -28,9 +29,9 @@ def reasons(graph: fx.Graph, limits: Limits | None = None) -> dict[str, str]:
     order = list(graph.nodes)
     compute = (aten.mm.default, aten.addmm.default, aten.relu.default)
     costs = {
-        node: NodeCost("group:0", 9.0)
+        node: NodeCost(Lane.of_group("0"), 9.0)
         if nodes.is_start(node) or nodes.is_marker(node)
-        else NodeCost("compute", 5.0 if node.target in compute else 0.0)
+        else NodeCost(COMPUTE, 5.0 if node.target in compute else 0.0)
         for node in nodes.call_functions(graph, lambda _: True)
     }
     found = simulate(order, costs)
@@ -48,8 +49,21 @@ def test_a_rule_that_starts_a_gather_late_is_named() -> None:
     assert reasons(graph) == {"all_gather_w": reason}
     scheduled = Limits(in_flight_bytes=1000)  # found no better order
     assert reasons(graph, scheduled) == {
-        "all_gather_w": "too little to compute between ahead and its result's first reader"
+        "all_gather_w": "too little compute between ahead and the first reader of its result"
     }
+
+
+def test_a_gather_that_is_to_stay_at_its_use_says_so() -> None:
+    """relu, all_gather_w, wait_w, mm, where nobody may move the gather"""
+    drawing = Drawing()
+    x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
+    ahead = drawing.call(aten.relu.default, x, name="ahead")
+    start = drawing.start_gather(shard, "w")
+    meta.tag_at_use(start)
+    graph = drawing.done(drawing.call(aten.mm.default, ahead, drawing.wait(start))).graph
+    for limits in (None, Limits(in_flight_bytes=1000)):
+        reason = "gathered where its result is needed, to hold less; see bucket_collectives"
+        assert reasons(graph, limits) == {"all_gather_w": reason}
 
 
 @pytest.mark.parametrize("other", [True, False])
@@ -63,9 +77,7 @@ def test_a_rule_that_waits_early_for_a_reduction_is_named(other: bool) -> None:
     after = [drawing.call(aten.mm.default, x, x, name="other")] if other else []
     expected = "waited for before other, which does not need it, by a rule; schedule_overlap goes by costs"
     graph = drawing.done(mean, *after).graph
-    assert reasons(graph) == {
-        "all_to_all_g": expected if other else "too little to compute once what it carries is ready"
-    }
+    assert reasons(graph) == {"all_to_all_g": expected if other else "too little compute after its input is ready"}
 
 
 def test_markers_and_the_models_own_collectives() -> None:

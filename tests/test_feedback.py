@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
-from tests.compressing import compressing, feedback_of, kept_tensors
-from tests.ranks import Ranks
+from tests.support.compressing import compressing, feedback_of, kept_tensors
+from tests.support.ranks import Ranks
 from zgraph.passes import LoCo
 from zgraph.runtime.error_feedback import Feedback, Feedbacks
 
@@ -94,9 +94,9 @@ def drop_a_step(kind: str, zero_stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "zero_stage"), [("zgraph", 3), ("zgraph", 0), ("torch", 3)])
-def test_a_dropped_step_leaves_no_trace_in_the_errors(two_ranks: Ranks, kind: str, zero_stage: int) -> None:
+def test_a_dropped_step_leaves_no_trace_in_the_errors(ranks: Ranks, kind: str, zero_stage: int) -> None:
     """fp16, and an overflow on rank 1 in `right` alone: the errors of `left` were changed by the dropped step."""
-    for result in two_ranks.run(drop_a_step, kind, zero_stage):
+    for result in ranks.run(drop_a_step, kind, zero_stage):
         assert result["found_inf"] == [False, False, True, False]
         assert result["scale"] == 512
         assert {"left.weight first_hop error", "left.weight first_hop error_scale"} <= {
@@ -132,8 +132,8 @@ def drop_one_of_two() -> dict[str, Any]:
     }
 
 
-def test_a_scaler_tells_whose_step_was_dropped(two_ranks: Ranks) -> None:
-    for rank, result in enumerate(two_ranks.run(drop_one_of_two)):
+def test_a_scaler_tells_whose_step_was_dropped(ranks: Ranks) -> None:
+    for rank, result in enumerate(ranks.run(drop_one_of_two)):
         left = ["left.weight first_hop error", "left.weight first_hop error_scale"]
         right = ["right.weight first_hop error", "right.weight first_hop error_scale"]
         assert result["scale"] == 1024
@@ -156,15 +156,15 @@ def forget() -> dict[str, Any]:
     return {"kept": sorted(before), "told": told, "after": after, "again": again}
 
 
-def test_forgotten_errors_start_again_and_reports_count_them(two_ranks: Ranks) -> None:
+def test_forgotten_errors_start_again_and_reports_count_them(ranks: Ranks) -> None:
     # Chunks of 6 x 16 = 3 groups and of 5 x 16 = 2.5 groups, two of each, four bytes an element.
     expected = f"{(2 * 3 + 2 * 3) * 32 * 4 / 2**10:.2f} KiB a rank"
-    for result in two_ranks.run(forget):
+    for result in ranks.run(forget):
         assert result["kept"] == ["left.weight", "right.weight"] and result["after"] == {}
         assert result["again"] == [1, 1]
         explained, summarised = result["told"]
         assert f"error feedback: {expected}" in explained
-        assert "error feedback: 0.00 MiB a rank" in summarised
+        assert f"error feedback: {expected}" in summarised
 
 
 # --- without processes -----------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def test_an_error_of_something_else_is_not_added_to_a_gradient(change: dict[str,
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_impossible_scales_are_refused(two_ranks: Ranks, scale: float) -> None:
-    texts = two_ranks.run(refused, scale)
+def test_impossible_scales_are_refused(ranks: Ranks, scale: float) -> None:
+    texts = ranks.run(refused, scale)
     assert all(f"scale={scale}" in text and "nothing in this Linear is sharded" in text for text in texts)
 
 
@@ -279,5 +279,5 @@ def follow() -> None:
     assert gone() is None
 
 
-def test_a_scaler_tells_what_it_loads_and_does_not_keep_the_model_alive(two_ranks: Ranks) -> None:
-    two_ranks.run(follow)
+def test_a_scaler_tells_what_it_loads_and_does_not_keep_the_model_alive(ranks: Ranks) -> None:
+    ranks.run(follow)

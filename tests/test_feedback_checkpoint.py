@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,17 +19,28 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
-from tests.compressing import compressing, feedback_of, kept_tensors
-from tests.ranks import Ranks, fresh_ranks
+from tests.support.compressing import compressing, feedback_of, kept_tensors
+from tests.support.ranks import Ranks, fresh_ranks
 from zgraph.checkpoint.error_feedback import cut_error, facts_of, flat_error, plan_restore, sizes_of, tensors_of
 from zgraph.checkpoint.safe_reader import read_metadata
 from zgraph.codegen.kernels import reference
-from zgraph.compression.methods import CompressionMethod, TwoHop
+from zgraph.compression.methods import BlockMethod, CompressionMethod, TwoHop
 from zgraph.passes import ErrorFeedback, LoCo, NoFeedback
 
 SHAPES = {"first.weight": (13, 6), "second.weight": (5, 13)}  # nothing divides them
 WIDE = LoCo(group=32, error_dtype=torch.float32)
 NARROW = LoCo(group=32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(ErrorFeedback):
+    """A user's own method, run by zgraph's kernels: each error is half the one before, half what is lost now."""
+
+    name: ClassVar[str] = "halved_by_a_test"
+
+    @property
+    def residual_decay(self) -> float:
+        return 0.5
 
 
 class Odd(nn.Module):
@@ -93,9 +104,9 @@ def decoded(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def worlds(two_ranks: Ranks) -> Iterator[dict[int, Ranks]]:
+def worlds(ranks: Ranks) -> Iterator[dict[int, Ranks]]:
     with fresh_ranks(3) as three, fresh_ranks(4) as four:
-        yield {2: two_ranks, 3: three, 4: four}
+        yield {2: ranks, 3: three, 4: four}
 
 
 # --- as many ranks: bitwise -------------------------------------------------------------------------------------------
@@ -193,9 +204,9 @@ class Saved:
 
 
 @pytest.fixture(scope="module")
-def saved(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
-    return Saved(folder, two_ranks.run(save, str(folder), NARROW, {}))
+    return Saved(folder, ranks.run(save, str(folder), NARROW, {}))
 
 
 def load(folder: str, method: CompressionMethod | TwoHop, options: dict[str, Any], how: str = "own") -> dict[str, Any]:
@@ -231,13 +242,21 @@ RESHARDED = [
     (2, {}, 2, {"zero_stage": 0}, NARROW, "own"),
     (3, {"zero_stage": 0}, 2, {"zero_stage": 1}, WIDE, "dcp"),
     (3, {"reduction": "sum"}, 2, {"reduction": "sum"}, NARROW, "own"),
+    (2, {}, 3, {}, Halved(group=32), "own"),
 ]
 
 
 @pytest.mark.parametrize(
     ("old", "old_options", "new", "new_options", "method", "how"),
     RESHARDED,
-    ids=["2 to 3", "2 to 4, fp32", "stage 3 to 0", "dcp, 3 to 2, stage 0 to 1, fp32", "3 to 2, sum"],
+    ids=[
+        "2 to 3",
+        "2 to 4, fp32",
+        "stage 3 to 0",
+        "dcp, 3 to 2, stage 0 to 1, fp32",
+        "3 to 2, sum",
+        "2 to 3, a user's",
+    ],
 )
 def test_another_division_preserves_the_mean_of_the_errors(
     worlds: dict[int, Ranks],
@@ -247,7 +266,7 @@ def test_another_division_preserves_the_mean_of_the_errors(
     old_options: dict[str, Any],
     new: int,
     new_options: dict[str, Any],
-    method: LoCo,
+    method: BlockMethod,
     how: str,
 ) -> None:
     if (old, old_options, method) != (2, {}, NARROW):
@@ -303,7 +322,7 @@ def test_errors_of_parts_are_dropped_with_a_warning(
     worlds[old].run(save, str(tmp_path), method, old_options)
     for result in worlds[new].run(load, str(tmp_path), method, new_options):
         (text,) = result["warned"]
-        assert f"no more: first.weight ({slot}), second.weight ({slot}). What" in text
+        assert f"another division among ranks: first.weight ({slot}), second.weight ({slot}). What" in text
         assert sorted({key.split(" ", 1)[1] for key in result["counts"]}) == left and result["goes on"]
         assert all(found[2:] == (3, 3) for found in result["counts"].values())
 
@@ -374,20 +393,20 @@ def refuse(folder: str, method: CompressionMethod, ran: bool, how: str) -> dict[
     return {"text": text, "unchanged": unchanged, "first": first}
 
 
-def test_another_method_is_refused_and_nothing_is_loaded(two_ranks: Ranks, saved: Saved) -> None:
-    for result in two_ranks.run(refuse, str(saved.folder), ErrorFeedback(group=32), True, "own"):
+def test_another_method_is_refused_and_nothing_is_loaded(ranks: Ranks, saved: Saved) -> None:
+    for result in ranks.run(refuse, str(saved.folder), ErrorFeedback(group=32), True, "own"):
         assert "keeps an error of first.weight that " in result["text"] and "ErrorFeedback" in result["text"]
         assert result["unchanged"] and "keeps the error of" in result["first"]
 
 
-def test_a_model_that_has_not_run_refuses_another_method_at_its_first_reduction(two_ranks: Ranks, saved: Saved) -> None:
-    for result in two_ranks.run(refuse, str(saved.folder), NoFeedback(group=32), False, "own"):
+def test_a_model_that_has_not_run_refuses_another_method_at_its_first_reduction(ranks: Ranks, saved: Saved) -> None:
+    for result in ranks.run(refuse, str(saved.folder), NoFeedback(group=32), False, "own"):
         assert result["text"] == ""
         assert re.search(r"weight keeps the error of .*LoCo.* compressed by .*NoFeedback", result["first"])
 
 
-def test_plain_dcp_does_not_lose_errors_in_silence(two_ranks: Ranks, saved: Saved) -> None:
-    for result in two_ranks.run(refuse, str(saved.folder), NARROW, False, "dcp"):
+def test_plain_dcp_does_not_lose_errors_in_silence(ranks: Ranks, saved: Saved) -> None:
+    for result in ranks.run(refuse, str(saved.folder), NARROW, False, "dcp"):
         assert "error, error_scale of first.weight (first_hop), which were not read" in result["text"]
         assert "zgraph.runtime_state(model, load_from=path)" in result["text"] and result["unchanged"]
 
@@ -425,12 +444,12 @@ def refuse_damage() -> list[str]:
     return texts
 
 
-def test_damaged_entries_are_refused(two_ranks: Ranks) -> None:
-    for missing, rows, *shapes in two_ranks.run(refuse_damage):
+def test_damaged_entries_are_refused(ranks: Ranks) -> None:
+    for missing, rows, *shapes in ranks.run(refuse_damage):
         assert "keeps error_scale of first.weight (first_hop), which were not read" in missing
         assert "where 2 ranks have saved a row each; it is damaged" in rows
         for text in shapes:
-            assert "in 2 chunks of 39 elements, which is no error of a gradient of its shape" in text
+            assert "in 2 chunks of 39 elements, which is not the error of a gradient of its shape" in text
 
 
 def scale_of_losses(folder: str) -> dict[str, Any]:
@@ -455,8 +474,8 @@ def scale_of_losses(folder: str) -> dict[str, Any]:
     }
 
 
-def test_errors_come_back_with_their_loss_scale(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(scale_of_losses, str(tmp_path)) == [{"as saved": True, "quartered": True}] * 2
+def test_errors_come_back_with_their_loss_scale(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(scale_of_losses, str(tmp_path)) == [{"as saved": True, "quartered": True}] * 2
 
 
 # --- numbers, without processes ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
@@ -11,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
-from tests import gloo
-from tests.allocations import counted
-from tests.compiled import with_fx
-from tests.graphs import Keep, by_rank, mlp
-from tests.lockstep import assert_same_results
-from tests.models import Uneven
-from tests.ranks import Ranks, fresh_ranks
-from tests.replicated import whole
+from tests.support.compiled import with_fx
+from tests.support.graphs import Keep, by_rank, mlp
+from tests.support.judges.lockstep import assert_same_results
+from tests.support.judges.replicated import whole
+from tests.support.memory import gloo_buffers
+from tests.support.memory.allocations import counted
+from tests.support.models import Uneven
+from tests.support.ranks import Ranks
 from zgraph import Hardware, Pipeline
 from zgraph.analysis.liveness import memory_curve, step_curve
+from zgraph.compiler.target import Target
 from zgraph.graph import nodes
 from zgraph.passes import (
     BucketCollectives,
@@ -28,7 +28,6 @@ from zgraph.passes import (
     LowerGathers,
     LowerReductions,
     ScheduleOverlap,
-    SetTarget,
     SinkWaits,
     presets,
 )
@@ -51,26 +50,15 @@ def test_passes_keep_every_bit(mode: Mode, world: int) -> None:
     """Whatever moves starts and waits afterwards, on ranks with uneven rows."""
     lowered = [LowerGathers(), LowerReductions()]
     bucketing = BucketCollectives(bucket_bytes=400, gathers=mode)
-    target = SetTarget(hardware=Hardware.preset("cpu"))
+    target = Target(hardware=Hardware.preset("cpu"))
     before = by_rank(mlp, world=world)
     for movers in ([SinkWaits(), HoistStarts(prefetch=2)], [ScheduleOverlap()]):
-        after = by_rank(mlp, [*lowered, _OnGraph(target=target), bucketing, *movers], world=world)
+        after = by_rank(mlp, [*lowered, bucketing, *movers], world=world, target=target)
         for direction in ("forward", "backward"):
             graphs = [found.graphs[direction] for found in after]
             assert_same_results([found.graphs[direction] for found in before], graphs)
             members = [nodes.is_grouped_gather(node) for node in nodes.call_functions(graphs[0].graph, nodes.is_gather)]
             assert any(members) == (mode == "coalesced")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OnGraph(zgraph.GraphPass):
-    """A pass of another phase, run on the graphs."""
-
-    target: zgraph.GraphPass
-    name = "on_graph"
-
-    def run(self, gm: Any, ctx: zgraph.PassContext) -> bool:
-        return self.target.run(gm, ctx)
 
 
 # --- real ranks -----------------------------------------------------------------------------------------------------
@@ -96,14 +84,12 @@ def results_by_mode(dtype: torch.dtype) -> int:
     return sum(one is not None for one in found[0])
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
-def test_results_are_bitwise_those_of_eager_mode(two_ranks: Ranks, world: int, dtype: torch.dtype) -> None:
-    if world == 2:
-        compared = two_ranks.run(results_by_mode, dtype)
-    else:
-        with fresh_ranks(world) as ranks:
-            compared = ranks.run(results_by_mode, dtype)
-    assert compared == [compared[0]] * world and compared[0] > 5
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], indirect=["ranks"], scope="session"
+)
+def test_results_are_bitwise_those_of_eager_mode(ranks: Ranks, dtype: torch.dtype) -> None:
+    compared = ranks.run(results_by_mode, dtype)
+    assert compared == [compared[0]] * ranks.world and compared[0] > 5
 
 
 def layers() -> nn.Module:
@@ -136,19 +122,19 @@ def least_peak(model: nn.Module, run: Callable[[], None]) -> int:
     peaks: list[int] = []
     for _ in range(2 + STEPS):
         model.zero_grad()
-        gloo.flush()
+        gloo_buffers.flush()
         with counted() as count:
             run()
         peaks.append(count.rise_bytes)
     return min(peaks[2:])
 
 
-def test_each_mode_holds_what_is_predicted(two_ranks: Ranks) -> None:
+def test_each_mode_holds_what_is_predicted(ranks: Ranks) -> None:
     """In forward: one weight; all of them; all of them and two copied out of the bucket, which then goes."""
     forward: dict[Mode, int] = {}
     weight = WIDTH * WIDTH * 4
     for mode in MODES:
-        for found in two_ranks.run(measured_peaks, mode):
+        for found in ranks.run(measured_peaks, mode):
             for predicted, measured in found:
                 assert 0.95 * predicted < measured < 1.05 * predicted, (mode, found)
             forward[mode] = found[0][1]

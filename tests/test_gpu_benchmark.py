@@ -32,6 +32,7 @@ def test_every_part_runs_and_holds(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.md").read_text().count("\n| ") > 20
 
 
+@pytest.mark.slow
 def test_a_part_that_breaks_leaves_what_it_has_and_the_others_run(tmp_path: Path) -> None:
     """A folder of its name stands where the part puts its checkpoints."""
     (tmp_path / "resume_fx").write_text("in the way")

@@ -9,19 +9,18 @@ import torch
 from torch import nn
 
 import zgraph
-from tests.graphs import Drawing, by_rank, fake_world, mlp, traced
-from tests.lockstep import assert_same_results
-from tests.ranks import Ranks
+from tests.support.graphs import Drawing, by_rank, fake_world, mlp, traced
+from tests.support.judges.lockstep import assert_same_results
+from tests.support.ranks import Ranks
 from zgraph import Hardware, Pipeline
 from zgraph.analysis.cost import costs_of
 from zgraph.analysis.formula import formula
 from zgraph.analysis.liveness import memory_curve
-from zgraph.analysis.storages import agreed_storages, rows_of_its_own
-from zgraph.compiler.fit_budget import agreed_peak
+from zgraph.analysis.storages import rows_of_its_own, storages_of
 from zgraph.compiler.verify import Where, check_waits_sunk
 from zgraph.dialect.grouped_gathers import cast_each
 from zgraph.errors import VerifyError
-from zgraph.graph import meta, nodes
+from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, SinkWaits, presets
 from zgraph.passes.common.merge_collectives import Bucket, merge
 from zgraph.runtime.chunks import pad_rows
@@ -43,8 +42,8 @@ def test_a_group_has_one_wait_and_one_cast() -> None:
     for result in nodes.results_of(wait):  # right behind it: the list of them keeps all alive
         assert following is result
         following = following.next
-    gathered = dict.fromkeys(node for result in nodes.results_of(wait) for node in nodes.reshaped_values(result))
-    rest = [node for node in graph.nodes if nodes.is_cast(node) is not None and node not in gathered]
+    gathered = dict.fromkeys(node for result in nodes.results_of(wait) for node in dataflow.reshaped_values(result))
+    rest = [node for node in graph.nodes if traits.cast_dtype(node) is not None and node not in gathered]
     assert not any(node.all_input_nodes[0].op == "placeholder" and meta.parameters(node) for node in rest)
 
 
@@ -58,13 +57,13 @@ def test_results_and_agreement_on_uneven_ranks(world: int) -> None:
         assert_same_results([found.graphs[direction] for found in before], graphs)
         assert any(map(nodes.is_cast_shards, graphs[0].graph.nodes))
         with fake_world(world):
-            assert len({agreed_peak(memory_curve(gm.graph)) for gm in graphs}) == 1
+            assert len({memory_curve(gm.graph, agreed=True).peak_bytes for gm in graphs}) == 1
             agreed: list[Any] = []
             for gm in graphs if direction == "forward" else ():
                 order = list(gm.graph.nodes)
                 own = rows_of_its_own(order)
                 costs = costs_of(gm.graph, hardware)
-                storages = agreed_storages(order, own, inputs_die=direction == "backward")
+                storages = storages_of(order, inputs_die=direction == "backward", agreed=True)
                 agreed.append(
                     (
                         [(node.name, costs[node]) for node in order if node not in own and costs[node].us],
@@ -158,11 +157,11 @@ def trained(lowering: str) -> tuple[list[torch.Tensor], set[str]]:
 
 @pytest.mark.slow  # Inductor compiles C++
 @pytest.mark.parametrize("lowering", ["fx", "inductor"])
-def test_groups_run_and_are_measured(two_ranks: Ranks, lowering: str) -> None:
+def test_groups_run_and_are_measured(ranks: Ranks, lowering: str) -> None:
     """Under Inductor as well the products are eager ones, and what is left, sums and ReLU, rounds as in eager mode."""
-    with_eager = two_ranks.run(trained, "fx")
+    with_eager = ranks.run(trained, "fx")
     groups = ["all_gather_group_0_weight_5", "all_gather_group_4_weight_2"]
-    for (gradients, waits), (expected, _) in zip(two_ranks.run(trained, lowering), with_eager, strict=True):
+    for (gradients, waits), (expected, _) in zip(ranks.run(trained, lowering), with_eager, strict=True):
         assert sorted(name for name in waits if "group" in name) == groups
         for found, wanted in zip(gradients, expected, strict=True):
             torch.testing.assert_close(found, wanted)

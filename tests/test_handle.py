@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.compiled import with_fx
+from tests.support.compiled import with_fx
 from zgraph.runtime.handle import HANDLE_BYTES, make_handle, name_of
 
 

@@ -11,22 +11,8 @@ import sympy
 import torch
 
 import zgraph
+from tests.support.costs import TWO_PER_HOST
 from zgraph.analysis.hardware import Hardware, Link
-
-# Two ranks a host; 100 bytes/us and 1 us inside, 10 bytes/us and 5 us outside.
-NODES = Hardware(
-    name="two a host",
-    flops_per_us={torch.float32: 1000.0, torch.bfloat16: 4000.0},
-    memory_bytes_per_us=50.0,
-    launch_us=2.0,
-    memory_bytes=1 << 20,
-    intra_host=Link(latency_us=1.0, bytes_per_us=100.0),
-    inter_host=Link(latency_us=5.0, bytes_per_us=10.0),
-    ranks_per_host=2,
-    host_to_device=Link(latency_us=3.0, bytes_per_us=20.0),
-    device_to_host=Link(latency_us=4.0, bytes_per_us=25.0),
-    disk=Link(latency_us=7.0, bytes_per_us=5.0),
-)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +27,7 @@ NODES = Hardware(
     ],
 )
 def test_a_kernel_takes_what_binds_it(flops: int, moved: int, dtype: torch.dtype, launches: int, us: float) -> None:
-    assert NODES.compute_us(flops, moved, dtype, launches) == us
+    assert TWO_PER_HOST.compute_us(flops, moved, dtype, launches) == us
 
 
 @pytest.mark.parametrize(
@@ -63,7 +49,7 @@ def test_a_kernel_takes_what_binds_it(flops: int, moved: int, dtype: torch.dtype
     ],
 )
 def test_collectives_by_hand(kind: str, sent: int, size: int, stride: int, us: float) -> None:
-    assert NODES.collective_us(kind, sent, size, stride) == pytest.approx(us, rel=1e-12)
+    assert TWO_PER_HOST.collective_us(kind, sent, size, stride) == pytest.approx(us, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +67,7 @@ def test_collectives_by_hand(kind: str, sent: int, size: int, stride: int, us: f
 def test_nccl_does_not_pass_messages_through_every_node(
     kind: str, sent: int, size: int, stride: int, us: float
 ) -> None:
-    nccl = dataclasses.replace(NODES, backend="nccl")
+    nccl = dataclasses.replace(TWO_PER_HOST, backend="nccl")
     assert nccl.collective_us(kind, sent, size, stride) == pytest.approx(us, rel=1e-12)
 
 
@@ -94,14 +80,16 @@ def test_a_thousand_ranks_do_not_ask_for_buckets_of_gigabytes() -> None:
 
 
 def test_an_axis_of_its_own_link() -> None:
-    known = dataclasses.replace(NODES, links={1: Link(latency_us=9.0, bytes_per_us=60.0)})
+    known = dataclasses.replace(TWO_PER_HOST, links={1: Link(latency_us=9.0, bytes_per_us=60.0)})
     assert known.collective_us("all_to_all_single", 600, 4, 1) == 3 * 9 + 10
     # Two ranks on each of two hosts: over gloo a part crosses once, for both of them.
     assert known.collective_us("all_gather_into_tensor", 600, 4, 1) == 3 * 9 + 10 / 2
     assert dataclasses.replace(known, backend="nccl").collective_us("all_gather", 600, 4, 1) == 3 * 9 + 10
     alone = dataclasses.replace(known, ranks_per_host=1)
     assert alone.collective_us("all_gather_into_tensor", 600, 4, 1) == 3 * 9 + 10
-    assert known.collective_us("all_gather_into_tensor", 600, 4, 2) == NODES.collective_us("all_gather", 600, 4, 2)
+    assert known.collective_us("all_gather_into_tensor", 600, 4, 2) == TWO_PER_HOST.collective_us(
+        "all_gather", 600, 4, 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["all_gather_into_tensor", "all_reduce", "all_to_all_single"])
@@ -109,7 +97,7 @@ def test_an_axis_of_its_own_link() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_expressions_equal_numbers_for_every_size(kind: str, stride: int, backend: str) -> None:
     ranks = sympy.Symbol("N", positive=True, integer=True)
-    machine = dataclasses.replace(NODES, backend=backend)
+    machine = dataclasses.replace(TWO_PER_HOST, backend=backend)
     expression = machine.collective_us(kind, 100 * (ranks - 1), ranks, stride)
     for size in (1, 2, 3, 4, 8, 64):
         us = machine.collective_us(kind, 100 * (size - 1), size, stride)
@@ -134,7 +122,9 @@ def test_presets_have_the_dense_figures_of_the_data_sheets() -> None:
 
 
 def test_links_survive_json() -> None:
-    known = dataclasses.replace(NODES, links={4: Link(latency_us=0.1, bytes_per_us=1 / 3)}, cpu_us_per_wire_byte=1e-4)
+    known = dataclasses.replace(
+        TWO_PER_HOST, links={4: Link(latency_us=0.1, bytes_per_us=1 / 3)}, cpu_us_per_wire_byte=1e-4
+    )
     assert Hardware.from_json(known.to_json()) == known
 
 
@@ -154,12 +144,12 @@ def test_an_unknown_preset_is_refused() -> None:
         ({"ranks_per_host": 1.5}, "ranks_per_host=1.5; write a whole number of ranks"),
         ({"flops_per_us": {torch.bfloat16: 1.0}}, "flops_per_us has no torch.float32"),
         ({"flops_per_us": {torch.float32: "fast"}}, r"flops_per_us\[torch.float32\]='fast'; write a positive number"),
-        ({"links": {0: NODES.disk}}, "the distance of neighbours in links=0; write a positive number"),
+        ({"links": {0: TWO_PER_HOST.disk}}, "the distance of neighbours in links=0; write a positive number"),
     ],
 )
 def test_bad_figures_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"zgraph.Hardware: {message}"):
-        dataclasses.replace(NODES, **change)
+        dataclasses.replace(TWO_PER_HOST, **change)
 
 
 def test_bad_links_are_refused() -> None:
@@ -173,8 +163,8 @@ def test_bad_links_are_refused() -> None:
         ("{", "zgraph.Hardware: not valid JSON"),
         ("[]", "zgraph.Hardware: found list where"),
         ('{"name": "x"}', r"zgraph.Hardware: found \['name'\] where"),
-        (NODES.to_json().replace('"float32"', '"float33"'), "float33"),
-        (NODES.to_json().replace('"latency_us"', '"latency"', 1), "pass what to_json"),
+        (TWO_PER_HOST.to_json().replace('"float32"', '"float33"'), "float33"),
+        (TWO_PER_HOST.to_json().replace('"latency_us"', '"latency"', 1), "pass what to_json"),
     ],
 )
 def test_text_that_is_something_else_is_refused(text: str, message: str) -> None:
@@ -183,4 +173,4 @@ def test_text_that_is_something_else_is_refused(text: str, message: str) -> None
 
 
 def test_json_is_plain() -> None:
-    assert json.loads(NODES.to_json())["flops_per_us"] == {"float32": 1000.0, "bfloat16": 4000.0}
+    assert json.loads(TWO_PER_HOST.to_json())["flops_per_us"] == {"float32": 1000.0, "bfloat16": 4000.0}

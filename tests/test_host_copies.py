@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
-from tests.compressing import compressing, feedback_of
+from tests.support.compressing import compressing, feedback_of
 from zgraph.codegen import compressed_kernels
 from zgraph.compression.methods import LoCo
 from zgraph.runtime.error_feedback import Feedback

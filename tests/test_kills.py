@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.support.torchrun import ROOT, environment
 
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     kills = request.config.getoption("kills")
-    command = [sys.executable, "-m", "tests.kills", str(tmp_path), "--kills", str(kills)]
+    command = [sys.executable, "-m", "tests.support.runs.killed", str(tmp_path), "--kills", str(kills)]
     done = subprocess.run(command, cwd=ROOT, env=environment("lo"), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["differing"] == 0, found  # each step that was repeated gave the same loss, on both ranks
     assert found["complete curves"] == 4, found  # two ranks, broken and unbroken, each step from the first to the last
     assert found["resumed"] + found["from scratch"] == kills + 1
+    assert found["resumed"] >= kills - 1, found
     # The moments are random, yet of those aimed at a save most must have met one, or this tests less than it says.
     assert found["while saving"] >= kills // 4, found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.graphs import Drawing, Leaky, aten, fake_world, mlp, traced
+from tests.support.graphs import Drawing, Leaky, aten, fake_world, mlp, traced
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.passes import presets
 from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
@@ -26,8 +26,8 @@ def test_the_stage_shows_however_far_the_graphs_are_lowered(passes: Sequence[Gra
         lifetimes = lifetimes_of(graphs, NAMES, found.ctx.user_outputs)
     alone, read = {
         0: (Lifetime.REPLICATED, Lifetime.REPLICATED),
-        2: (Lifetime.FORWARD, Lifetime.KEPT),
-        3: (Lifetime.FORWARD, Lifetime.AGAIN),
+        2: (Lifetime.FORWARD, Lifetime.SAVED),
+        3: (Lifetime.FORWARD, Lifetime.REGATHERED),
     }[zero_stage]
     assert list(lifetimes.items()) == [(name, read if name in NAMES[2::2] else alone) for name in NAMES]
 
@@ -39,7 +39,7 @@ def test_inference_and_what_the_user_is_given() -> None:
         found = traced(Leaky, LOWERED)
         graphs = {direction: gm.graph for direction, gm in found.graphs.items()}
         # The first weight is an output of the user's: returned, not saved. Backward reads the second.
-        expected = {"first.weight": Lifetime.FORWARD, "second.weight": Lifetime.AGAIN}
+        expected = {"first.weight": Lifetime.FORWARD, "second.weight": Lifetime.REGATHERED}
         assert lifetimes_of(graphs, expected, found.ctx.user_outputs) == expected
 
 

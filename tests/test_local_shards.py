@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
-from tests.compiled import with_fx
-from tests.ranks import Ranks
-from tests.replicated import whole
+from tests.support.compiled import with_fx
+from tests.support.judges.replicated import whole
+from tests.support.ranks import Ranks
 from zgraph.graph import meta
 
 
@@ -119,9 +119,9 @@ def _equal(found: Any, expected: Any) -> bool:
     ],
 )
 def test_gradients_are_dtensors_and_the_graph_has_none(
-    two_ranks: Ranks, kind: type[nn.Module], parts: tuple[str, ...], inputs: list[int], frozen: int
+    ranks: Ranks, kind: type[nn.Module], parts: tuple[str, ...], inputs: list[int], frozen: int
 ) -> None:
-    for found in two_ranks.run(seen_from_outside, kind, parts):
+    for found in ranks.run(seen_from_outside, kind, parts):
         assert found["inputs"] == [",".join(["FakeTensor"] * count) for count in inputs]
         assert found["hooked"] == [True, True]
         assert found["grad"] and found["autograd.grad"]
@@ -150,6 +150,6 @@ def other_reads(function: Callable[[DTensor], Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("function", [read_twice, read_twice_in_a_region, read_outside_a_region])
-def test_a_dtensor_that_is_computed_with_stays_one(two_ranks: Ranks, function: Callable[[DTensor], Tensor]) -> None:
-    for expected, found in two_ranks.run(other_reads, function):
+def test_a_dtensor_that_is_computed_with_stays_one(ranks: Ranks, function: Callable[[DTensor], Tensor]) -> None:
+    for expected, found in ranks.run(other_reads, function):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
-from tests import models
-from tests.allocations import poisoned
-from tests.happens_before import HappensBefore, judging
+from tests.support import models
+from tests.support.judges.happens_before import HappensBefore, judging
+from tests.support.memory.allocations import poisoned
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, CompressGradients, LoCo, NoFeedback, presets
@@ -253,7 +253,7 @@ def with_bug(patch: pytest.MonkeyPatch, plant: Callable[[fx.Graph], None]) -> No
         plant(gm.graph)
         return lower_fx(gm, *args)
 
-    patch.setattr("zgraph.backend.lower_fx", lower)
+    patch.setattr("zgraph.compile_frame.lower_fx", lower)
 
 
 def forget_a_wait(graph: fx.Graph) -> None:

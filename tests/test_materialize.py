@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import zgraph
 from examples.benchmarks.heap import Heap, HeapPeak
-from tests import models
-from tests.compiled import with_fx
-from tests.peak import SLACK_BYTES, WIDTH, Peak
-from tests.ranks import Ranks
-from tests.replicated import whole
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.judges.replicated import whole
+from tests.support.memory.heap_peak import SLACK_BYTES, WIDTH, Peak
+from tests.support.ranks import Ranks, every_world
 
 SEED = 11
 Init = Callable[[nn.Module], object]
@@ -210,6 +210,7 @@ def same_as_whole(case: str, options: dict[str, Any], mode: str, offset: int) ->
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("case", CASES)
+@every_world
 def test_materialized_equals_initialised_whole_and_sharded(ranks: Ranks, case: str, zero_stage: int) -> None:
     assert all(ranks.run(same_as_whole, case, {"zero_stage": zero_stage}, "eager", 0))
 
@@ -217,11 +218,12 @@ def test_materialized_equals_initialised_whole_and_sharded(ranks: Ranks, case: s
 @pytest.mark.parametrize(
     ("case", "options"), [("constructor", {}), ("rescaling", {"param_dtype": torch.bfloat16})], ids=str
 )
-def test_materialized_equals_whole_compiled(two_ranks: Ranks, case: str, options: dict[str, Any]) -> None:
-    assert all(two_ranks.run(same_as_whole, case, options, "fx", 0))
+def test_materialized_equals_whole_compiled(ranks: Ranks, case: str, options: dict[str, Any]) -> None:
+    assert all(ranks.run(same_as_whole, case, options, "fx", 0))
 
 
 @pytest.mark.parametrize("case", CASES)
+@every_world
 def test_every_rank_gets_rank_zeros_draws_and_keeps_its_own_stream(ranks: Ranks, case: str) -> None:
     """Each rank starts from another random state; as after a whole init, it then draws on from its own."""
     assert all(ranks.run(same_as_whole, case, {}, "eager", 5))
@@ -250,6 +252,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
+@every_world
 def test_a_tied_parameter_takes_its_last_modules_values_as_under_apply(ranks: Ranks) -> None:
     assert all(ranks.run(tied))
 
@@ -266,8 +269,8 @@ def seeded() -> bool:
     return True
 
 
-def test_a_seed_is_that_of_manual_seed(two_ranks: Ranks) -> None:
-    assert all(two_ranks.run(seeded))
+def test_a_seed_is_that_of_manual_seed(ranks: Ranks) -> None:
+    assert all(ranks.run(seeded))
 
 
 def ignored_ones() -> bool:
@@ -284,8 +287,8 @@ def ignored_ones() -> bool:
     return True
 
 
-def test_ignored_parameters_start_from_the_same_draws(two_ranks: Ranks) -> None:
-    assert all(two_ranks.run(ignored_ones))
+def test_ignored_parameters_start_from_the_same_draws(ranks: Ranks) -> None:
+    assert all(ranks.run(ignored_ones))
 
 
 class Dropped(nn.Module):
@@ -320,8 +323,8 @@ def functional_draws() -> bool:
     return True
 
 
-def test_draws_of_every_kind_are_shared(two_ranks: Ranks) -> None:
-    assert all(two_ranks.run(functional_draws))
+def test_draws_of_every_kind_are_shared(ranks: Ranks) -> None:
+    assert all(ranks.run(functional_draws))
 
 
 # --- partly on meta, and in other orders ----------------------------------------------------------------------------
@@ -365,6 +368,7 @@ def partly_on_meta() -> bool:
     return True
 
 
+@every_world
 def test_parameters_that_had_values_keep_them(ranks: Ranks) -> None:
     assert all(ranks.run(partly_on_meta))
 
@@ -380,8 +384,8 @@ def nothing_on_meta() -> bool:
     return zgraph.materialize(plain := nn.Linear(2, 2)) is plain
 
 
-def test_with_nothing_on_meta_nothing_happens(two_ranks: Ranks) -> None:
-    assert two_ranks.run(nothing_on_meta) == [True, True]
+def test_with_nothing_on_meta_nothing_happens(ranks: Ranks) -> None:
+    assert ranks.run(nothing_on_meta) == [True, True]
 
 
 def compiled_and_optimizer_before(forgotten: bool) -> bool:
@@ -413,9 +417,9 @@ def compiled_and_optimizer_before(forgotten: bool) -> bool:
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_compiled_and_given_to_an_optimizer_before(two_ranks: Ranks, forgotten: bool) -> None:
+def test_compiled_and_given_to_an_optimizer_before(ranks: Ranks, forgotten: bool) -> None:
     """Also when the compiler has met the model on the meta device, and refused it."""
-    assert all(two_ranks.run(compiled_and_optimizer_before, forgotten))
+    assert all(ranks.run(compiled_and_optimizer_before, forgotten))
 
 
 def replaced_under_an_optimizer() -> str:
@@ -435,8 +439,8 @@ def replaced_under_an_optimizer() -> str:
     return str(caught.value)
 
 
-def test_where_the_parameter_cannot_stay_the_same_object_old_optimizers_are_refused(two_ranks: Ranks) -> None:
-    for text in two_ranks.run(replaced_under_an_optimizer):
+def test_where_the_parameter_cannot_stay_the_same_object_old_optimizers_are_refused(ranks: Ranks) -> None:
+    for text in ranks.run(replaced_under_an_optimizer):
         assert re.search(r"optimizer .* still holds weight, which .*materialize.*Create the optimizer after", text)
 
 
@@ -566,8 +570,8 @@ def message_of(scenario: str) -> str:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_message_says_what_was_found_and_what_to_do(two_ranks: Ranks, scenario: str) -> None:
-    for text in two_ranks.run(message_of, scenario):
+def test_the_message_says_what_was_found_and_what_to_do(ranks: Ranks, scenario: str) -> None:
+    for text in ranks.run(message_of, scenario):
         assert re.search(EXPECTED[scenario], text, re.DOTALL), text
 
 
@@ -594,8 +598,8 @@ def again_after(init_name: str) -> bool:
 
 
 @pytest.mark.parametrize("init_name", ["failing", "in_part", "without_bias", "resized"])
-def test_after_a_failure_the_call_can_be_repeated(two_ranks: Ranks, init_name: str) -> None:
-    assert all(two_ranks.run(again_after, init_name))
+def test_after_a_failure_the_call_can_be_repeated(ranks: Ranks, init_name: str) -> None:
+    assert all(ranks.run(again_after, init_name))
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

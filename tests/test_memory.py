@@ -9,33 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import zgraph
-from tests.compiled import with_fx
-from tests.gloo import settled
-from tests.ranks import Ranks
+from tests.support.compiled import with_fx
+from tests.support.memory.gloo_buffers import settled
+from tests.support.memory.live_tensors import live_tensors, local, storage_bytes
+from tests.support.ranks import Ranks, every_world
 
 ROWS, LAYERS = 48, 4  # 48 rows divide by 1, 2, 3 and 4, so that the formula is exact
 
 
 def build() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(ROWS, ROWS, bias=False), nn.Tanh()) for _ in range(LAYERS)])
-
-
-def storage_bytes(tensors: list[Tensor]) -> int:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
-def live_tensors(smallest_numel: int) -> list[Tensor]:
-    """Every plain tensor that the process holds and that is as large as a shard."""
-    gc.collect()
-    return [
-        entry
-        for entry in gc.get_objects()
-        if type(entry) in (Tensor, nn.Parameter) and entry.device.type == "cpu" and entry.numel() >= smallest_numel
-    ]
 
 
 def bytes_before_the_step(zero_stage: int, mode: str) -> dict[str, float]:
@@ -63,12 +48,9 @@ def bytes_before_the_step(zero_stage: int, mode: str) -> dict[str, float]:
     return {"rest": at_rest / numel, "alive": alive / numel}
 
 
-def local(tensor: Any) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @pytest.mark.parametrize("mode", ["eager", "fx"])
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@every_world
 def test_bytes_per_parameter_before_the_optimizer_step(ranks: Ranks, zero_stage: int, mode: str) -> None:
     expected = 16 if zero_stage == 0 else 16 / ranks.world
     for found in ranks.run(bytes_before_the_step, zero_stage, mode):
@@ -95,10 +77,8 @@ def saved_for_backward(zero_stage: int, dtype: torch.dtype | None) -> dict[str, 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_gathered_weights_are_not_saved_for_backward(
-    two_ranks: Ranks, zero_stage: int, dtype: torch.dtype | None
-) -> None:
-    for found in two_ranks.run(saved_for_backward, zero_stage, dtype):
+def test_gathered_weights_are_not_saved_for_backward(ranks: Ranks, zero_stage: int, dtype: torch.dtype | None) -> None:
+    for found in ranks.run(saved_for_backward, zero_stage, dtype):
         assert found["count"] > 0
         # Activations are 3 x 48; a weight, gathered or cast, would be 48 x 48.
         assert found["largest"] == 3 * ROWS

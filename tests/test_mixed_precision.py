@@ -13,10 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zgraph
-from tests import models
-from tests.compiled import with_fx
-from tests.ranks import Ranks
-from tests.replicated import Case, Replicated, assert_equal, batches, compare, token_batch, verified, whole
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.judges.replicated import (
+    Case,
+    Replicated,
+    assert_equal,
+    batches,
+    compare,
+    token_batch,
+    verified,
+    whole,
+)
+from tests.support.ranks import Ranks, every_world, worlds
 
 
 def _cases(label: str, half: torch.dtype) -> dict[str, Case]:
@@ -68,7 +77,7 @@ CASES = {
 
 # The telling ones run at both ends of the stages, with and without a compiler; the others once.
 TELLING = ("fp16_parameters", "bf16_language", "bf16_experts", "bf16_autocast", "fp16_autocast_language")
-FAST = ("fp16_parameters", "bf16_autocast")  # what `make test-fast` runs of them
+FAST = ("fp16_parameters", "bf16_autocast")  # what `make test` runs of them
 
 
 def run_case(name: str, zero_stage: int, mode: str) -> int:
@@ -78,7 +87,7 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
 @pytest.mark.parametrize("mode", ["eager", "fx"])
 @pytest.mark.parametrize(
     ("ranks", "zero_stage"),
-    [(2, 3), pytest.param(3, 0, marks=pytest.mark.slow)],
+    [(2, 3), (3, 0)],
     indirect=["ranks"],
     scope="session",
     ids=["ranks2-3", "ranks3-0"],
@@ -92,14 +101,14 @@ def test_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in TELLING])
-def test_equals_the_replicated_model_at_stage_3_compiled(two_ranks: Ranks, name: str) -> None:
-    assert min(two_ranks.run(run_case, name, 3, "fx")) > 0
+def test_equals_the_replicated_model_at_stage_3_compiled(ranks: Ranks, name: str) -> None:
+    assert min(ranks.run(run_case, name, 3, "fx")) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "fx"])
 @pytest.mark.parametrize("name", ["bf16_wire", "bf16_wide_means", "bf16_accumulated"])
-@pytest.mark.parametrize("ranks", [3], indirect=True, scope="session", ids="ranks{}".format)
+@worlds(3)
 def test_means_of_replicated_gradients_are_rounded_once(ranks: Ranks, name: str, mode: str) -> None:
     assert min(ranks.run(run_case, name, 0, mode)) > 0
 
@@ -116,9 +125,9 @@ def batch_norm_beside_narrow_parameters() -> list[str]:
     return [str(parameter.grad.dtype) for parameter in model.parameters()]
 
 
-def test_batch_norm_keeps_fp32_parameters_when_it_is_sharded_first(two_ranks: Ranks) -> None:
+def test_batch_norm_keeps_fp32_parameters_when_it_is_sharded_first(ranks: Ranks) -> None:
     # torch's batch norm refuses narrow weights beside fp32 statistics on CPU: a param_dtype for all cannot work.
-    assert two_ranks.run(batch_norm_beside_narrow_parameters) == [["torch.float32"] * 6] * 2
+    assert ranks.run(batch_norm_beside_narrow_parameters) == [["torch.float32"] * 6] * 2
 
 
 # --- loss scaling ---------------------------------------------------------------------------------------------------
@@ -204,7 +213,7 @@ def train_scaled(zero_stage: int, mode: str, explicit: bool) -> None:
 
 @pytest.mark.parametrize("explicit", [True, False], ids=["unscale", "step"])
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 0), (2, 3), (3, 0), (4, 3)], indirect=["ranks"], scope="session")
 def test_all_ranks_skip_a_step_in_which_one_shard_overflows(
     ranks: Ranks, zero_stage: int, mode: str, explicit: bool
 ) -> None:
@@ -230,21 +239,21 @@ def one_step_with_an_inf(scaler_class: type[torch.amp.GradScaler], build: type[n
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("build", [Scaled, models.Frozen, models.Uneven])
-def test_ranks_agree_on_an_overflow_in_one_of_them(two_ranks: Ranks, build: type[nn.Module], fused: bool) -> None:
-    found = two_ranks.run(one_step_with_an_inf, zgraph.GradScaler, build, fused)
+def test_ranks_agree_on_an_overflow_in_one_of_them(ranks: Ranks, build: type[nn.Module], fused: bool) -> None:
+    found = ranks.run(one_step_with_an_inf, zgraph.GradScaler, build, fused)
     assert found == [[False, SCALE / 2]] * 2
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_torchs_own_scaler_agrees_where_the_first_gradient_is_sharded(two_ranks: Ranks, fused: bool) -> None:
-    found = two_ranks.run(one_step_with_an_inf, torch.amp.GradScaler, models.Uneven, fused)
+def test_torchs_own_scaler_agrees_where_the_first_gradient_is_sharded(ranks: Ranks, fused: bool) -> None:
+    found = ranks.run(one_step_with_an_inf, torch.amp.GradScaler, models.Uneven, fused)
     assert found == [[False, SCALE / 2]] * 2
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_torchs_own_scaler_disagrees_where_the_first_gradient_is_replicated(two_ranks: Ranks, fused: bool) -> None:
+def test_torchs_own_scaler_disagrees_where_the_first_gradient_is_replicated(ranks: Ranks, fused: bool) -> None:
     # The reason for zgraph.GradScaler, and for a line in docs/sharding.md: both go when torch passes this no more.
-    found = two_ranks.run(one_step_with_an_inf, torch.amp.GradScaler, Scaled, fused)
+    found = ranks.run(one_step_with_an_inf, torch.amp.GradScaler, Scaled, fused)
     assert found == [[True, SCALE], [False, SCALE / 2]]
 
 
@@ -293,8 +302,7 @@ def train_token_weighted(zero_stage: int, mode: str, half: bool) -> None:
 
 
 @pytest.mark.parametrize(("mode", "half"), [("eager", False), ("fx", False), ("fx", True)])
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)], indirect=True, ids="ranks{}".format)
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (3, 3)], indirect=["ranks"], scope="session")
 def test_a_token_weighted_sum_equals_the_replicated_model(ranks: Ranks, zero_stage: int, mode: str, half: bool) -> None:
     ranks.run(train_token_weighted, zero_stage, mode, half)
 
@@ -340,5 +348,6 @@ def whole_batch_gradient(zero_stage: int) -> float:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
+@every_world
 def test_a_token_weighted_sum_is_the_gradient_of_the_whole_batch(ranks: Ranks, zero_stage: int) -> None:
     assert max(ranks.run(whole_batch_gradient, zero_stage)) <= 1

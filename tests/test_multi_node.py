@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.launch import LIMIT_S, ROOT, TORCHRUN, environment, running, to_file
+from tests.support.torchrun import LIMIT_S, ROOT, TORCHRUN, environment, running, to_file
 
-SCRIPT = str(ROOT / "tests" / "elastic.py")
+SCRIPT = str(ROOT / "tests" / "support" / "runs" / "elastic.py")
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
 # Every part of the example once: training, evaluation, a sample, each compiled.
 SMALL = shlex.split("--steps 12 --layers 2 --width 36 --heads 2 --batch 2 --sequence 32 --eval-every 6")

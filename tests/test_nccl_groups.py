@@ -17,7 +17,7 @@ from zgraph.runtime import groups
 from zgraph.runtime.groups import make_host_groups, reduction_group, separate_reductions
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.sharding.shard import _separate_reductions  # pyright: ignore[reportPrivateUsage]
-from zgraph.torch_compat.groups import fake_world, make_beside, resolve_group
+from zgraph.torch_compat.groups import fake_world, make_sibling_group, resolve_group
 
 CUDA = torch.device("cuda", 0)
 
@@ -100,7 +100,7 @@ def test_groups_of_nodes_are_connected_too(recorded: Recorded) -> None:
 
 def test_an_unbound_world_binds_nothing(recorded: Recorded) -> None:
     with fake_world(2):
-        made = make_beside(resolve_group("0"), "0.more", high_priority=True)
+        made = make_sibling_group(resolve_group("0"), "0.more", high_priority=True)
     assert made.group_name == "0.more"
     assert recorded.options[-1]["device_id"] is None and recorded.options[-1]["options"] is None  # it is not NCCL's
 
@@ -113,7 +113,7 @@ def test_a_model_gathers_on_it_and_reduces_on_the_meshs_own(
         mesh = init_device_mesh("cpu", (2,))
         assert _separate_reductions(mesh) == mesh.get_group().group_name + ".gathers"
         model = zgraph.shard(nn.Linear(4, 4), mesh)
-        (name,) = {read.spec.group_name for read in sharded_parameters(model).values()}
+        (name,) = {read.spec.layout.gather_group for read in sharded_parameters(model).values()}
         assert reduction_group(name) == mesh.get_group().group_name
         before = len(recorded.events)
         zgraph.shard(nn.Linear(4, 4), mesh, zero_stage=0)  # nothing is gathered, and nothing is made

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import zgraph
-from tests import models
-from tests.ranks import Ranks
-from tests.replicated import Case, compare, growing_batch, growing_features, token_batch
+from tests.support import models
+from tests.support.judges.replicated import Case, compare, growing_batch, growing_features, token_batch
+from tests.support.ranks import Ranks, worlds
 
 
 def _stage_by_part(model: nn.Module, zero_stage: int) -> nn.Module:
@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-# What `make test-fast` runs of them: between them they reach every pass.
+# What `make test` runs of them: between them they reach every pass.
 FAST = ("uneven_shards", "frozen", "reused", "graph_breaks", "sum")
 # What runs at both ends of the stages, with and without a compiler, on 2 ranks and on 3, which divides nothing.
 EVERYWHERE = ("uneven_shards", "tied_scalar_attention", "routed_experts", "bf16_parameters", "graph_breaks")
@@ -82,7 +82,7 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
 @pytest.mark.parametrize("name", marked(EVERYWHERE))
 @pytest.mark.parametrize(
     ("ranks", "zero_stage"),
-    [(2, 0), (2, 3), pytest.param(3, 3, marks=pytest.mark.slow)],
+    [(2, 0), (2, 3), (3, 3)],
     indirect=["ranks"],
     scope="session",
     ids=["ranks2-0", "ranks2-3", "ranks3-3"],
@@ -142,9 +142,8 @@ def run_window(name: str, zero_stage: int, mode: str) -> int:
     return compare(WINDOWS[name], zero_stage, mode)
 
 
-@pytest.mark.parametrize("mode", ["eager", "fx"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)], indirect=True, ids="ranks{}".format)
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "eager"), (2, "fx"), (3, "fx")], indirect=["ranks"], scope="session")
 def test_accumulated_gradients_equal_the_replicated_model(ranks: Ranks, zero_stage: int, mode: str) -> None:
     assert min(ranks.run(run_window, "uneven_shards", zero_stage, mode)) > 0
 
@@ -154,16 +153,16 @@ def test_accumulated_gradients_equal_the_replicated_model(ranks: Ranks, zero_sta
 @pytest.mark.parametrize(
     ("name", "zero_stage"), [(name, index % 3) for index, name in enumerate(WINDOWS) if name != "uneven_shards"]
 )
-def test_accumulation_in_many_models(two_ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
+def test_accumulation_in_many_models(ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
     """Stages 0, 1 and 2, in turns."""
-    assert min(two_ranks.run(run_window, name, zero_stage, mode)) > 0
+    assert min(ranks.run(run_window, name, zero_stage, mode)) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "zero_stage"), [(name, 1 + index % 2) for index, name in enumerate(EVERYWHERE)])
-def test_a_window_of_one_equals_the_replicated_model(two_ranks: Ranks, name: str, zero_stage: int) -> None:
+def test_a_window_of_one_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int) -> None:
     """Without no_sync stages 1 and 2 are one thing, so each model takes one of them."""
-    assert min(two_ranks.run(run_case, name, zero_stage, "fx")) > 0
+    assert min(ranks.run(run_case, name, zero_stage, "fx")) > 0
 
 
 HYBRID = {
@@ -200,11 +199,11 @@ def test_hybrid_sharding_equals_the_replicated_model(ranks: Ranks, name: str, ze
 @pytest.mark.parametrize(
     ("name", "zero_stage"), [("accumulated_sum", 0), ("bf16_fp32_sums", 0), ("bf16_fp32_sums", 3), ("batch_norm", 3)]
 )
-@pytest.mark.parametrize("ranks", [4], indirect=True, scope="session", ids="ranks{}".format)
+@worlds(4)
 def test_hybrid_sharding_of_more_models(ranks: Ranks, name: str, zero_stage: int) -> None:
     assert min(ranks.run(run_hybrid, name, zero_stage, "fx")) > 0
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_equals_when_only_submodules_are_compiled(two_ranks: Ranks, zero_stage: int) -> None:
-    assert min(two_ranks.run(run_case, "uneven_shards", zero_stage, "part")) > 0
+def test_equals_when_only_submodules_are_compiled(ranks: Ranks, zero_stage: int) -> None:
+    assert min(ranks.run(run_case, "uneven_shards", zero_stage, "part")) > 0

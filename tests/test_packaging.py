@@ -45,7 +45,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what gets packaged, links included: a build leaves files beside its sources."""
     copy = tmp_path_factory.mktemp("source")
     for room in ROOMS:
-        shutil.copytree(ROOT / room, copy / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        unwanted = shutil.ignore_patterns("__pycache__", "node_modules")
+        shutil.copytree(ROOT / room, copy / room, symlinks=True, ignore=unwanted)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     return copy

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from tests.graphs import compile_model, fake_world, mlp, traced
-from zgraph import Fact, GraphPass, Hardware, PassContext, Pipeline, PreconditionError, Report, VerifyError
+from tests.support.graphs import compile_model, fake_world, mlp, traced
+from zgraph import Fact, GraphPass, PassContext, Pipeline, PreconditionError, Report, VerifyError
 from zgraph.compiler.graph_pass import Phase
 from zgraph.graph import meta
 from zgraph.passes import ChooseLifetimes, DedupeGathers, LoCo, LowerGathers, NoFeedback, SinkWaits, presets
@@ -94,6 +94,13 @@ def test_a_conflict_names_both_passes() -> None:
         Pipeline([*passes, passes[4]])
     assert str(error.value).startswith("bucket_collectives cannot run after ")
     assert "put bucket_collectives before it." in str(error.value)
+
+
+def test_what_is_not_a_list_of_passes_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"'default' is not a list of passes; .*call the preset: zgraph\.passes\.presets"
+    ):
+        Pipeline(presets.default)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entry", [SinkWaits, "sink_waits", None])
@@ -203,10 +210,12 @@ def test_the_observer_sees_each_pass_on_each_graph_after_it_ran() -> None:
     found = traced(mlp)
     pipeline = Pipeline([Answer(answer=True, adds=True), NeedsEarly(), Early()])
     sizes = {direction: len(gm.graph.nodes) for direction, gm in found.graphs.items()}
-    for _ in pipeline.run(
-        "graph", found.ctx, found.graphs, lambda entry, where, graph: seen.append((entry.name, where, len(graph.nodes)))
-    ):
-        pass
+
+    def observe(entry: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
+        assert entry is not None
+        seen.append((entry.name, ctx.direction, len(graph.nodes)))
+
+    list(pipeline.run("graph", found.ctx, found.graphs, observe))
     assert seen == [
         (name, where, sizes[where] + 1) for name in ("answer", "needs_early") for where in ("forward", "backward")
     ]
@@ -221,7 +230,6 @@ def test_passes_and_pipelines_are_values() -> None:
 
 
 def test_facts_of_the_passes_are_the_named_ones() -> None:
-    by_costs = presets.default(hardware=Hardware.preset("cpu"))
     lossy = presets.default(compression=LoCo(), gather_compression=NoFeedback(bits=8))
-    provided = {fact for entry in [*presets.default(), *by_costs, *lossy] for fact in entry.provides}
+    provided = {fact for entry in [*presets.default(), *presets.planned(), *lossy] for fact in entry.provides}
     assert provided == set(Fact)

@@ -11,11 +11,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tests.drawn_training import draw_training, model_of
-from tests.graphs import Drawing, fake_world
+from tests.support.graphs import Drawing, fake_world
+from tests.support.random_joint_graphs import draw_training, model_of
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import step_curve
 from zgraph.graph import edits
+from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.passes.choose_lifetimes import apply
 from zgraph.scheduling.lifetime_model import Model, StepEstimate
 from zgraph.scheduling.plan_lifetimes import greedy_frontier
@@ -23,7 +24,7 @@ from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import min_cut_partition
 
 aten = torch.ops.aten
-COMPUTE = NodeCost("compute", 1.0)
+ONE_US = NodeCost(COMPUTE, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def chain_of(call: str) -> tuple[Model, fx.Node]:
     gm = drawing.done(y, grad)
     forward, backward = min_cut_partition(gm, (), num_fwd_outputs=1)
     ends = forward.graph, backward.graph
-    model = Model(gm.graph, *ends, user_outputs=1, cost_of=lambda node: COMPUTE, sharing=Sharing())
+    model = Model(gm.graph, *ends, user_outputs=1, cost_of=lambda node: ONE_US, sharing=Sharing())
     return model, next(node for node in gm.graph.nodes if node.name == b.name)
 
 
@@ -145,10 +146,10 @@ def test_a_parameter_is_a_value_like_any_other() -> None:
     """Compute hides every gather: parameters are gathered again before anything is computed again, and vice versa."""
     gm, costs = draw_training(3, layers=6)
     model = model_of(gm, costs)
-    for slow in ("compute", "group:0"):
+    for slow in (COMPUTE, Lane.of_group("0")):
         model.costs = {
             node: NodeCost(cost.lane, cost.us * (100 if cost.lane == slow else 1)) for node, cost in model.costs.items()
         }
         first = next(iter(greedy_frontier(model).estimates[1].dropped))
-        assert (first.gather is not None) == (slow == "compute")
+        assert (first.gather is not None) == (slow == COMPUTE)
         model.costs = {node: costs[node.name] for node in model.costs}

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
-from tests.compiled import with_fx
-from tests.graphs import fake_world
-from tests.ranks import Ranks
+from tests.support.compiled import with_fx
+from tests.support.graphs import fake_world
+from tests.support.ranks import Ranks
 from zgraph.analysis.cuda_workspace import COMMUNICATOR_BYTES
 from zgraph.graph import nodes
+from zgraph.graph.lanes import Lane
 from zgraph.passes import BucketCollectives, presets
 from zgraph.planning import Plan
+from zgraph.reporting.tables import size
 
 WIDTH, LAYERS = 64, 6
 PARAMETER_BYTES = LAYERS * WIDTH * WIDTH * 4
@@ -45,11 +47,9 @@ def compiled_for_real(zero_stage: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_it_plans_what_real_ranks_compile(two_ranks: Ranks, zero_stage: int) -> None:
+def test_it_plans_what_real_ranks_compile(ranks: Ranks, zero_stage: int) -> None:
     found = planned(2, zero_stage=zero_stage)
-    assert (found.sent_bytes, [graph.nodes for graph in found.graphs]) == two_ranks.run(compiled_for_real, zero_stage)[
-        0
-    ]
+    assert (found.sent_bytes, [graph.nodes for graph in found.graphs]) == ranks.run(compiled_for_real, zero_stage)[0]
 
 
 def test_other_shapes_compiled_before_do_not_matter() -> None:
@@ -84,7 +84,7 @@ def test_on_gpus_libraries_hold_memory_too() -> None:
     assert (alone.cublas_bytes, alone.communicator_bytes) == (2 * (2 * 4096 + 8 * 16) * 2**10, 0)
     libraries = found.cublas_bytes + found.communicator_bytes
     assert found.peak_bytes == found.parameter_bytes + found.moment_bytes + found.step_bytes + libraries
-    assert "cuBLAS workspaces 64.00 MiB, NCCL communicators 0.2" in str(found)
+    assert f"cuBLAS workspaces 64.00 MiB, NCCL communicators {size(2 * COMMUNICATOR_BYTES)}" in str(found)
     assert "cuBLAS" not in str(planned(8, "cpu"))
 
 
@@ -109,16 +109,18 @@ def test_a_longer_step_on_a_slower_machine_and_the_plan_says_where_the_time_goes
     assert fast.step_us < slow.step_us
     for graph in slow.graphs:
         assert graph.exposed_us <= graph.timeline.step_us
-        assert "group:0" in graph.timeline.busy_us
+        assert Lane.of_group("0") in graph.timeline.busy_us
     assert "ms exposed" in str(slow) and "of 256 GiB" in str(slow)
+    assert f"peak of the step beside them {size(slow.step_bytes)}; together {size(slow.peak_bytes)} of" in str(slow)
+    assert f"  peak {size(slow.step_bytes)} while " in str(slow)
 
 
 def test_a_schedule_that_knows_the_machine_is_not_slower() -> None:
     machine = zgraph.Hardware.preset("cpu")
     rules = [BucketCollectives(bucket_bytes=20_000) if p.name == "bucket_collectives" else p for p in presets.default()]
-    costs = presets.default(hardware=machine, bucket_bytes=20_000)
+    target = zgraph.Target(hardware=machine)
     by_rules = planned(8, machine, pipeline=zgraph.Pipeline(rules))
-    by_costs = planned(8, machine, pipeline=zgraph.Pipeline(costs))
+    by_costs = planned(8, machine, pipeline=zgraph.Pipeline(presets.planned(bucket_bytes=20_000), target=target))
     assert by_costs.step_us <= by_rules.step_us
 
 
@@ -133,6 +135,20 @@ def test_an_unknown_machine_is_refused() -> None:
         planned(2, "h10")
 
 
+@pytest.mark.parametrize(
+    ("model_fn", "batch", "message"),
+    [
+        (nn.Linear(4, 4), tuple, "model_fn is a Linear; pass a function that makes the model"),
+        (None, tuple, "model_fn is a NoneType; pass a function"),
+        (build, (torch.zeros(8, WIDTH),), "batch is a tuple; pass a function that returns the tuple"),
+        (build, lambda: torch.zeros(1, 8, WIDTH), r"batch returned a .*Tensor; return the tuple .*\(tokens,\)"),
+    ],
+)
+def test_a_model_or_batch_that_a_plan_cannot_take_is_refused(model_fn: Any, batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"zgraph\.plan: {message}"):
+        zgraph.plan(model_fn, world_size=2, hardware="cpu", batch=batch)
+
+
 def test_it_needs_a_process_of_its_own() -> None:
     with fake_world(2), pytest.raises(zgraph.ZgraphError, match="in a process group already"):
         planned(2)
@@ -145,10 +161,3 @@ def test_the_group_is_gone_afterwards_also_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="no batch today"):
         zgraph.plan(build, world_size=2, batch=broken)
     assert not torch.distributed.is_initialized()
-
-
-def test_a_budget_needs_costs() -> None:
-    with pytest.raises(ValueError, match=r"presets.default: budget_bytes=5 .* hardware=zgraph.calibrate\(\)"):
-        presets.default(budget_bytes=5)
-    with pytest.raises(ValueError, match="set_target: budget_bytes=0 holds nothing"):
-        presets.default(hardware=zgraph.Hardware.preset("h100"), budget_bytes=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.ranks import Ranks
-from tests.replicated import Case, compare, token_batch
+from tests.support.judges.replicated import Case, compare, token_batch
+from tests.support.ranks import Ranks, worlds
 
 KINDS = ("linear", "norm", "attention", "embedding")
 
@@ -89,13 +88,6 @@ def run_recipe(recipe: Recipe, zero_stage: int, mode: str) -> int:
     return compare(Case(build=lambda: Drawn(recipe), batch=token_batch, steps=2), zero_stage, mode)
 
 
-@pytest.fixture(scope="module")
-def three_ranks() -> Iterator[Ranks]:
-    running = Ranks(3)
-    yield running
-    running.close()
-
-
 @pytest.mark.slow
 @settings(
     max_examples=8,
@@ -105,6 +97,7 @@ def three_ranks() -> Iterator[Ranks]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(recipe=recipes, zero_stage=st.sampled_from([0, 3]))
-def test_a_random_model_equals_its_replica(three_ranks: Ranks, recipe: Recipe, zero_stage: int) -> None:
+@worlds(3)
+def test_a_random_model_equals_its_replica(ranks: Ranks, recipe: Recipe, zero_stage: int) -> None:
     for mode in ("eager", "fx"):
-        assert min(three_ranks.run(run_recipe, recipe, zero_stage, mode)) > 0
+        assert min(ranks.run(run_recipe, recipe, zero_stage, mode)) > 0

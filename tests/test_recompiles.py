@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zgraph
-from tests import models
-from tests.compiled import with_fx
-from tests.ranks import Ranks, fresh_ranks
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks, fresh_ranks
+from zgraph.reporting.tables import counted
 from zgraph.sharding.scope import state_of
 
 OTHER_LENGTHS = (4, 5, 7, 8, 9, 11, 13, 15, 16, 17)
@@ -92,12 +94,12 @@ REASONS = (
     ],
 )
 def test_recompiles_are_bounded_and_the_summary_says_why(
-    two_ranks: Ranks, zero_stage: int, windows_first: bool, expected: list[int], reasons: tuple[str, ...]
+    ranks: Ranks, zero_stage: int, windows_first: bool, expected: list[int], reasons: tuple[str, ...]
 ) -> None:
-    for counts, text in two_ranks.run(count_recompiles, zero_stage, windows_first):
+    for counts, text in ranks.run(count_recompiles, zero_stage, windows_first):
         assert list(counts.values()) == expected, counts
         first, *lines = text.splitlines()
-        assert f" of 1 frames, {expected[-1]} recompiles, " in first
+        assert f" of 1 frame, {counted(expected[-1], 'recompile')}, " in first
         for line, reason in zip(lines, reasons, strict=False):
             assert re.fullmatch(reason, line), line
 
@@ -127,9 +129,9 @@ def interrupted(classes: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("classes", "graphs"), [(4, 8), (1, 2)])
-def test_only_equal_units_share_a_frame(two_ranks: Ranks, classes: int, graphs: int) -> None:
+def test_only_equal_units_share_a_frame(ranks: Ranks, classes: int, graphs: int) -> None:
     """Dynamo gives up on a function at its limit of recompiles, and all units run one function."""
-    assert two_ranks.run(interrupted, classes) == [(graphs, 0)] * 2
+    assert ranks.run(interrupted, classes) == [(graphs, 0)] * 2
 
 
 def frames_of(sharded: bool) -> tuple[int, int]:
@@ -150,3 +152,32 @@ def test_across_graph_breaks_nothing_but_the_forwards_of_units_becomes_a_frame()
     with fresh_ranks(1) as ranks:
         [(plain, _)], [(sharded, units)] = ranks.run(frames_of, False), ranks.run(frames_of, True)
     assert plain > 1 and sharded <= plain + units
+
+
+class Sliced(nn.Module):
+    """Builds a module in its forward, as Hugging Face's models do: `self.layers[: n]` is a ModuleList of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return x
+
+
+def beside_other_models() -> int:
+    """Recompiles of a model while others are sharded, wrapped and gone."""
+    call = with_fx(zgraph.shard(Sliced()))
+    for _ in range(3):
+        other = torch.compile(zgraph.shard(nn.Linear(2, 2)))
+        call(torch.ones(1, 2)).sum().backward()
+        del other
+        gc.collect()
+        call(torch.ones(1, 2)).sum().backward()
+    return zgraph.summary(call).recompiles
+
+
+def test_models_that_come_and_go_recompile_no_other(ranks: Ranks) -> None:
+    assert ranks.run(beside_other_models) == [0] * ranks.world

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.graphs import Traced, apply, by_rank, copy_of, fake_world, inputs_for, mlp, tensors_in, traced
-from tests.lockstep import assert_same_results, run_together
+from tests.support.graphs import Traced, apply, by_rank, copy_of, fake_world, inputs_for, mlp, tensors_in, traced
+from tests.support.judges.lockstep import assert_same_results, run_together
 from zgraph import Hardware
 from zgraph.dialect.sum_ranks import sum_pieces
 from zgraph.graph import meta, nodes
@@ -64,7 +64,7 @@ def test_neighbours_across_nodes_share_none() -> None:
 
 def on_nccl(world: int, hardware: Hardware | None = H100, **options: Any) -> Traced:
     found = traced(mlp, [LowerGathers()], world=world, **options)
-    found.ctx.planned_backend, found.ctx.hardware = "nccl", hardware
+    found.know(planned_backend="nccl", hardware=hardware)
     return found
 
 
@@ -166,6 +166,18 @@ def test_three_ranks_divide_as_ieee_says() -> None:
     found = torch.ops.zgraph.sum_ranks(received.flatten(), 3, 3, F32)
     assert torch.equal(found, torch.from_numpy(expected))
     assert not np.array_equal(expected, ((a + b) + c) * (np.float32(1) / np.float32(3))), "the two ways differ"
+
+
+def test_five_pieces_are_summed_in_rank_order() -> None:
+    received = torch.randn(5, 4101, generator=torch.Generator().manual_seed(0))
+    first, *others = received.numpy()
+    in_order, backwards = first, first
+    for piece in others:
+        in_order = in_order + piece
+    for piece in reversed(others):
+        backwards = backwards + piece
+    assert torch.equal(sum_pieces(received.flatten(), 5, 1, F32), torch.from_numpy(in_order))
+    assert not np.array_equal(in_order, backwards), "the order makes a difference"
 
 
 # --- compressed gradients -------------------------------------------------------------------------------------------

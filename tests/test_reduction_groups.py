@@ -11,14 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
-from tests.graphs import fake_world, mlp, traced
-from tests.ranks import fresh_ranks
-from zgraph import Hardware, PassContext
+from tests.support.graphs import fake_world, mlp, traced
+from tests.support.ranks import fresh_ranks
+from zgraph import Hardware
 from zgraph.analysis.cost import costs_of
 from zgraph.compiler.agreement import Signature
-from zgraph.graph import nodes
+from zgraph.compiler.target import sharing_of
+from zgraph.graph import dataflow, nodes
+from zgraph.graph.lanes import Lane
 from zgraph.graph.traffic import transfers
-from zgraph.passes import LowerGathers, LowerReductions, SetTarget
+from zgraph.passes import LowerGathers, LowerReductions
 from zgraph.runtime.groups import reduction_group
 from zgraph.scheduling.simulate import simulate
 from zgraph.torch_compat.groups import find_group, resolve_group
@@ -92,7 +94,7 @@ def test_reductions_are_lowered_onto_their_own_group(zero_stage: int) -> None:
         graph = found.graphs["backward"].graph
         groups = {True: dict[str, None](), False: dict[str, None]()}
         for start in nodes.call_functions(graph, nodes.is_start):
-            groups[nodes.copy_in(start) is not None][nodes.group_of(start)] = None
+            groups[dataflow.copy_in(start) is not None][nodes.group_of(start)] = None
     assert [*groups[False]] == [BESIDE]
     assert [*groups[True]] == (["0"] if zero_stage else [])
 
@@ -100,13 +102,12 @@ def test_reductions_are_lowered_onto_their_own_group(zero_stage: int) -> None:
 def test_markers_and_collectives_cost_on_two_lanes_of_one_link() -> None:
     hardware = Hardware.preset("cpu")
     with fake_world(2):
-        found, ctx = traced(mlp), PassContext()
-        SetTarget(hardware=hardware).run(found.graphs["backward"], ctx)
-        lanes = ["group:0", f"group:{BESIDE}"]
-        assert [*ctx.sharing.links] == lanes and len(dict.fromkeys(ctx.sharing.links.values())) == 1
+        sharing = sharing_of(traced(mlp).graphs["backward"].graph, hardware)
+        lanes = [Lane.of_group("0"), Lane.of_group(BESIDE)]
+        assert [*sharing.links] == lanes and len(dict.fromkeys(sharing.links.values())) == 1
         for passes in ([], [LowerGathers(), LowerReductions()]):
             graph = traced(mlp, passes).graphs["backward"].graph
-            timeline = simulate(list(graph.nodes), costs_of(graph, hardware), ctx.sharing)
+            timeline = simulate(list(graph.nodes), costs_of(graph, hardware), sharing)
             assert [lane for lane in lanes if lane in timeline.busy_us] == lanes
 
 

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.graphs import apply, deep, fake_world, traced
-from tests.ranks import Ranks
+from tests.support.graphs import apply, deep, fake_world, traced
+from tests.support.ranks import Ranks
 from zgraph import Hardware
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
-from zgraph.sharding.same_machine import agreed_machine, gathered, machine_behind, preset_of
+from zgraph.sharding.same_machine import agreed_machine, gathered, machine_of, preset_of
 
 LOWERED = (LowerGathers(), LowerReductions())
 
@@ -37,13 +37,13 @@ def test_a_name_stands_for_a_preset(name: str, preset: str | None) -> None:
 
 
 def test_ranks_must_be_alike_and_lie_together() -> None:
-    four = machine_behind([(1, 7)] * 4 + [(1, 9)] * 4)
+    four = machine_of([(1, 7)] * 4 + [(1, 9)] * 4)
     assert four is not None and (four.name, four.ranks_per_host) == ("h100", 4)
-    assert machine_behind([(2, 5)]) is not None
-    assert machine_behind([(1, 7), (2, 7)]) is None
-    assert machine_behind([(1, 7), (-1, 7)]) is None
-    assert machine_behind([(1, 7), (1, 7), (1, 9)]) is None  # a host less full than another
-    assert machine_behind([(1, 7), (1, 9), (1, 7), (1, 9)]) is None  # as if four hosts
+    assert machine_of([(2, 5)]) is not None
+    assert machine_of([(1, 7), (2, 7)]) is None
+    assert machine_of([(1, 7), (-1, 7)]) is None
+    assert machine_of([(1, 7), (1, 7), (1, 9)]) is None  # a host less full than another
+    assert machine_of([(1, 7), (1, 9), (1, 7), (1, 9)]) is None  # as if four hosts
 
 
 def rows_of_all() -> list[list[int]]:
@@ -52,15 +52,15 @@ def rows_of_all() -> list[list[int]]:
     return gathered(torch.tensor([dist.get_rank(), 5]), mesh.get_all_groups()).tolist()
 
 
-def test_every_rank_hears_of_all(two_ranks: Ranks) -> None:
-    assert two_ranks.run(rows_of_all) == [[[0, 5], [1, 5]]] * 2
+def test_every_rank_hears_of_all(ranks: Ranks) -> None:
+    assert ranks.run(rows_of_all) == [[[0, 5], [1, 5]]] * 2
 
 
 def members(backend: str, machine: Hardware | None, size: int = 256) -> list[int]:
     """How many of six weights share each gather, weights of so many bytes."""
     with fake_world(2):
         found = traced(deep, LOWERED)
-        found.ctx.planned_backend, found.ctx.machine = backend, machine
+        found.know(planned_backend=backend, machine=machine)
         gm = found.graphs["forward"]
         apply(BucketCollectives(bucket_bytes="auto"), found, "forward")
         return [len(nodes.sent_by(start)) for start in nodes.call_functions(gm.graph, nodes.is_gather)]
@@ -80,7 +80,7 @@ def test_buckets_suit_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_that_is_only_known_changes_no_other_pass() -> None:
     with fake_world(2):
         found = traced(deep, LOWERED)
-        found.ctx.planned_backend, found.ctx.machine = "nccl", Hardware.preset("h100")
+        found.know(planned_backend="nccl", machine=Hardware.preset("h100"))
         apply(BucketCollectives(bucket_bytes="auto"), found, "forward")
     assert found.ctx.hardware is None and found.ctx.cost_of is None
     assert [text for name, _, text in found.ctx.notes if name == "bucket_collectives"][-1] == "gathers: 1 coalesced"

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import fx
 
-from tests.drawn_steps import draw_step
-from tests.graphs import Drawing, fake_world
-from tests.machine import peak_bytes, replay
-from zgraph.analysis.cost import NodeCost
+from tests.support.graphs import Drawing, fake_world
+from tests.support.judges.event_machine import peak_bytes, replay
+from tests.support.random_steps import draw_step
+from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.analysis.storages import storages_of
 from zgraph.graph import nodes
+from zgraph.graph.lanes import COMPUTE, DISK, HOST_TO_DEVICE, Lane
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Sharing, Timeline
 from zgraph.torch_compat.collectives import wait_op
@@ -33,13 +34,13 @@ def world() -> Iterator[None]:
 def run(gm: fx.GraphModule, sharing: Sharing | None = None, **us: float) -> Timeline:
     """With these microseconds by name: of collectives of w on group:0, of v on group:1, else of compute."""
     order = list(gm.graph.nodes)
-    costs = {node: NodeCost("", 0.0) for node in order if node.op == "call_function"}
+    costs = {node: FREE for node in order if node.op == "call_function"}
     for node in costs:
         if nodes.is_start(node):
-            lane = "group:1" if node.name.endswith("_v") else "group:0"
+            lane = Lane.of_group("1") if node.name.endswith("_v") else Lane.of_group("0")
             costs[node] = NodeCost(lane, us[node.name.rsplit("_", 1)[1]])
         elif node.name in us:
-            costs[node] = NodeCost("compute", us[node.name])
+            costs[node] = NodeCost(COMPUTE, us[node.name])
     return simulate(order, costs, sharing)
 
 
@@ -63,8 +64,8 @@ def test_a_gather_is_hidden_by_what_runs_before_its_wait(gather: float, step: fl
     assert found.step_us == step
     assert by_name(found, "exposed_us") == {"all_gather_w": exposed}
     assert by_name(found, "hidden_us") == {"all_gather_w": gather - exposed}
-    assert found.busy_us == {"compute": 12.0, "group:0": gather}
-    assert found.utilisation("compute") == 12.0 / step and found.utilisation("disk") == 0.0
+    assert found.busy_us == {COMPUTE: 12.0, Lane.of_group("0"): gather}
+    assert found.utilisation(COMPUTE) == 12.0 / step and found.utilisation(DISK) == 0.0
     names = [node.name for node in found.critical_path()]
     assert names == (["all_gather_w", "two"] if exposed else ["one", "two"])
 
@@ -87,7 +88,7 @@ def two_gathers(second: str) -> fx.GraphModule:
         # Two lanes: side by side.         group:0 [w 4]  group:1 [v 6]
         ("v", None, (4.0, 6.0), (0.0, 1.0)),
         # Two lanes of one link: each at half speed until w is done at 8, and v alone for the last 2 us.
-        ("v", Sharing(links={"group:0": "eth0", "group:1": "eth0"}), (8.0, 10.0), (3.0, 2.0)),
+        ("v", Sharing(links={Lane.of_group("0"): "eth0", Lane.of_group("1"): "eth0"}), (8.0, 10.0), (3.0, 2.0)),
         # Two at once of one lane, which get 1.6 times through what one does: each at 0.8 until w is done at 5.
         ("u", Sharing(at_once=2, gains={"group:0": 1.6}), (5.0, 7.0), (0.0, 2.0)),
         # They would go no faster than alone if the link had room for more.
@@ -123,10 +124,10 @@ def test_copies_from_disk_and_host_follow_one_another() -> None:
     two = drawing.call(aten.add.Tensor, one, copy)
     gm = drawing.done(two)
     costs = {
-        read: NodeCost("disk", 4.0),
-        copy: NodeCost("host_to_device", 3.0),
-        one: NodeCost("compute", 1.0),
-        two: NodeCost("compute", 2.0),
+        read: NodeCost(DISK, 4.0),
+        copy: NodeCost(HOST_TO_DEVICE, 3.0),
+        one: NodeCost(COMPUTE, 1.0),
+        two: NodeCost(COMPUTE, 2.0),
     }
     found = simulate(list(gm.graph.nodes), costs)
     assert found.step_us == 9.0
@@ -141,8 +142,8 @@ def test_members_of_a_coalesced_collective_arrive_together() -> None:
     parts = [drawing.call(wait_op(), drawing.call(operator.getitem, both, index)) for index in (0, 1)]
     gm = drawing.done(drawing.call(aten.add.Tensor, *parts))
     order = list(gm.graph.nodes)
-    costs = {node: NodeCost("", 0.0) for node in nodes.call_functions(gm.graph, lambda _: True)}
-    found = simulate(order, costs | {both: NodeCost("group:0", 5.0)})
+    costs = {node: FREE for node in nodes.call_functions(gm.graph, lambda _: True)}
+    found = simulate(order, costs | {both: NodeCost(Lane.of_group("0"), 5.0)})
     assert (found.step_us, found.exposed_us) == (5.0, {both: 5.0})
 
 
@@ -156,7 +157,7 @@ def test_what_is_never_waited_for_still_belongs_to_the_step() -> None:
 
 def test_an_empty_schedule_takes_no_time() -> None:
     found = simulate([], {})
-    assert (found.step_us, found.critical_path(), found.memory.peak_bytes, found.utilisation("compute")) == (
+    assert (found.step_us, found.critical_path(), found.memory.peak_bytes, found.utilisation(COMPUTE)) == (
         0,
         [],
         0,
@@ -180,7 +181,7 @@ def test_a_second_account_of_the_machine_agrees(seed: int) -> None:
     """Step, exposure and peak, on random orders of random steps, with links shared and compute slowed down or not."""
     step = draw_step(seed, layers=5)
     order = shuffled(step.order, seed)
-    links = {"group:0": "eth0", "group:1": "eth0"} if seed % 3 == 0 else {}
+    links = {Lane.of_group("0"): "eth0", Lane.of_group("1"): "eth0"} if seed % 3 == 0 else {}
     gains = {"eth0": 1.5, "group:0": 1.25} if seed % 5 else {}
     sharing = Sharing(
         links=links,
@@ -214,13 +215,13 @@ def test_a_critical_path_has_no_gaps(seed: int) -> None:
 def test_refusals_name_the_node() -> None:
     gm = prefetched()
     order = list(gm.graph.nodes)
-    costs = {node: NodeCost("", 0.0) for node in order if node.op == "call_function"}
+    costs = {node: FREE for node in order if node.op == "call_function"}
     with pytest.raises(ValueError, match="simulate: one has no cost; give one to every call, NodeCost"):
         simulate(order, {node: cost for node, cost in costs.items() if node.name != "one"})
     with pytest.raises(ValueError, match="simulate: two stands before one, which it reads"):
         simulate([node for node in order if node.name != "one"] + [order[3]], costs)
     with pytest.raises(ValueError, match=r"simulate: two costs -1\.0 us; write a finite number that is not negative"):
-        simulate(order, costs | {order[-2]: NodeCost("compute", -1.0)})
+        simulate(order, costs | {order[-2]: NodeCost(COMPUTE, -1.0)})
     with pytest.raises(ValueError, match=r"simulate: compute_share=1\.5 is the part of .* write a number from 0 to 1"):
         Sharing(compute_share=1.5)
     with pytest.raises(ValueError, match="simulate: at_once=0 collectives of a group; write 1 or more"):

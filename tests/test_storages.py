@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from tests.drawn_steps import draw_step
-from tests.graphs import Drawing, deep, fake_world, inputs_for, mlp, traced
-from zgraph.analysis.cost import NodeCost
+from tests.support.graphs import Drawing, deep, fake_world, inputs_for, mlp, traced
+from tests.support.random_steps import draw_step
+from zgraph.analysis.cost import FREE
 from zgraph.analysis.storages import storages_of
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
@@ -55,7 +55,7 @@ def alive_bytes(gm: fx.GraphModule) -> list[int]:
 
 def predicted(gm: fx.GraphModule) -> list[int]:
     order = list(gm.graph.nodes)
-    free = {node: NodeCost("", 0.0) for node in order if node.op == "call_function"}
+    free = {node: FREE for node in order if node.op == "call_function"}
     return list(simulate(order, free).memory.bytes_during)
 
 

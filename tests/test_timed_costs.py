@@ -14,13 +14,13 @@ from torch.distributed import HashStore
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import zgraph
-from tests import models
-from tests.graphs import Drawing, Keep, fake_world
-from tests.ranks import Ranks
+from tests.support import models
+from tests.support.graphs import Drawing, Keep, fake_world
+from tests.support.ranks import Ranks
 from zgraph.analysis.cost import CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.timed_costs import TimedCosts
-from zgraph.compression.methods import to_text
+from zgraph.compression.method_text import to_text
 from zgraph.graph import nodes
 from zgraph.passes import LoCo, presets
 
@@ -165,9 +165,8 @@ def planned_by(time_kernels: bool) -> tuple[list[str], list[float], list[Tensor]
     torch.manual_seed(0)
     model: Any = zgraph.shard(models.Language(layers=2, width=32), zero_stage=3)
     keep = Keep()
-    hardware = Hardware.preset("cpu")
-    passes = [*presets.default(hardware=hardware, time_kernels=time_kernels), keep]
-    options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
+    target = zgraph.Target(hardware=Hardware.preset("cpu"), time_kernels=time_kernels)
+    options = {"lowering": "fx", "pipeline": zgraph.Pipeline([*presets.planned(), keep], target=target)}
     called: Any = torch.compile(model, backend="zgraph", options=options)
     called(torch.randint(0, 23, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
     graph, cost_of = keep.kept["backward"].graph, keep.kept["ctx"].cost_of
@@ -177,15 +176,11 @@ def planned_by(time_kernels: bool) -> tuple[list[str], list[float], list[Tensor]
     return order, [cost_of(node).us for node in own], grads
 
 
-def test_ranks_plan_by_the_same_times(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(planned_by, True)
+@pytest.mark.slow  # runs every kernel while compiling
+def test_ranks_plan_by_the_same_times(ranks: Ranks) -> None:
+    first, second = ranks.run(planned_by, True)
     assert first[0] == second[0] and first[1] == second[1]
-    estimated = two_ranks.run(planned_by, False)[0]
+    estimated = ranks.run(planned_by, False)[0]
     assert first[1] != estimated[1]
     for timed, plain in zip(first[2], estimated[2], strict=True):
         assert torch.equal(timed, plain)
-
-
-def test_without_hardware_it_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"presets.default: time_kernels=True .* add hardware=zgraph.calibrate\(\)"):
-        presets.default(time_kernels=True)

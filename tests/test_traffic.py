@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.graphs import Drawing, fake_world, mlp, traced
+from tests.support.graphs import Drawing, fake_world, mlp, traced
 from zgraph.graph import meta
 from zgraph.graph.traffic import Transfer, transfers
 from zgraph.torch_compat.collectives import reduce_scatter_op

@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
-from tests import models
-from tests.compiled import with_fx
-from tests.ranks import Ranks
-from tests.replicated import whole
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.judges.replicated import whole
+from tests.support.ranks import Ranks
 from zgraph.runtime.handle import name_of
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.collectives import is_functional_collective
@@ -55,9 +55,9 @@ def four_equal_blocks() -> dict[str, Any]:
     return {"graphs": seen, "same": same}
 
 
-def test_four_equal_blocks_share_one_graph_and_each_backward_knows_its_parameter(two_ranks: Ranks) -> None:
+def test_four_equal_blocks_share_one_graph_and_each_backward_knows_its_parameter(ranks: Ranks) -> None:
     """All ranks have the same batch here, so the average is the plain gradient; a mixed-up one would differ."""
-    for result in two_ranks.run(four_equal_blocks):
+    for result in ranks.run(four_equal_blocks):
         assert result["graphs"] == ["forward", "backward"]
         assert result["same"] == [True] * 8
 
@@ -82,9 +82,31 @@ def handles_in_backward() -> list[str]:
     return found
 
 
-def test_the_handle_names_the_parameter_in_a_shared_backward(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(handles_in_backward):
+def test_the_handle_names_the_parameter_in_a_shared_backward(ranks: Ranks) -> None:
+    for found in ranks.run(handles_in_backward):
         assert found == ["3.weight", "2.weight", "1.weight", "0.weight"]
+
+
+def penalized(zero_stage: int) -> list[bool]:
+    """Gradients of a loss with a term that is computed from parameters outside forward."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+    plain = copy.deepcopy(model)
+    zgraph.shard(model, zero_stage=zero_stage)
+    x = torch.randn(4, 6)
+    penalty = sum(parameter.full_tensor().square().sum() for parameter in model.parameters())
+    (with_fx(model)(x).square().mean() + 0.1 * penalty).backward()
+    penalty = sum(parameter.square().sum() for parameter in plain.parameters())
+    (plain(x).square().mean() + 0.1 * penalty).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return [torch.allclose(whole(found.grad), expected.grad) for found, expected in pairs]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_loss_may_read_full_tensors_outside_forward(ranks: Ranks, zero_stage: int) -> None:
+    """All ranks have the same batch, so that the mean of the gradients is the plain gradient."""
+    for same in ranks.run(penalized, zero_stage):
+        assert same == [True, True]
 
 
 def reads_outside_forward() -> dict[str, Any]:
@@ -102,8 +124,8 @@ def reads_outside_forward() -> dict[str, Any]:
     }
 
 
-def test_outside_forward_a_parameter_is_the_dtensor(two_ranks: Ranks) -> None:
-    for result in two_ranks.run(reads_outside_forward):
+def test_outside_forward_a_parameter_is_the_dtensor(ranks: Ranks) -> None:
+    for result in ranks.run(reads_outside_forward):
         assert result == {
             "outside": True,
             "tied": True,
@@ -135,15 +157,15 @@ def after_a_failing_forward(mode: str) -> dict[str, Any]:
     with pytest.raises(KeyError, match="on purpose"):
         called(x)
     states = [state_of(module) for module in model.modules()]
-    released = all(state is not None and state.whole is None and not state.scope.active for state in states)
+    released = all(state is not None and state.unsharded is None and not state.scope.active for state in states)
     model.fail = False
     called(x).sum().backward()
     return {"released": released, "grad": model.linear.weight.grad is not None}
 
 
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-def test_a_failing_forward_releases_what_it_gathered(two_ranks: Ranks, mode: str) -> None:
-    for result in two_ranks.run(after_a_failing_forward, mode):
+def test_a_failing_forward_releases_what_it_gathered(ranks: Ranks, mode: str) -> None:
+    for result in ranks.run(after_a_failing_forward, mode):
         assert result == {"released": True, "grad": True}
 
 
@@ -164,9 +186,9 @@ def gathers_per_forward() -> list[int]:
     return counts
 
 
-def test_without_a_compiler_gathers_are_shared_in_training_and_released_without_grad(two_ranks: Ranks) -> None:
+def test_without_a_compiler_gathers_are_shared_in_training_and_released_without_grad(ranks: Ranks) -> None:
     """Three parameters. Without grad the block (2 parameters) gathers in each of its 3 calls, scale.weight twice."""
-    assert two_ranks.run(gathers_per_forward) == [[3, 8], [3, 8]]
+    assert ranks.run(gathers_per_forward) == [[3, 8], [3, 8]]
 
 
 def gathers_in_the_graph() -> list[tuple[str, int]]:
@@ -182,9 +204,9 @@ def gathers_in_the_graph() -> list[tuple[str, int]]:
     ]
 
 
-def test_a_graph_gathers_each_parameter_once(two_ranks: Ranks) -> None:
+def test_a_graph_gathers_each_parameter_once(ranks: Ranks) -> None:
     """However often it is read; backward needs the two weights again, but no bias."""
-    assert two_ranks.run(gathers_in_the_graph) == [[("forward", 3), ("backward", 2), ("inference", 3)]] * 2
+    assert ranks.run(gathers_in_the_graph) == [[("forward", 3), ("backward", 2), ("inference", 3)]] * 2
 
 
 def ignored_parameters() -> dict[str, Any]:
@@ -203,8 +225,8 @@ def ignored_parameters() -> dict[str, Any]:
     }
 
 
-def test_ignored_parameters_keep_each_ranks_values_and_gradients(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(ignored_parameters)
+def test_ignored_parameters_keep_each_ranks_values_and_gradients(ranks: Ranks) -> None:
+    first, second = ranks.run(ignored_parameters)
     assert first["kept"] and second["kept"] and first["type"] and second["type"]
     assert first["grad"] != second["grad"]
 
@@ -217,8 +239,8 @@ def broadcast_from_rank_zero() -> tuple[float, float]:
     return whole(model.weight.detach()).sum().item(), model.offset.sum().item()
 
 
-def test_rank_zeros_parameters_and_buffers_become_everyones(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(broadcast_from_rank_zero)
+def test_rank_zeros_parameters_and_buffers_become_everyones(ranks: Ranks) -> None:
+    first, second = ranks.run(broadcast_from_rank_zero)
     assert first == second
 
 
@@ -228,8 +250,8 @@ def slice_of_a_sharded_model() -> bool:
     return torch.equal(model[1:](x), model[1](x))
 
 
-def test_a_slice_of_a_sharded_sequential_works(two_ranks: Ranks) -> None:
-    assert two_ranks.run(slice_of_a_sharded_model) == [True, True]
+def test_a_slice_of_a_sharded_sequential_works(ranks: Ranks) -> None:
+    assert ranks.run(slice_of_a_sharded_model) == [True, True]
 
 
 def plain_model_communicates_nothing() -> list[str]:
@@ -252,8 +274,8 @@ def plain_model_communicates_nothing() -> list[str]:
     return [*started, *(str(entry.message) for entry in caught if entry.category is zgraph.ZgraphWarning)]
 
 
-def test_a_plain_model_on_several_ranks_communicates_nothing_and_warns_once(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(plain_model_communicates_nothing):
+def test_a_plain_model_on_several_ranks_communicates_nothing_and_warns_once(ranks: Ranks) -> None:
+    for found in ranks.run(plain_model_communicates_nothing):
         assert len(found) == 1
         assert re.search(r"2 ranks train .* call zgraph\.shard\(model\)", found[0])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from tests.graphs import Drawing, Traced, fake_world, mlp, names_of, traced
+from tests.support.graphs import Drawing, Traced, fake_world, mlp, names_of, traced
 from zgraph import Fact, GraphPass, PassContext, Pipeline, VerifyError
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.verify import Snapshot, Where, check_waits_sunk, verify
@@ -288,16 +288,16 @@ def check_all(graph: fx.Graph, *facts: str) -> None:
     verify(graph, Snapshot.of(graph), facts, Where(pass_name="bad_pass", direction="forward"), replay_all=True)
 
 
-def test_gathered_parameter_saved_for_backward_is_caught() -> None:
+@pytest.mark.parametrize("position", [1, -1], ids=["first", "last"])
+def test_gathered_parameter_saved_for_backward_is_caught(position: int) -> None:
     """Without choose_lifetimes the partitioner saves whole parameters; through views and casts they are found."""
 
     def save_a_view(graph: fx.Graph) -> None:
         gathered = first(graph, lambda node: nodes.is_wait(node) and node.name == "wait_2_weight")
-        out = nodes.output_of(graph)
-        *others, last = nodes.returned_by(graph)
+        returned = [*nodes.returned_by(graph)]
         saved = next(user for user in gathered.users if user.target is aten.slice.Tensor)
-        assert isinstance(last, fx.Node)
-        out.args = ((*others, saved),)
+        returned[position] = saved
+        nodes.output_of(graph).args = (tuple(returned),)
         meta.set_value(saved, meta.value(saved))
 
     found = traced(mlp, LOWERED)

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import zgraph
-from tests import models
-from tests.compiled import with_fx
-from tests.gloo import settled
-from tests.ranks import Ranks, fresh_ranks
-from tests.replicated import whole
-from tests.test_memory import live_tensors, local, storage_bytes
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.judges.replicated import whole
+from tests.support.memory.gloo_buffers import settled
+from tests.support.memory.live_tensors import live_tensors, local, storage_bytes
+from tests.support.ranks import Ranks, every_world, fresh_ranks, worlds
 from zgraph.runtime.collectives import start_all_gather
 from zgraph.runtime.groups import reduction_group
 
@@ -87,6 +87,7 @@ def window_bytes(zero_stage: int, micro_batches: int, mode: str) -> int:
 @pytest.mark.parametrize("mode", ["eager", "fx"])
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@every_world
 def test_a_step_sends_what_the_formula_says(ranks: Ranks, zero_stage: int, micro_batches: int, mode: str) -> None:
     """(N-1)/N times 2P, 2P, (k+1)P and 3kP; without a compiler autograd keeps the weights, so stage 3 gathers once."""
     parts = {0: 2, 1: 2, 2: micro_batches + 1, 3: (3 if mode == "fx" else 2) * micro_batches}[zero_stage]
@@ -153,9 +154,9 @@ def large_batch_error(zero_stage: int) -> float:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_micro_batches_equal_one_large_batch(two_ranks: Ranks, zero_stage: int) -> None:
+def test_micro_batches_equal_one_large_batch(ranks: Ranks, zero_stage: int) -> None:
     """Up to fp32 rounding of sums of 8 rows, in another order: a few times 2^-24, far below 1e-6."""
-    assert max(two_ranks.run(large_batch_error, zero_stage)) < 1e-6
+    assert max(ranks.run(large_batch_error, zero_stage)) < 1e-6
 
 
 def step_without_clearing(zero_stage: int, mode: str) -> list[bool]:
@@ -172,8 +173,8 @@ def step_without_clearing(zero_stage: int, mode: str) -> list[bool]:
 
 @pytest.mark.parametrize("mode", ["eager", "fx"])
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_windows_add_to_what_is_in_grad(two_ranks: Ranks, zero_stage: int, mode: str) -> None:
-    assert two_ranks.run(step_without_clearing, zero_stage, mode) == [[True] * LAYERS] * 2
+def test_windows_add_to_what_is_in_grad(ranks: Ranks, zero_stage: int, mode: str) -> None:
+    assert ranks.run(step_without_clearing, zero_stage, mode) == [[True] * LAYERS] * 2
 
 
 def abandoned_window(zero_stage: int) -> list[bool]:
@@ -192,8 +193,8 @@ def abandoned_window(zero_stage: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_zero_grad_abandons_a_window(two_ranks: Ranks, zero_stage: int) -> None:
-    assert two_ranks.run(abandoned_window, zero_stage) == [[True] * LAYERS] * 2
+def test_zero_grad_abandons_a_window(ranks: Ranks, zero_stage: int) -> None:
+    assert ranks.run(abandoned_window, zero_stage) == [[True] * LAYERS] * 2
 
 
 def checkpointed_gradients(reentrant: bool, zero_stage: int) -> list[Tensor]:
@@ -212,9 +213,9 @@ def reentrant_equals_not(zero_stage: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_a_reentrant_checkpoint_keeps_its_place_in_the_window(two_ranks: Ranks, zero_stage: int) -> None:
+def test_a_reentrant_checkpoint_keeps_its_place_in_the_window(ranks: Ranks, zero_stage: int) -> None:
     """It records its graph in backward, when no_sync has long been left."""
-    assert two_ranks.run(reentrant_equals_not, zero_stage) == [[True] * 8] * 2
+    assert ranks.run(reentrant_equals_not, zero_stage) == [[True] * 8] * 2
 
 
 def pipelined_window(zero_stage: int, mode: str) -> dict[str, Any]:
@@ -246,9 +247,9 @@ def pipelined_window(zero_stage: int, mode: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["eager", "fx"])
 @pytest.mark.parametrize("zero_stage", [1, 2])
-def test_several_forwards_in_flight_share_one_kept_copy(two_ranks: Ranks, zero_stage: int, mode: str) -> None:
+def test_several_forwards_in_flight_share_one_kept_copy(ranks: Ranks, zero_stage: int, mode: str) -> None:
     expected = {"equal": [True] * LAYERS, "gathers": LAYERS}
-    assert two_ranks.run(pipelined_window, zero_stage, mode) == [expected] * 2
+    assert ranks.run(pipelined_window, zero_stage, mode) == [expected] * 2
 
 
 # --- compiled variants ----------------------------------------------------------------------------------------------
@@ -267,9 +268,9 @@ def variants(zero_stage: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("zero_stage", "expected"), [(0, 2), (1, 2), (2, 2), (3, 1)])
-def test_two_variants_are_compiled_and_kept(two_ranks: Ranks, zero_stage: int, expected: int) -> None:
+def test_two_variants_are_compiled_and_kept(ranks: Ranks, zero_stage: int, expected: int) -> None:
     """One under no_sync and one that closes; stage 3 is the same graph in both."""
-    assert two_ranks.run(variants, zero_stage) == [[expected] * 4] * 2
+    assert ranks.run(variants, zero_stage) == [[expected] * 4] * 2
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -291,6 +292,17 @@ def _step_in_an_open_window() -> None:
     model = zgraph.shard(build(), zero_stage=1)
     optimizer = torch.optim.SGD(model.parameters())
     with zgraph.no_sync(with_fx(model)):
+        model(torch.ones(2, ROWS)).sum().backward()
+    optimizer.step()
+
+
+def _step_after_a_window_in_a_window() -> None:
+    """The end of the inner one leaves the outer one open."""
+    model = zgraph.shard(build(), zero_stage=1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with zgraph.no_sync(model):
+        with zgraph.no_sync(model):
+            pass
         model(torch.ones(2, ROWS)).sum().backward()
     optimizer.step()
 
@@ -317,8 +329,8 @@ def refused_load(zero_stage: int, compiled: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_nothing_is_loaded_into_an_open_window(two_ranks: Ranks, zero_stage: int, compiled: bool) -> None:
-    for found in two_ranks.run(refused_load, zero_stage, compiled):
+def test_nothing_is_loaded_into_an_open_window(ranks: Ranks, zero_stage: int, compiled: bool) -> None:
+    for found in ranks.run(refused_load, zero_stage, compiled):
         assert found["loaded"]
         if zero_stage == 3:  # keeps nothing from one forward to the next
             assert found["text"] == "loaded"
@@ -333,12 +345,13 @@ REFUSED = {
     _unsharded: r"zgraph\.no_sync: nothing in this Linear is sharded.*call zgraph\.shard first",
     _mixed: r"zgraph\.no_sync: the module mixes ZeRO stages \(0\.weight at stage 1, 1\.0\.weight at stage 3\)",
     _step_in_an_open_window: r"optimizer\.step\(\) on 0\.0\.weight while its window is open.*outside of no_sync",
+    _step_after_a_window_in_a_window: r"optimizer\.step\(\) on 0\.0\.weight while its window is open",
 }
 
 
 @pytest.mark.parametrize("wrong", REFUSED)
-def test_refusals_say_what_to_do(two_ranks: Ranks, wrong: Any) -> None:
-    for good, text in two_ranks.outcomes(wrong):
+def test_refusals_say_what_to_do(ranks: Ranks, wrong: Any) -> None:
+    for good, text in ranks.outcomes(wrong):
         assert not good
         with pytest.raises((ValueError, zgraph.ZgraphError), match=REFUSED[wrong]):
             raise ValueError(text)
@@ -380,7 +393,7 @@ def bytes_by_axis(zero_stage: int, micro_batches: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4], indirect=True, scope="session", ids="ranks{}".format)
+@worlds(4)
 @pytest.mark.parametrize(("zero_stage", "inside", "across"), [(0, 2, 1), (1, 2, 1), (2, 2, 1), (3, 3, 1)])
 def test_hybrid_sharding_gathers_inside_only(ranks: Ranks, zero_stage: int, inside: int, across: int) -> None:
     """Inside 1/2 of 2P or 3P; across only the all-reduce of a shard: 1/2 of 2 P/2."""
@@ -401,5 +414,5 @@ def _hooks_of_a_model() -> tuple[int, int]:
     return len(own), len(own & {*watching})
 
 
-def test_optimizers_are_watched_as_long_as_the_model_lives(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_hooks_of_a_model) == [(1, 0), (1, 0)]
+def test_optimizers_are_watched_as_long_as_the_model_lives(ranks: Ranks) -> None:
+    assert ranks.run(_hooks_of_a_model) == [(1, 0), (1, 0)]

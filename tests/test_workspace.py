@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import gloo
-from tests.allocations import counted
-from tests.graphs import Drawing, aten, fake_world
-from tests.ranks import Ranks
+from tests.support.graphs import Drawing, aten, fake_world
+from tests.support.memory import gloo_buffers
+from tests.support.memory.allocations import counted
+from tests.support.ranks import Ranks
 from zgraph.analysis.workspace import remaining_bytes, staging_bytes, workspace_bytes
 from zgraph.graph import meta
 from zgraph.runtime.collectives import start_all_gather, start_all_to_all
@@ -167,13 +167,13 @@ def staged(kind: str) -> int:
         "reduce_scatter": lambda: reduce_scatter_op()(x, "sum", 2, group.group_name),
     }[kind]
     wait(start())
-    gloo.flush()
+    gloo_buffers.flush()
     with counted() as count:
         result = wait(start())
     return count.rise_bytes - result.nbytes
 
 
-def test_messages_need_nothing_and_gloo_scatters_out_of_a_copy(two_ranks: Ranks) -> None:
+def test_messages_need_nothing_and_gloo_scatters_out_of_a_copy(ranks: Ranks) -> None:
     expected: dict[str, int] = {}
     with fake_world(2), pytest.MonkeyPatch.context() as patch:
         patch.setattr("zgraph.analysis.workspace.group_backend", lambda name, device: "gloo")
@@ -187,7 +187,7 @@ def test_messages_need_nothing_and_gloo_scatters_out_of_a_copy(two_ranks: Ranks)
         expected = {kind: staging_bytes(start) for kind, start in starts.items()}
     assert expected == {"all_gather": 0, "all_to_all": 0, "reduce_scatter": 1 << 20}
     for kind, bytes_expected in expected.items():
-        for found in two_ranks.run(staged, kind):
+        for found in ranks.run(staged, kind):
             assert bytes_expected <= found <= bytes_expected + A_FEW_KIB
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import zgraph
 from examples.zoo import ZOO, averaged_gradients, check, train_reference, whole
-from tests.compiled import with_fx
-from tests.ranks import Ranks
+from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.slow  # models of many frames, and imports of seconds
 
@@ -26,8 +26,8 @@ def train(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_model_of_the_zoo_equals_its_replica(two_ranks: Ranks, name: str) -> None:
-    for row in two_ranks.run(train, name):
+def test_a_model_of_the_zoo_equals_its_replica(ranks: Ranks, name: str) -> None:
+    for row in ranks.run(train, name):
         assert row["good"], row
         assert row["gathers"] > 0
 
@@ -67,8 +67,8 @@ def train_adapters() -> dict[str, Any]:
     return {"differences": found, "reduced": sorted(reduced), "trainable": sorted(trainable)}
 
 
-def test_only_gradients_of_adapters_travel(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(train_adapters):
+def test_only_gradients_of_adapters_travel(ranks: Ranks) -> None:
+    for found in ranks.run(train_adapters):
         assert found["differences"] == []
         assert found["reduced"] == found["trainable"] and "lora" in found["reduced"][0]
 
@@ -85,5 +85,5 @@ def train_checkpointed(reentrant: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_no_gradient(two_ranks: Ranks, reentrant: bool) -> None:
-    assert two_ranks.run(train_checkpointed, reentrant) == [[], []]
+def test_gradient_checkpointing_changes_no_gradient(ranks: Ranks, reentrant: bool) -> None:
+    assert ranks.run(train_checkpointed, reentrant) == [[], []]

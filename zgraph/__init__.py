@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from zgraph.torch_compat import require_supported_torch
-
-require_supported_torch(torch.__version__)
-
 if TYPE_CHECKING:
+    from zgraph import metrics as metrics
     from zgraph import passes as passes
     from zgraph.analysis.calibration import calibrate
     from zgraph.analysis.hardware import Hardware
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
     )
     from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
     from zgraph.compiler.pipeline import Pipeline
+    from zgraph.compiler.target import Target
     from zgraph.errors import (
         AgreementError,
         CheckpointError,
@@ -40,12 +37,21 @@ if TYPE_CHECKING:
     from zgraph.optimizers.local_step import step_on_shards
     from zgraph.optimizers.loss_scale import reset_error_feedback, set_loss_scale
     from zgraph.planning import plan
+    from zgraph.reporting.export.folder import report
+    from zgraph.reporting.metrics.metrics import Metrics
+    from zgraph.reporting.network import graph_of
     from zgraph.reporting.of_model import explain, measure, summary
     from zgraph.reporting.summary import Report
     from zgraph.sharding.materialize import materialize
     from zgraph.sharding.no_sync import no_sync
     from zgraph.sharding.shard import shard
     from zgraph.sharding.state_dict import full_state_dict
+    from zgraph.whole_step import training_step
+
+# An unsupported torch is refused here if it is there already; otherwise by the first name that is asked for. `zgraph
+# --help` needs no torch, which takes seconds to load.
+if sys.modules.get("torch") is not None:
+    importlib.import_module("zgraph.torch_compat")
 
 # Where each public name lives. It is imported when it is first asked for: DTensor and Dynamo take seconds to load.
 _HOMES = MappingProxyType(
@@ -58,12 +64,14 @@ _HOMES = MappingProxyType(
         "GradScaler": "zgraph.optimizers.gradients",
         "GraphPass": "zgraph.compiler.graph_pass",
         "Hardware": "zgraph.analysis.hardware",
+        "Metrics": "zgraph.reporting.metrics.metrics",
         "PassContext": "zgraph.compiler.graph_pass",
         "Pipeline": "zgraph.compiler.pipeline",
         "PreconditionError": "zgraph.errors",
         "Report": "zgraph.reporting.summary",
         "SafePlanner": "zgraph.checkpoint",
         "SafeReader": "zgraph.checkpoint",
+        "Target": "zgraph.compiler.target",
         "VerifyError": "zgraph.errors",
         "ZgraphError": "zgraph.errors",
         "ZgraphWarning": "zgraph.errors",
@@ -72,27 +80,32 @@ _HOMES = MappingProxyType(
         "explain": "zgraph.reporting.of_model",
         "reset_error_feedback": "zgraph.optimizers.loss_scale",
         "full_state_dict": "zgraph.sharding.state_dict",
+        "graph_of": "zgraph.reporting.network",
         "latest_checkpoint": "zgraph.checkpoint",
         "load_checkpoint": "zgraph.checkpoint",
         "materialize": "zgraph.sharding.materialize",
         "measure": "zgraph.reporting.of_model",
         "no_sync": "zgraph.sharding.no_sync",
         "plan": "zgraph.planning",
+        "report": "zgraph.reporting.export.folder",
         "runtime_state": "zgraph.checkpoint",
         "save_checkpoint": "zgraph.checkpoint",
         "set_loss_scale": "zgraph.optimizers.loss_scale",
         "shard": "zgraph.sharding.shard",
         "step_on_shards": "zgraph.optimizers.local_step",
         "summary": "zgraph.reporting.of_model",
+        "training_step": "zgraph.whole_step",
     }
 )
+_MODULES = ("metrics", "passes")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "passes":
-        return importlib.import_module("zgraph.passes")
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module 'zgraph' has no attribute {name!r}")
+    importlib.import_module("zgraph.torch_compat")
+    if name in _MODULES:
+        return importlib.import_module(f"zgraph.{name}")
     found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return found
 
@@ -110,12 +123,14 @@ __all__ = [
     "GradScaler",
     "GraphPass",
     "Hardware",
+    "Metrics",
     "PassContext",
     "Pipeline",
     "PreconditionError",
     "Report",
     "SafePlanner",
     "SafeReader",
+    "Target",
     "VerifyError",
     "ZgraphError",
     "ZgraphWarning",
@@ -123,13 +138,16 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "full_state_dict",
+    "graph_of",
     "latest_checkpoint",
     "load_checkpoint",
     "materialize",
     "measure",
+    "metrics",
     "no_sync",
     "passes",
     "plan",
+    "report",
     "reset_error_feedback",
     "runtime_state",
     "save_checkpoint",
@@ -137,4 +155,5 @@ __all__ = [
     "shard",
     "step_on_shards",
     "summary",
+    "training_step",
 ]

@@ -68,6 +68,8 @@ class CompileOptions:
         Raises:
             ValueError: an unknown or unusable option; says what to write instead.
         """
+        if not isinstance(options, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f'zgraph: options is {options!r}; write a dict, such as options={{"lowering": "fx"}}.')
         given = dict(options or {})
         known = [entry.name for entry in fields(cls)]
         for name in given:

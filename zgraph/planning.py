@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,11 +15,19 @@ from zgraph.analysis.cost import CostModel
 from zgraph.analysis.cuda_workspace import resting_bytes
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import EXACT, Allocator, MemoryCurve, memory_curve, step_curve
-from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
+from zgraph.compile_frame import FrameCompiler
+from zgraph.compiler.frame import Frame
+from zgraph.compiler.frame_plan import FramePlan
+from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.target import Target
 from zgraph.errors import ZgraphError
 from zgraph.graph.traffic import transfers
-from zgraph.passes import SetTarget, presets
+from zgraph.options import CompileOptions
+from zgraph.passes import presets
+from zgraph.reporting.export.folder import write_report
+from zgraph.reporting.summary import Report
+from zgraph.reporting.tables import Table, as_html, duration, size
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Timeline
 from zgraph.sharding.shard import shard
@@ -26,6 +35,7 @@ from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world, groups_of_ranks, is_distributed_ready
 
 GIB = 2**30
+LARGEST = 3  # storages that tables name at each frame's peak
 ADAM_MOMENTS = 2  # of each trained element, in its parameter's dtype
 
 
@@ -34,7 +44,7 @@ class PlannedGraph:
     """One graph of the step.
 
     Attributes:
-        direction: "forward", "backward" or "inference".
+        direction: "forward", "backward", "inference" or "step".
         nodes: of the final graph.
         sent_bytes: by one rank, when it runs once.
         timeline: on the simulator.
@@ -49,6 +59,11 @@ class PlannedGraph:
     def exposed_us(self) -> float:
         return sum(self.timeline.exposed_us.values())
 
+    @property
+    def busy(self) -> dict[str, float]:
+        """The part of the graph's time for which each lane is busy."""
+        return {str(lane): self.timeline.utilisation(lane) for lane in self.timeline.busy_us}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -59,10 +74,11 @@ class Plan:
         parameter_bytes: at rest on the rank that holds most, buffers included.
         moment_bytes: AdamW's two moments beside them.
         cublas_bytes, communicator_bytes: beside tensors, on GPUs: workspaces in the allocator, buffers of NCCL outside.
-        step_bytes: highest beside these during the step: activations, gathered parameters, gradients. Frames that a
+        step_bytes: peak of the step beside these: activations, gathered parameters, gradients. Frames that a
             graph break separates are counted one by one.
         graphs: in the order in which they were compiled.
         curves: memory over each frame, forward and backward together.
+        compiled: what `report` writes.
     """
 
     world_size: int
@@ -73,6 +89,7 @@ class Plan:
     communicator_bytes: int
     graphs: tuple[PlannedGraph, ...]
     curves: tuple[MemoryCurve, ...]
+    compiled: Report = field(default_factory=Report, repr=False, compare=False)
 
     @property
     def step_bytes(self) -> int:
@@ -94,27 +111,109 @@ class Plan:
         """Forward and backward, without the optimizer."""
         return sum(graph.timeline.step_us for graph in self.graphs)
 
+    def report(self, directory: str | Path) -> Path:
+        """Write the plan to a folder, as `zgraph.report` does for a compiled model; the folder of rank 0.
+
+        Args:
+            directory: where the folder of rank 0 goes.
+        """
+        return write_report(Path(directory), self.compiled, self.moment_bytes, self.world_size)
+
     def __str__(self) -> str:
         capacity = self.hardware.memory_bytes / GIB
         lines = [
             f"zgraph.plan for {self.world_size} ranks of {self.hardware.name}",
-            f"memory of a rank: parameters {_gib(self.parameter_bytes)}, AdamW's moments {_gib(self.moment_bytes)}, "
-            f"highest beside them {_gib(self.step_bytes)}: {_gib(self.peak_bytes)} of {capacity:.0f} GiB",
+            f"memory of a rank: parameters {size(self.parameter_bytes)}, AdamW's moments {size(self.moment_bytes)}, "
+            f"peak of the step beside them {size(self.step_bytes)}; "
+            f"together {size(self.peak_bytes)} of {capacity:.0f} GiB",
             *(
-                [f"  cuBLAS workspaces {_gib(self.cublas_bytes)}, NCCL communicators {_gib(self.communicator_bytes)}"]
+                [f"  cuBLAS workspaces {size(self.cublas_bytes)}, NCCL communicators {size(self.communicator_bytes)}"]
                 if self.cublas_bytes
                 else []
             ),
-            *(f"  {curve.explain(3)}" for curve in self.curves),
-            f"step without optimizer: {self.step_us / 1e3:.2f} ms, {_gib(self.sent_bytes)} sent by each rank",
+            *(f"  {_peak(curve)}" for curve in self.curves if curve.nodes),
+            f"step without optimizer: {self.step_us / 1e3:.2f} ms, {size(self.sent_bytes)} sent by each rank",
         ]
         for graph in self.graphs:
-            used = ", ".join(f"{lane} {graph.timeline.utilisation(lane):.0%}" for lane in graph.timeline.busy_us)
+            used = ", ".join(f"{lane} {share:.0%}" for lane, share in graph.busy.items())
             lines.append(
                 f"  {graph.direction}: {graph.nodes} nodes, {graph.timeline.step_us / 1e3:.2f} ms, "
-                f"{_gib(graph.sent_bytes)} sent, {graph.exposed_us / 1e3:.2f} ms exposed; busy: {used}"
+                f"{size(graph.sent_bytes)} sent, {graph.exposed_us / 1e3:.2f} ms exposed; busy: {used}"
             )
         return "\n".join(lines)
+
+    def tables(self) -> list[Table]:
+        """The same, for a terminal or a notebook."""
+        memory = {
+            "parameters": self.parameter_bytes,
+            "AdamW's moments": self.moment_bytes,
+            "peak of the step beside them": self.step_bytes,
+            "cuBLAS workspaces": self.cublas_bytes,
+            "NCCL communicators": self.communicator_bytes,
+            "together": self.peak_bytes,
+            f"memory of {self.hardware.name}": self.hardware.memory_bytes,
+        }
+        peaks = tuple(
+            (size(curve.peak_bytes), curve.nodes[curve.peak_position].name, ", ".join(curve.unknown))
+            for curve in self.curves
+            if curve.nodes
+        )
+        at_peak = [
+            (str(entry.node.name), size(entry.bytes), curve.nodes[curve.peak_position].name)
+            for curve in self.curves
+            for entry in curve.alive_at(curve.peak_position)[:LARGEST]
+        ]
+        graphs = [
+            (
+                graph.direction,
+                str(graph.nodes),
+                size(graph.sent_bytes),
+                duration(graph.timeline.step_us),
+                duration(graph.exposed_us),
+                ", ".join(f"{lane} {share:.0%}" for lane, share in graph.busy.items()),
+            )
+            for graph in self.graphs
+        ]
+        exposed_us = sum(graph.exposed_us for graph in self.graphs)
+        step = ("step", "", size(self.sent_bytes), duration(self.step_us), duration(exposed_us), "")
+        return [
+            Table(
+                f"memory of one of {self.world_size} ranks",
+                (),
+                tuple((name, size(count)) for name, count in memory.items() if count),
+            ),
+            Table("peak of each frame", ("bytes", "while this runs", "of unknown size"), peaks),
+            Table("largest at the peak", ("of node", "bytes", "while this runs"), tuple(at_peak)),
+            Table(
+                "step without optimizer",
+                ("graph", "nodes", "sent", "time", "exposed", "busy lanes"),
+                (*graphs, *([step] if len(graphs) > 1 else [])),
+            ),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        names = ("world_size", "parameter_bytes", "moment_bytes", "cublas_bytes", "communicator_bytes", "step_bytes")
+        return {
+            **{name: getattr(self, name) for name in (*names, "peak_bytes", "sent_bytes", "step_us")},
+            "hardware": self.hardware.name,
+            "memory_bytes": self.hardware.memory_bytes,
+            "fits": self.peak_bytes <= self.hardware.memory_bytes,
+            "graphs": [
+                {
+                    "direction": graph.direction,
+                    "nodes": graph.nodes,
+                    "sent_bytes": graph.sent_bytes,
+                    "step_us": graph.timeline.step_us,
+                    "exposed_us": graph.exposed_us,
+                    "busy": graph.busy,
+                }
+                for graph in self.graphs
+            ],
+        }
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables())
 
 
 def plan(
@@ -139,13 +238,15 @@ def plan(
         batch: makes the arguments of one rank's forward.
         shard_fn: shards the model as `zgraph.shard(model)` does; called in a process group of the cluster's size.
         hardware: of each rank, or the name of a preset.
-        pipeline: as given to torch.compile; None: `presets.default()`.
+        pipeline: as given to torch.compile; None: `presets.default()`. A target of its own counts instead of hardware.
         allocator: how sizes are rounded.
 
     Raises:
-        ValueError: world_size is no number of ranks, or there is no such preset.
+        ValueError: world_size is not a number of ranks, there is no such preset, model_fn or batch is not a function,
+            or batch returns something else than a tuple.
         ZgraphError: this process is in a process group already, or the model cannot be compiled.
     """
+    _check_functions(model_fn, batch)
     if isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"zgraph.plan: world_size={world_size!r}; write the number of ranks of the cluster.")
     if is_distributed_ready():
@@ -154,17 +255,34 @@ def plan(
             "process that was not started by torchrun, or after destroy_process_group()."
         )
     machine = Hardware.preset(hardware) if isinstance(hardware, str) else hardware
-    kept = _Kept(CostModel(machine), "cuda" if machine.backend == "nccl" else "cpu")
-    passes = (pipeline or Pipeline(presets.default())).passes
-    target = [_StandFor(machine=machine), SetTarget(hardware=machine)]  # a target of the pipeline's own overrides it
-    whole = Pipeline([*target, *passes, _Keep(kept=kept, allocator=allocator)])
+    pipeline = pipeline or Pipeline(presets.default())
+    if pipeline.target is None:
+        pipeline = replace(pipeline, target=Target(hardware=machine))
+    # No lowering is needed, but fx costs nothing: what runs has no values.
+    report = Report(keep_passes=True)
+    options = CompileOptions(pipeline=pipeline, lowering="fx", report=report)
+    known = PassContext(machine=machine, planned_backend=machine.backend)
+    costs = CostModel(machine)
+    graphs: list[PlannedGraph] = []
+    curves: list[MemoryCurve] = []
+
+    def keep(plan: FramePlan) -> None:
+        graphs.extend(_planned(direction, plan, costs) for direction in plan.graphs)
+        curves.append(_curve(plan, allocator, "cuda" if machine.backend == "nccl" else "cpu"))
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return FrameCompiler(Frame.of_dynamo(gm), options, known=known, on_plan=keep).compile(gm, inputs)
+
     with fake_world(world_size):
         with fake_mode():
             model, inputs = model_fn(), batch()
+        if not isinstance(inputs, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"zgraph.plan: batch returned a {type(inputs).__name__}; return the tuple of forward's arguments, such "
+                "as (tokens,) where there is one."
+            )
         shard_fn(model)
-        # No lowering is needed, but fx costs nothing: what runs has no values.
-        options: dict[str, Any] = {"lowering": "fx", "pipeline": whole}
-        compiled: Any = torch.compile(model, backend="zgraph", dynamic=False, options=options)
+        compiled: Any = torch.compile(model, backend=backend, dynamic=False)
         try:
             compiled(*inputs)  # forward and backward are planned at once
         finally:
@@ -172,7 +290,7 @@ def plan(
         cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
         sharded = [_local(value) for value in (*model.parameters(), *model.buffers())]
         trained = [_local(value) for value in model.parameters() if value.requires_grad]
-    if not kept.graphs:
+    if not graphs:
         raise ZgraphError("zgraph.plan: nothing was compiled; the model's forward is disabled for torch.compile.")
     return Plan(
         world_size=world_size,
@@ -181,66 +299,51 @@ def plan(
         moment_bytes=ADAM_MOMENTS * _bytes(trained),
         cublas_bytes=cublas,
         communicator_bytes=communicators,
-        graphs=tuple(kept.graphs),
-        curves=tuple(kept.curves),
+        graphs=tuple(graphs),
+        curves=tuple(curves),
+        compiled=report,
     )
 
 
-@dataclass(eq=False)
-class _Kept:
-    """What has been compiled so far."""
-
-    costs: CostModel
-    device_type: str
-    graphs: list[PlannedGraph] = field(default_factory=list[PlannedGraph])
-    curves: list[MemoryCurve] = field(default_factory=list[MemoryCurve])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StandFor(GraphPass):
-    """Lets groups that move nothing stand for those of the cluster."""
-
-    machine: Hardware
-
-    name: ClassVar[str] = "plan_stand_for"
-    phase: ClassVar[Phase] = "joint"
-
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        ctx.planned_backend = self.machine.backend
-        ctx.machine = self.machine
-        return False
+def _check_functions(model_fn: object, batch: object) -> None:
+    """Refuse a model and a batch that were made already; theirs would be real tensors."""
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        raise ValueError(
+            f"zgraph.plan: model_fn is a {type(model_fn).__name__}; pass a function that makes the model, such as "
+            "lambda: Net(), so that it is built without memory for its parameters."
+        )
+    if not callable(batch):
+        raise ValueError(
+            f"zgraph.plan: batch is a {type(batch).__name__}; pass a function that returns the tuple of forward's "
+            "arguments, such as lambda: (torch.zeros(8, 1024),)."
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Keep(GraphPass):
-    """Looks at the final graphs."""
+def _planned(direction: Direction, plan: FramePlan, costs: CostModel) -> PlannedGraph:
+    graph = plan.graphs[direction].graph
+    order = list(graph.nodes)
+    timeline = simulate(order, {node: costs.cost(node) for node in order}, plan.ctx.sharing)
+    sent = sum(transfer.sent_bytes for transfer in transfers(graph))
+    return PlannedGraph(direction, len(order), sent, timeline)
 
-    kept: _Kept
-    allocator: Allocator
 
-    name: ClassVar[str] = "plan_keep"
+def _curve(plan: FramePlan, allocator: Allocator, device_type: str) -> MemoryCurve:
+    if "forward" not in plan.graphs:
+        (whole,) = plan.graphs.values()
+        return memory_curve(whole.graph, allocator=allocator, device_type=device_type)
+    forward, backward = (plan.graphs[direction].graph for direction in ("forward", "backward"))
+    assert plan.ctx.user_outputs is not None
+    return step_curve(
+        forward, backward, user_outputs=plan.ctx.user_outputs, allocator=allocator, device_type=device_type
+    )
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        if ctx.target_bytes is not None and ctx.direction != "backward":  # the frame is planned anew
-            del self.kept.graphs[-len(ctx.graphs) :], self.kept.curves[-1:]
-        order = list(gm.graph.nodes)
-        timeline = simulate(order, {node: self.kept.costs.cost(node) for node in order}, ctx.sharing)
-        sent = sum(transfer.sent_bytes for transfer in transfers(gm.graph))
-        self.kept.graphs.append(PlannedGraph(ctx.direction, len(order), sent, timeline))
-        if ctx.direction == "inference":
-            self.kept.curves.append(memory_curve(gm.graph, allocator=self.allocator, device_type=self.kept.device_type))
-        elif ctx.direction == "backward":
-            forward, users = ctx.graphs["forward"].graph, ctx.user_outputs
-            assert users is not None
-            self.kept.curves.append(
-                step_curve(
-                    *(forward, gm.graph),
-                    user_outputs=users,
-                    allocator=self.allocator,
-                    device_type=self.kept.device_type,
-                )
-            )
-        return False
+
+def _peak(curve: MemoryCurve) -> str:
+    """One line: the peak of a frame, the node that runs then, and the largest storages alive."""
+    position = curve.peak_position
+    largest = ", ".join(f"{entry.node.name} {size(entry.bytes)}" for entry in curve.alive_at(position)[:LARGEST])
+    unknown = f"; without {', '.join(curve.unknown)}, whose size depends on data" if curve.unknown else ""
+    return f"peak {size(curve.peak_bytes)} while {curve.nodes[position].name} runs: {largest}{unknown}"
 
 
 def _local(value: Tensor) -> Tensor:
@@ -250,7 +353,3 @@ def _local(value: Tensor) -> Tensor:
 
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.2f} MiB"

@@ -1,4 +1,4 @@
-"""Low-rank reductions on paper: all ranks' gradients of one matrix, and what each rank should hold of their mean."""
+"""Reference for low-rank reductions: the mean of one matrix from the gradients of all ranks, in one process."""
 
 from __future__ import annotations
 

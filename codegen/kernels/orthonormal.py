@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 1024  # elements that are summed before anything else is
-LEAST = 1e-5  # of a row's length: what is left of it below that is the rounding of what was taken away
+BLOCK = 1024  # elements that are summed first
+LEAST = 1e-5  # share of a row's length below which the remainder is rounding of what was subtracted
 
 
 def orthonormalize(rows: Tensor) -> None:
     """Make rows orthonormal in place, the first ones first.
 
-    A row that lies in the space of those before it, up to rounding, becomes zeros. One that is not finite makes itself
-    and all behind it NaN.
+    A row that is, up to rounding, a combination of earlier rows becomes zeros. A row that is not finite becomes NaN,
+    and so do all later rows.
 
     Args:
         rows: [..., count, length] fp32.
@@ -36,7 +36,7 @@ def orthonormalize(rows: Tensor) -> None:
 
 
 def sum_in_blocks(values: Tensor) -> Tensor:
-    """The sum over the last dim, the same however many threads there are: torch splits one long sum among them."""
+    """The sum over the last dim, independent of the number of threads, among which torch would split one long sum."""
     length = values.shape[-1]
     whole = length // BLOCK * BLOCK
     total = values[..., whole:].sum(-1)

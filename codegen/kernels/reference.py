@@ -13,15 +13,15 @@ The scale is that which makes the result unbiased along y: <y, s (c + b)> = <y, 
 shrink each gradient by what clipping has lost (as in Suresh et al. 2017, arXiv 1611.00429, rotation before
 quantization; Vargaftik et al. 2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
 
-Where an error is kept and nothing is rotated, s is that of least squares, max|y| / K <u, c + b> / |c + b|^2: what is
-lost is then never longer than what was to be sent, without which the errors of classic feedback grow without end (as
-they do with 2 bits on heavy tails, where the unbiased scale is many times the largest value). What it shrinks by comes
-with the error.
+With error feedback and without rotation, s is that of least squares, max|y| / K <u, c + b> / |c + b|^2. The error is
+then never longer than the input; otherwise the errors of classic feedback could grow without bound, as they do with 2
+bits on heavy-tailed inputs, where the unbiased scale is many times the largest value. What the scale shrinks is part of
+the error, and is sent later.
 
-Every value is fp32, until it is stored, and every operation is rounded by itself, but for three, which a fused
-multiplication and addition does at once: rounding a product to an integer, `clip_share`, and a step of `reciprocal`.
-Sums over up to 128 integers u are exact, whatever their order (of |u|^2 the last addition alone rounds); others have
-the order of `fold`. What is decoded is exact, too: a sum of at most 32 codes takes 13 bits, and a scale takes 8.
+Every value is fp32 until it is stored, and every operation rounds separately, except three that are fused
+multiply-adds: rounding a product to an integer, `clip_share`, and a step of `reciprocal`. Sums over up to 128 integers
+u are exact in any order (for |u|^2 only the last addition rounds); other sums are in the order of `fold`. Decoding is
+exact, too: a sum of at most 32 codes takes 13 bits, and a scale takes 8.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zgraph.compression.residual_codec import TINY, decode_error, encode_error
 
 RUN = 8  # neighbours that belong to the same block
 _MASK = 0xFFFFFFFF
-# From here on a group counts as not finite: what its codes stand for, or its error, might overflow. 2^100, as bits.
+# A group with a value of at least 2^100 (given as bits) counts as not finite: decoded values or its error may overflow.
 HUGE_BITS = 0x71800000
 NO_NUMBER = 0x7FC0  # a bf16 NaN: torch's own bits differ from kernel to kernel
 
@@ -102,14 +102,14 @@ Words = TypeVar("Words", int, Tensor)
 def quantize(
     grad: Tensor, state: dict[str, Tensor], method: BlockMethod, draw: RngKey, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a gradient to which the error of the last one is added; the error becomes the new one.
+    """Quantize a gradient plus the error of the previous one, and update the error.
 
     Args:
         grad: [chunks, numel] in any floating-point dtype.
         state: "error" [chunks, groups, group], and "error_scale" [chunks, groups] where that is int8; empty where the
             method keeps none. Updated in place. A group that is not finite keeps its error.
-        method: what to do.
-        draw, rank: which signs.
+        method: compression method.
+        draw, rank: key of the random signs.
 
     Returns:
         codes [chunks, groups * group * bits / 8] uint8; scales [chunks, groups] bf16, NaN where a group is not finite.
@@ -121,10 +121,10 @@ def quantize(
         given = torch.nn.functional.pad(given, (0, groups * group - numel))
     given = given.view(chunks, groups, group)
     old = read_error(state)
-    whole = given if old is None else given + old
+    compensated = given if old is None else given + old
     book = CodeBook.of(method)
     signs = draw_signs(groups, group, draw, rank, grad.device) if method.rotate else None
-    rotated = whole if signs is None else hadamard(whole * signs)
+    rotated = compensated if signs is None else hadamard(compensated * signs)
 
     largest = rotated.abs().amax(-1, keepdim=True)
     finite = largest.view(torch.int32) < HUGE_BITS
@@ -140,18 +140,18 @@ def quantize(
     scale.view(torch.int16).masked_fill_(~finite, NO_NUMBER)
 
     if old is not None and method.residual_decay is not None:
-        keep_error(state, whole, decode(levels, scale.squeeze(-1), signs), method.residual_decay, finite)
+        keep_error(state, compensated, decode(levels, scale.squeeze(-1), signs), method.residual_decay, finite)
     codes = (levels - book.after).to(torch.int8)
     return pack(codes, method).view(chunks, -1), scale.view(chunks, groups)
 
 
 def is_unbiased(method: BlockMethod) -> bool:
-    """Whether the scale is the unbiased one, and not that of least squares."""
+    """Whether the scale is unbiased, and not that of least squares."""
     return method.rotate or method.residual_decay is None
 
 
 def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
-    """What codes [..., group] stand for, but for the scale, at the clipping level where that points closest along u."""
+    """Decoded values [..., group] without the scale, at the clipping level where they point closest along u."""
     best, *others = (levels_of(integers, clip, book) for clip in book.clips)
     if not others:
         return best
@@ -180,23 +180,28 @@ def clip_share(integers: Tensor, slope: float) -> Tensor:
 
 
 def read_error(state: dict[str, Tensor]) -> Tensor | None:
-    """The kept error [chunks, groups, group] in fp32; None where none is kept."""
+    """The error-feedback state [chunks, groups, group] in fp32; None if the method has none."""
     if "error" not in state:
         return None
     return decode_error(state["error"], state["error_scale"]) if "error_scale" in state else state["error"]
 
 
-def keep_error(state: dict[str, Tensor], whole: Tensor, sent: Tensor, share: float, finite: Tensor) -> None:
-    """Keep share * old + (1 - share) * (whole - sent), except where not `finite` [chunks, groups, 1]."""
+def keep_error(
+    state: dict[str, Tensor], compensated: Tensor, sent: Tensor, residual_decay: float, finite: Tensor
+) -> None:
+    """Store decay * old + (1 - decay) * (compensated - sent); groups that are not `finite` keep their error.
+
+    `finite` is [chunks, groups, 1].
+    """
     if "error_scale" not in state:
-        new = fp32(share) * state["error"] + fp32(1 - share) * (whole - sent)
+        new = fp32(residual_decay) * state["error"] + fp32(1 - residual_decay) * (compensated - sent)
         state["error"].copy_(torch.where(finite, new, state["error"]))
         return
-    # All of it is divided by 1 - share, so that the code's size alone takes that factor. The old error comes first: a
-    # kernel needs it no more once it knows what is to be sent.
-    wide = state["error_scale"].unsqueeze(-1).to(torch.float32) * fp32(share / (1 - share))
-    new = whole + state["error"].to(torch.float32) * wide - sent
-    codes, scale = encode_error(new, share)
+    # Everything is divided by 1 - residual_decay, so that the factor enters the scale alone. The old error is added
+    # first: a kernel does not need it any more once it knows what is sent.
+    wide = state["error_scale"].unsqueeze(-1).to(torch.float32) * fp32(residual_decay / (1 - residual_decay))
+    new = compensated + state["error"].to(torch.float32) * wide - sent
+    codes, scale = encode_error(new, residual_decay)
     state["error"].copy_(torch.where(finite, codes, state["error"]))
     state["error_scale"].copy_(torch.where(finite.squeeze(-1), scale, state["error_scale"]))
 
@@ -230,7 +235,7 @@ def dequantize_sum(
 
 
 def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
-    """What levels [..., groups, group] with scales [..., groups] stand for."""
+    """Decoded values of levels [..., groups, group] with scales [..., groups]."""
     wide = scale.unsqueeze(-1).to(torch.float32)
     return levels * wide if signs is None else hadamard(levels) * (wide * signs)
 
@@ -250,7 +255,7 @@ def to_blocks(values: Tensor) -> Tensor:
 
 
 def from_blocks(values: Tensor) -> Tensor:
-    """What `to_blocks` has taken apart."""
+    """The inverse of `to_blocks`."""
     return values.unflatten(-1, (-1, RUN)).transpose(-3, -2).flatten(-3)
 
 
@@ -267,9 +272,9 @@ def hadamard(values: Tensor) -> Tensor:
 
 
 def fold(values: Tensor) -> Tensor:
-    """The sum over the last dim, a group, which is kept: of each block, and then of all blocks.
+    """The sum over the last dim, a group, with keepdim: first within blocks, then over blocks.
 
-    Both halve the numbers again and again, adding their second half to their first.
+    Both sums repeatedly add the second half of the numbers to the first half.
     """
     return _halve(_halve(to_blocks(values)).squeeze(-1))
 

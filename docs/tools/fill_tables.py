@@ -1,16 +1,18 @@
-"""Fill the tables of docs/benchmarks.md from what was measured, examples/benchmarks/results/*.json.
+"""Fill the tables of the pages from what was measured, examples/benchmarks/results/*.json.
 
     python docs/tools/fill_tables.py            # write them anew
-    python docs/tools/fill_tables.py --check    # fail where the page holds others
+    python docs/tools/fill_tables.py --check    # fail where a page holds others
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
-`--json`, put into that folder under the name of the table. Needs nothing but Python.
+`--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes, and report_page.json what
+report_page.py does. Needs nothing but Python.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from generated import keep_up
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md", ROOT / "examples" / "README.md")
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LABELS = (
@@ -32,6 +34,7 @@ LABELS = (
     ("fsdp2", "FSDP2"),
     ("fsdp2-bf16", "FSDP2, bf16"),
     ("simplefsdp-overlap", "SimpleFSDP's graph, PyTorch's overlap scheduler"),
+    ("torch-overlap", "zgraph's collectives, PyTorch's overlap scheduler"),
     ("zgraph-0", "zgraph, stage 0"),
     ("zgraph-0-rules", "zgraph, stage 0, by rules"),
     ("zgraph-0-reduce-bf16", "zgraph, stage 0, `reduce_dtype=bf16`"),
@@ -44,6 +47,7 @@ LABELS = (
     ("zgraph-2", "zgraph, stage 2"),
     ("zgraph-3", "zgraph, stage 3"),
     ("zgraph-3-rules", "zgraph, stage 3, by rules"),
+    ("zgraph-0-bf16", "zgraph, stage 0, bf16"),
     ("zgraph-1-bf16", "zgraph, stage 1, bf16"),
     ("zgraph-2-bf16", "zgraph, stage 2, bf16"),
     ("zgraph-3-bf16", "zgraph, stage 3, bf16"),
@@ -56,11 +60,24 @@ METHODS = (
     ("methods-1gbit",),
     ("methods-10gbit",),
 )
+# Names of the models that examples/zoo.py trains, as docs/models.md spells them.
+MODELS = {
+    "gpt2": "GPT-2",
+    "llama": "Llama",
+    "mixtral-eager": "Mixtral, eager experts",
+    "mixtral-grouped": "Mixtral, `grouped_mm` experts",
+    "bert": "BERT",
+    "t5": "T5",
+    "vit": "ViT",
+    "resnet": "ResNet",
+    "whisper": "Whisper",
+    "clip": "CLIP",
+}
 PEERS_OF_METHODS = ("ddp-bf16", "ddp-powersgd-1", "ddp-powersgd-4")
 
 
 def main() -> int:
-    return keep_up({PAGE: filled(PAGE.read_text())})
+    return keep_up({page: filled(page.read_text()) for page in PAGES})
 
 
 def filled(page: str) -> str:
@@ -71,8 +88,8 @@ def filled(page: str) -> str:
 def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
-    result = load(name)
-    return convergence(result) if name == "convergence" else link(result)
+    kinds = {"convergence": convergence, "zoo": zoo, "report_page": page}
+    return kinds.get(name, link)(load(name))
 
 
 def load(name: str) -> dict[str, Any]:
@@ -180,6 +197,46 @@ def convergence(result: dict[str, Any]) -> str:
     return markdown(heads, rows) + provenance([result])
 
 
+def zoo(result: dict[str, Any]) -> str:
+    """What was compiled for each model, and how close it stays to its replica."""
+    heads = ("model", "graphs", "graph breaks", "gathers", "recompiles", "fx", "Inductor: loss, parameters")
+    rows = [
+        (
+            MODELS[row["model"]],
+            str(row["graphs"]),
+            str(sum(row["breaks"].values())),
+            str(row["gathers"]),
+            str(row["recompiles"]),
+            f"{row['fx']['passed']} of {row['cases']}",
+            f"{row['inductor']['passed']} of {row['cases']}: "
+            f"{row['inductor']['loss']:.0e}, {row['inductor']['parameter']:.0e}",
+        )
+        for row in result["rows"]
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    ranks, stages = (" and ".join(map(str, result[key])) for key in ("ranks", "stages"))
+    return markdown(heads, rows) + (
+        f"\n{result['steps']} SGD steps on {ranks} ranks at stages {stages}, {versions}, on a CPU. "
+        f"{result.get('source', '')}".rstrip()
+        + "\n"
+    )
+
+
+def page(result: dict[str, Any]) -> str:
+    """How fast the page of a report is there, and answers."""
+    heads = ("", "answers, ms", "done, ms")
+    marks = {"paint": "first paint", "zgraph timeline": "timeline is drawn", "zgraph all": "everything is drawn"}
+    rows = [(title, "", spread(result["loads"][name])) for name, title in marks.items()]
+    rows += [(name, *map(spread, zip(*samples, strict=True))) for name, samples in result["interactions"].items()]
+    size = f"\n{result['nodes']:,} nodes, {result['bytes'] / 2**20:.1f} MiB, {result['browser']}.\n"
+    return markdown(heads, rows) + size + provenance([result])
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and in brackets the least and the most."""
+    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
+
+
 def percent(share: float) -> str:
     return f"{100 * share:+.2f} %" if share else "0.00 %"
 
@@ -193,8 +250,8 @@ def provenance(results: Sequence[dict[str, Any]]) -> str:
     of_line: dict[str, list[str]] = {}
     for result in results:
         where = f"{result['processor']}, {result['cores']} cores, commit `{result['commit']}`"
-        notes = [result[key] for key in ("source", "note") if key in result]
-        of_line.setdefault(". ".join([where, *notes]).rstrip("."), []).append(result.get("rate", ""))
+        notes = [result[key].rstrip(".") for key in ("source", "note") if key in result]
+        of_line.setdefault(". ".join([where, *notes]), []).append(result.get("rate", ""))
     one = len(of_line) == 1
     lines = [
         f"Measured on {line}." if one else f"- {', '.join(map(spelled, rates))}: {line}."

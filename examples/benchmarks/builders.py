@@ -216,12 +216,12 @@ class _EngineOptimizer:
 def build_zgraph(
     zero_stage: int,
     param_dtype: torch.dtype,
-    schedule: Callable[[Hardware], list[GraphPass]] | None,
+    schedule: Callable[[], list[GraphPass]] | None,
     *,
     predicts: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> Callable[[Setting], Trainer]:
-    """Sharded by zgraph and compiled with the passes that `schedule` makes for this machine; None: not compiled."""
+    """Sharded by zgraph and compiled with the passes of `schedule`, for this machine; None: not compiled."""
 
     def build(setting: Setting) -> Trainer:
         import zgraph
@@ -240,75 +240,75 @@ def build_zgraph(
 
         assert setting.hardware is not None
         predictions: list[Prediction] = []
-        passes = schedule(setting.hardware)
+        passes = schedule()
         if predicts:
             passes.append(Predict(into=predictions))
-        run = setting.compiled_by_zgraph(model, pipeline=zgraph.Pipeline(passes))
+        target = zgraph.Target(hardware=setting.hardware, time_kernels=True)
+        run = setting.compiled_by_zgraph(model, pipeline=zgraph.Pipeline(passes, target=target))
         return Trainer(run, optimizer, predictions=predictions)
 
     return build
 
 
-def planned(hardware: Hardware) -> list[GraphPass]:
+def planned() -> list[GraphPass]:
     """What a user gets who names the hardware."""
     from zgraph.passes import presets
 
-    return presets.default(hardware=hardware, time_kernels=True)
+    return presets.planned()
 
 
-def compressed(hardware: Hardware) -> list[GraphPass]:
+def compressed() -> list[GraphPass]:
     """Planned, and gradients travel as codes of 4 bits."""
     from zgraph.passes import LoCo, presets
 
-    return presets.default(hardware=hardware, time_kernels=True, compression=LoCo())
+    return presets.planned(compression=LoCo())
 
 
-def low_rank(rank: int, hardware: Hardware) -> list[GraphPass]:
+def low_rank(rank: int) -> list[GraphPass]:
     """Planned, and gradients travel as factors."""
     from zgraph.passes import LowRank, presets
 
-    return presets.default(hardware=hardware, time_kernels=True, compression=LowRank(rank=rank))
+    return presets.planned(compression=LowRank(rank=rank))
 
 
-def compressed_with_means(bits: int, hardware: Hardware) -> list[GraphPass]:
+def compressed_with_means(bits: int) -> list[GraphPass]:
     """The same, and the means of replicated parameters come back in so many bits, with errors of their own."""
     from zgraph.passes import CompressGradients, LoCo
 
     means = CompressGradients(mean_codec=LoCo(bits=bits))
-    return [means if isinstance(entry, CompressGradients) else entry for entry in compressed(hardware)]
+    return [means if isinstance(entry, CompressGradients) else entry for entry in compressed()]
 
 
-def by_rules(hardware: Hardware) -> list[GraphPass]:
+def by_rules() -> list[GraphPass]:
     """What a user gets who does not; the costs are for the prediction alone."""
-    from zgraph.passes import SetTarget, presets
+    from zgraph.passes import presets
 
-    return [SetTarget(hardware=hardware, time_kernels=True), *presets.default()]
+    return presets.default()
 
 
-def simple_fsdp(hardware: Hardware) -> list[GraphPass]:
+def simple_fsdp() -> list[GraphPass]:
     """One gather for each parameter just before its use, one reduce_scatter for each gradient, as in SimpleFSDP."""
-    return _each_apart(hardware, "reduce_scatter")
+    return _each_apart("reduce_scatter")
 
 
-def simple_fsdp_with_overlap(hardware: Hardware) -> list[GraphPass]:
+def simple_fsdp_with_overlap() -> list[GraphPass]:
     """The same, bucketed and scheduled by PyTorch, which is told what things cost here."""
     from torch_overlap import TorchOverlap
 
-    return [*_each_apart(hardware, "reduce_scatter"), TorchOverlap()]
+    return [*_each_apart("reduce_scatter"), TorchOverlap()]
 
 
-def torch_overlap(hardware: Hardware) -> list[GraphPass]:
+def torch_overlap() -> list[GraphPass]:
     """The collectives that zgraph takes on gloo, bucketed and scheduled by PyTorch."""
     from torch_overlap import TorchOverlap
 
-    return [*_each_apart(hardware, "all_to_all"), TorchOverlap()]
+    return [*_each_apart("all_to_all"), TorchOverlap()]
 
 
-def _each_apart(hardware: Hardware, algorithm: Literal["all_to_all", "reduce_scatter"]) -> list[GraphPass]:
-    from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, LowerReductions, SetTarget
+def _each_apart(algorithm: Literal["all_to_all", "reduce_scatter"]) -> list[GraphPass]:
+    from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, LowerReductions
 
-    lowered = [DedupeGathers(), ChooseLifetimes(), LowerGathers(), LowerReductions(algorithm=algorithm)]
-    return [SetTarget(hardware=hardware, time_kernels=True), *lowered]
+    return [DedupeGathers(), ChooseLifetimes(), LowerGathers(), LowerReductions(algorithm=algorithm)]
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

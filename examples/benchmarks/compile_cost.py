@@ -171,9 +171,8 @@ def compile_planned(kind: str, rank: int, ranks: int, store: str) -> dict[str, A
     else:
         zgraph.shard(model, param_dtype=torch.bfloat16)
         if kind == "measured":
-            hardware = zgraph.Hardware.preset("cpu")
-            passes = zgraph.passes.presets.default(hardware=hardware, time_kernels=True)
-            options["pipeline"] = zgraph.Pipeline(passes)
+            target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), time_kernels=True)
+            options["pipeline"] = zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
         compiled = torch.compile(model, backend="zgraph", options=options)
     started = time.perf_counter()
     compiled(*inputs).backward()

@@ -15,7 +15,7 @@ from workload import LanguageModel, ModelConfig, make_batch
 
 import zgraph
 from zgraph.analysis.hardware import Hardware, Link
-from zgraph.passes import SetTarget, presets
+from zgraph.passes import presets
 
 
 def hardware_of(setting: Setting, gbytes_per_s: float) -> Hardware:
@@ -34,7 +34,7 @@ def run_overlap(setting: Setting) -> Iterator[Row]:
     for gbytes_per_s in (1.0,) if setting.tiny else (400.0, 50.0, 10.0):
         hardware = hardware_of(setting, gbytes_per_s)
         for planned in (False,) if setting.tiny else (False, True):
-            passes = presets.default(hardware=hardware) if planned else presets.default()
+            passes = presets.planned() if planned else presets.default()
             torch.compiler.reset()
             yield _overlap_row(setting, config, hardware, passes, f"{gbytes_per_s:g} GB/s, {_name(planned)}")
 
@@ -50,9 +50,8 @@ def _overlap_row(setting: Setting, config: ModelConfig, hardware: Hardware, pass
         param_dtype = torch.bfloat16 if setting.on_cuda else None
         mesh = init_device_mesh(setting.device.type, (RANKS,), mesh_dim_names=("dp",))
         model = zgraph.shard(LanguageModel(config).to(setting.device), mesh, param_dtype=param_dtype)
-        if not any(isinstance(each, SetTarget) for each in passes):
-            passes = [SetTarget(hardware=hardware), *passes]  # for the prediction
-        options: dict[str, Any] = {"lowering": setting.lowerings[-1], "pipeline": zgraph.Pipeline(passes)}
+        pipeline = zgraph.Pipeline(passes, target=zgraph.Target(hardware=hardware))  # of rules for the prediction alone
+        options: dict[str, Any] = {"lowering": setting.lowerings[-1], "pipeline": pipeline}
         called: Any = torch.compile(model, backend="zgraph", options=options)
         tokens = make_batch(config, 0, 0).to(setting.device)
 

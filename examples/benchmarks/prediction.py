@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from zgraph import Fact, GraphPass, PassContext
-from zgraph.analysis.cost import COMPUTE
+from zgraph import GraphPass, PassContext
 from zgraph.graph import nodes
+from zgraph.graph.lanes import COMPUTE
 from zgraph.scheduling.simulate import simulate
 
 
@@ -34,7 +34,10 @@ class Predict(GraphPass):
     into: list[Prediction]
 
     name: ClassVar[str] = "predict"
-    requires: ClassVar[frozenset[str]] = frozenset({Fact.TARGET_SET})
+
+    @property
+    def needs_target(self) -> bool:
+        return True
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         order = list(gm.graph.nodes)

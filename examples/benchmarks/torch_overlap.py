@@ -27,6 +27,10 @@ class TorchOverlap(GraphPass):
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
     provides: ClassVar[frozenset[str]] = frozenset({Fact.OVERLAP_SCHEDULED})
 
+    @property
+    def needs_target(self) -> bool:
+        return True
+
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         cost_of = ctx.cost_of
         assert cost_of is not None

@@ -1,4 +1,4 @@
-"""What a bucket costs on its link: how large it should be, and for which members it should wait."""
+"""Costs of buckets on their link: how large a bucket should be, and which members it should wait for."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from dataclasses import dataclass
 
 
 def link_bytes(
-    *, whole_bytes: int, latency_us: float, transfer_us: float, compute_us: float, latency_share: float
+    *, total_bytes: int, latency_us: float, transfer_us: float, compute_us: float, latency_share: float
 ) -> int:
-    """The size of a bucket that suits a link.
+    """The bucket size that suits a link.
 
-    The smallest whose latency is the given share of its transfer, or less where it could not be hidden: of a pipeline
-    nothing hides the first bucket (or the compute behind the last, where that is shorter), which grows with the size,
-    while all latencies together fall with it; their sum is least at the square root.
+    It is the smallest size at which latency is the given share of the transfer, or smaller if such a bucket could not
+    be hidden. Nothing hides the first bucket of a pipeline (or the compute after the last one, if that is shorter): its
+    time grows with the bucket size, while the sum of all latencies falls with it. Their sum is least at the square
+    root.
 
     Args:
-        whole_bytes: of everything that is to be carried.
-        latency_us: of one collective.
-        transfer_us: of everything, without latencies.
-        compute_us: that could hide it.
-        latency_share: of the transfer, such as 0.1.
+        total_bytes: bytes of everything to be carried.
+        latency_us: latency of one collective.
+        transfer_us: time to transfer everything, without latencies.
+        compute_us: compute that could hide it.
+        latency_share: share of latency in the transfer, such as 0.1.
     """
     sizes = [1.0]
     if transfer_us:
         sizes.append(latency_us / (latency_share * transfer_us))
     if min(compute_us, transfer_us):
         sizes.append(math.sqrt(latency_us / min(compute_us, transfer_us)))
-    return max(1, math.ceil(whole_bytes * min(sizes)))
+    return max(1, math.ceil(total_bytes * min(sizes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Member:
     """One collective.
 
     Attributes:
-        at_us: compute ahead of it: of a gather when its result is read, of a reduction when its input is there.
-        transfer_us: on the link, without latency.
+        at_us: compute before the result is read, for a gather, or before the input is ready, for a reduction.
+        transfer_us: time on the link, without latency.
     """
 
     at_us: float
@@ -45,11 +46,11 @@ class Member:
 
 
 class GatherQueue:
-    """Gathers of a graph in program order, on a link that starts with them at once and never pauses.
+    """Gathers of a graph in program order, on a link that starts with the graph and never pauses.
 
-    Says of each whether it should join the bucket before it. Joined, the bucket's first reader waits for it as well;
-    apart, a latency more passes before it is there. It stays out where the graph would end later with it, all gathers
-    behind it counted without latency:
+    Decides for each whether it joins the previous bucket. If it does, the bucket's first reader also waits for it;
+    if not, it arrives one latency later. It stays out if the graph would otherwise end later, counting all later
+    gathers without latency:
 
         joined   link [lat a b      ]      compute ...........[a][b]
         apart    link [lat a][lat b ]      compute .......[a]....[b]
@@ -60,10 +61,10 @@ class GatherQueue:
         self.latency_us = latency_us
         self.compute_us = compute_us
         self._next = 0
-        self._read_at_us = 0.0  # the first of the open bucket
-        self._done_us = 0.0  # when the open bucket is there
-        self._late_us = 0.0  # compute, by waiting for closed buckets
-        # From the end of each member's transfer to that of the graph, as far as later transfers decide it.
+        self._read_at_us = 0.0  # when the first member of the open bucket is read
+        self._done_us = 0.0  # when the open bucket has arrived
+        self._late_us = 0.0  # delay of compute caused by closed buckets
+        # Time from the end of each member's transfer to the end of the graph, as far as later transfers determine it.
         self._rest_us = [-math.inf] * len(members)
         for place in range(len(members) - 1, 0, -1):
             after = max(compute_us - members[place].at_us, self._rest_us[place])
@@ -94,10 +95,10 @@ class GatherQueue:
 
 
 class ReductionQueue:
-    """Reductions of a graph in program order, each of which its link starts when its input is there.
+    """Reductions of a graph in program order, each of which starts when its input is ready.
 
-    Says of each whether it should join the bucket before it, which then starts no earlier than it could itself. It
-    stays out where the last reduction would end later with it, those behind it counted without latency.
+    Decides for each whether it joins the previous bucket, which then starts no earlier than the new member could alone.
+    It stays out if the last reduction would otherwise end later, counting all later ones without latency.
     """
 
     def __init__(self, members: Sequence[Member], latency_us: float, compute_us: float) -> None:
@@ -105,10 +106,10 @@ class ReductionQueue:
         self.latency_us = latency_us
         self.compute_us = compute_us
         self._next = 0
-        self._carried_us = 0.0  # transfers in the open bucket
-        self._begin_us = 0.0  # of the open bucket
-        self._free_us = 0.0  # when the link has done all closed buckets
-        # Behind each member: how long the others take, and when they end at the earliest.
+        self._carried_us = 0.0  # transfer time of the open bucket
+        self._begin_us = 0.0  # earliest start of the open bucket
+        self._free_us = 0.0  # when the link has finished all closed buckets
+        # After each member: how long the others take, and when they end at the earliest.
         self._rest_us = [0.0] * len(members)
         self._earliest_us = [0.0] * len(members)
         for place in range(len(members) - 1, 0, -1):

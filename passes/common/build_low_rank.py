@@ -1,27 +1,25 @@
-"""Rewrites the reductions of a graph's matrices so that low-rank factors travel, bucket by bucket."""
+"""Rewrites the reductions of a graph's matrices so that low-rank factors are sent, bucket by bucket."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.compression.low_rank import FACTOR_DTYPE, LowRank, matrix_shape
-from zgraph.dialect.window_ops import gradients_wait
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.operator_arguments import ReduceArgs
-from zgraph.runtime.chunks import Chunk, chunk_rows, local_rows
-from zgraph.runtime.groups import reduction_group
+from zgraph.runtime.chunks import Chunk
 from zgraph.runtime.window_state import ALONE
 from zgraph.torch_compat.collectives import all_gather_op, wait_op
 
 aten = torch.ops.aten
-# What a rank may send in addition to be spared a second exchange: that much hides behind the next bucket's compute, and
-# the latency of an exchange that starts when its result is needed does not.
+# Extra bytes that a rank may send to save a second exchange: so much hides under the next bucket's compute, whereas the
+# latency of an exchange that starts when its result is needed does not.
 SPARED_BYTES = 512 * 1024
 
 
@@ -31,8 +29,8 @@ def plan_low_rank_buckets(markers: Sequence[fx.Node], bucket_bytes: int) -> list
     filled: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
     for marker in markers:
         args = ReduceArgs.of(marker)
-        grad = meta.tensor_value(args.grad)
-        key = (args.group_name, args.replicas, args.reduction, args.window, args.dtype, grad.device)
+        layout, grad = args.layout, meta.tensor_value(args.grad)
+        key = (layout.gather_group, layout.replica_group, args.reduction, args.window, args.dtype, grad.device)
         size = grad.numel() * FACTOR_DTYPE.itemsize
         bucket, held = filled.get(key, ([], 0))
         if not bucket or held + size > bucket_bytes:
@@ -45,10 +43,10 @@ def plan_low_rank_buckets(markers: Sequence[fx.Node], bucket_bytes: int) -> list
 
 
 def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext, method: LowRank) -> None:
-    """Replace the markers; the factors become markers of their own, to be lowered like any other.
+    """Replace the markers; the factors become markers of their own, which are lowered like any other.
 
-    So that no exchange is waited for at once, a bucket's second factor sets out when the next bucket's first one does,
-    and its means are rebuilt when the one after that has set out:
+    To give every exchange time to overlap, a bucket's second factor is sent together with the first factor of the next
+    bucket, and its means are rebuilt after the bucket after that has been sent:
 
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
     """
@@ -65,7 +63,7 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
             buckets[-1].exchange_right()
         for bucket in buckets[-2:]:
             bucket.rebuild()
-    # What reshapes a gradient may stand where its own reduction stood.
+    # Nodes that reshape a gradient may stand where its own reduction stood.
     edits.restore_order(graph)
     grads = [ReduceArgs.of(marker).grad for marker in markers]
     edits.erase_dead(graph, dict.fromkeys([*markers, *grads]))
@@ -104,12 +102,10 @@ class _Bucket:
         first_rows: list[int] = []
         kept_rows: list[int] = []
         for args, rows in zip(self.members, self.sizes[0], strict=True):
-            ranks, rank, whole = 1, 0, meta.tensor_value(args.grad).shape[0]
-            if args.zero_stage > 0:
-                ranks, rank = self.ctx.group_size(args.group_name), self.ctx.group_rank(args.group_name)
-            kept = chunk_rows(whole, ranks) * (rows // whole)
-            first_rows.append(min(rank * kept, rows))
-            kept_rows.append(kept)
+            layout = args.layout
+            per_row = rows // layout.shape[0]  # rows of the matrix for each of the gradient
+            first_rows.append(layout.first_row * per_row)
+            kept_rows.append(layout.chunk_rows * per_row)
         first = self.members[0]
         means = self._call(
             torch.ops.zgraph.low_rank_means.default,
@@ -119,22 +115,21 @@ class _Bucket:
             marker.replace_all_uses_with(self._shaped(mean, args, marker))
 
     def _shaped(self, mean: fx.Node, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """[kept rows, columns] as the marker returns it; a chunk is cut to the rows that this rank has."""
-        shape = meta.tensor_value(args.grad).shape
-        ranks, rank = 1, 0
-        if args.zero_stage > 0:
-            ranks, rank = self.ctx.group_size(args.group_name), self.ctx.group_rank(args.group_name)
-        chunk, rows = chunk_rows(shape[0], ranks), local_rows(shape[0], ranks, rank)
-        if len(shape) > 2:
-            mean = meta.create(self.graph, aten.view.default, (mean, [chunk, *shape[1:]]), like=marker)
-        return mean if rows == chunk else meta.create(self.graph, aten.slice.Tensor, (mean, 0, 0, rows), like=marker)
+        """[kept rows, columns] in the marker's shape; a chunk is cut to the rows that this rank has."""
+        layout, rows = args.layout, args.layout.local_rows
+        if len(layout.shape) > 2:
+            unflattened = [layout.chunk_rows, *layout.shape[1:]]
+            mean = meta.create(self.graph, aten.view.default, (mean, unflattened), like=marker)
+        if rows == layout.chunk_rows:
+            return mean
+        return meta.create(self.graph, aten.slice.Tensor, (mean, 0, 0, rows), like=marker)
 
     def _grad(self, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """The whole gradient, before any widening; at the end of a window the sum of all that have waited."""
-        if gradients_wait(args.zero_stage, args.window):
-            waited = (args.grad, args.handle, args.dtype, args.zero_stage)
+        """The whole gradient before any widening; at the end of a window, the sum of all accumulated ones."""
+        if args.layout.gradients_wait(args.window):
+            waited = (args.grad, args.handle, args.dtype, args.layout.zero_stage)
             return meta.create(self.graph, torch.ops.zgraph.add_accumulated.default, waited, like=marker)
-        if nodes.is_cast(args.grad) == torch.float32:
+        if traits.cast_dtype(args.grad) == torch.float32:
             source = args.grad.all_input_nodes[0]
             if meta.tensor_value(source).dtype in (torch.bfloat16, torch.float16):
                 return source
@@ -142,18 +137,19 @@ class _Bucket:
 
     def _reduced(self, factor: fx.Node) -> fx.Node:
         """The mean, or sum, of a factor over all ranks, in rank order."""
-        args = self.members[0]
-        groups = [name for name in (args.group_name, args.replicas) if self.ctx.group_size(name) > 1]
+        args, layout = self.members[0], self.members[0].layout
+        groups = [name for name in (layout.reduce_group, layout.replica_group) if self.ctx.group_size(name) > 1]
         if len(groups) == 1:
             world, size = self.ctx.group_size(groups[0]), meta.tensor_value(factor).nbytes
             if (world - 1) * size - 2 * (world - 1) * size // world <= SPARED_BYTES:
-                return self._summed_by_all(factor, reduction_group(groups[0]), world)
-        # Each rank a part of it, as if it were the gradient of a replicated parameter.
-        policy = (FACTOR_DTYPE, None, None, 0, args.reduction, ALONE, args.replicas, args.group_name)
-        return self._communicate(torch.ops.zgraph.reduce_grad.default, factor, args.handle, *policy)
+                return self._summed_by_all(factor, groups[0], world)
+        # Each rank averages a part, as of the gradient of a replicated parameter.
+        replicated = replace(layout, shape=tuple(meta.tensor_value(factor).shape), zero_stage=0)
+        reduction = ReduceArgs(factor, args.handle, replicated, FACTOR_DTYPE, None, None, args.reduction, ALONE)
+        return self._communicate(torch.ops.zgraph.reduce_grad.default, *reduction.flat())
 
     def _summed_by_all(self, factor: fx.Node, group_name: str, world: int) -> fx.Node:
-        """Sum what all ranks have sent to all: with two ranks as many bytes, and else more, but in one exchange."""
+        """Gather all addends and sum them: with more than two ranks this sends more bytes, but in a single exchange."""
         numel = meta.tensor_value(factor).shape[0]
         start = self._communicate(all_gather_op(), factor, world, group_name, name=f"all_gather_factor_{self.label}")
         meta.set_chunks(start, [Chunk(numel, 1, ("",))])
@@ -171,7 +167,7 @@ class _Bucket:
     def _call(self, target: object, *args: object) -> list[fx.Node]:
         """The results of an operator that returns a list.
 
-        It computes, unlike the copies in and out of buffers: without parameters in its meta it stays where it is put.
+        Without parameters in its meta it counts as compute, unlike copies in and out of buffers, and is not moved.
         """
         name = str(target).split(".")[1]
         call = meta.create(self.graph, target, args, name=f"{name}_{self.label}")

@@ -1,4 +1,4 @@
-"""What a `zgraph::reduce_grad` becomes: an exchange and a sum in rank order, and for replicated parameters a gather."""
+"""Lowers `zgraph::reduce_grad` to an exchange and a sum in rank order, and for replicated parameters a gather."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import fx
 
 from zgraph.analysis.sizes import size_hint
 from zgraph.compiler.graph_pass import PassContext
-from zgraph.dialect.window_ops import gradients_wait
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, traits
 from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.passes.common.reduction_algorithms import Algorithm, Reduction, choose_algorithm
-from zgraph.runtime.chunks import Chunk, chunk_rows, local_rows
-from zgraph.runtime.groups import group_stride, reduction_group
+from zgraph.runtime.chunks import Chunk, chunk_rows
+from zgraph.runtime.groups import group_stride
 from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.collectives import all_gather_op, all_reduce_op, all_to_all_op, reduce_scatter_op, wait_op
 
@@ -30,8 +29,8 @@ class ReductionBuilder:
 
     Args:
         graph, marker: the reduce_grad.
-        ctx: which groups there are.
-        algorithms: by name of a group; where it is not listed, an all_to_all.
+        ctx: context of the pass, which knows the groups.
+        algorithms: algorithm for each group, by name; all_to_all for groups that are not listed.
     """
 
     def __init__(
@@ -39,14 +38,11 @@ class ReductionBuilder:
     ) -> None:
         self.graph = graph
         self.marker = marker
-        given = ReduceArgs.of(marker)
-        self.args = replace(given, group_name=reduction_group(given.group_name))
+        self.args = ReduceArgs.of(marker)
+        self.layout = self.args.layout
         self.ctx = ctx
         self.label = meta.label(marker)
-        self.world = ctx.group_size(self.args.group_name)
-        self.num_replicas = ctx.group_size(self.args.replicas)
-        self.divisor = self.world * self.num_replicas if self.args.reduction == "mean" else 1
-        self.rank = ctx.group_rank(self.args.group_name)
+        self.divisor = self.layout.divisor(self.args.reduction)
         self.algorithms = algorithms or {}
 
     def node(self, target: object, *args: object, name: str | None = None, **kwargs: object) -> fx.Node:
@@ -56,51 +52,47 @@ class ReductionBuilder:
         return meta.create_cast(self.graph, node, dtype, like=self.marker)
 
     def build(self) -> fx.Node:
-        """The node whose value the marker stands for; the marker itself stays."""
-        args = self.args
-        if self.world * self.num_replicas == 1:
+        """Build the nodes that compute the marker's value, and return the last; the marker itself stays."""
+        args, layout = self.args, self.layout
+        if not layout.is_reduced:
             # Always a new contiguous tensor, as the marker returns: autograd keeps it as .grad, where an alias of
             # another gradient would be clipped twice, and fused optimizers do not look at strides.
             wide = self.cast(args.grad, args.dtype)
             return self.node(aten.clone.default, wide, memory_format=torch.contiguous_format)
-        shape = meta.tensor_value(args.grad).shape
-        rows = local_rows(shape[0], self.world, self.rank) if args.zero_stage > 0 else 0
         grad = args.grad
-        if gradients_wait(args.zero_stage, args.window):
+        if layout.gradients_wait(args.window):
+            waiting = (grad, args.handle, args.dtype, layout.zero_stage)
             if args.window == OPEN:
-                accumulate = torch.ops.zgraph.accumulate_grad.default
-                return self.node(accumulate, grad, args.handle, args.dtype, args.zero_stage, rows)
-            grad = self.node(torch.ops.zgraph.add_accumulated.default, grad, args.handle, args.dtype, args.zero_stage)
-        is_gathered = self.num_replicas > 1 or (args.zero_stage == 0 and self.world > 1)
-        mean_dtype = self.mean_dtype(meta.tensor_value(grad).dtype) if is_gathered else args.dtype
-        wire = self.on_the_wire(grad) if self.world > 1 else grad
+                rows = layout.local_rows if layout.is_sharded else 0
+                return self.node(torch.ops.zgraph.accumulate_grad.default, *waiting, rows)
+            grad = self.node(torch.ops.zgraph.add_accumulated.default, *waiting)
+        mean_dtype = self.mean_dtype(meta.tensor_value(grad).dtype) if layout.gathers_mean else args.dtype
+        wire = self.on_the_wire(grad) if layout.world > 1 else grad
         if not meta.tensor_value(wire).is_contiguous():
             wire = self.node(aten.clone.default, wire, memory_format=torch.contiguous_format)
-        numel = math.prod(shape)
-        if args.zero_stage == 0:
-            wire = self.node(aten.view.default, wire, [numel])
-        split = numel if args.zero_stage == 0 else shape[0]
-        chunk = Chunk(split, numel // max(1, split), (args.group_name,))
-        if args.zero_stage == 0 and self.num_replicas == 1:
-            return self.node(aten.view.default, self.mean(wire, chunk, mean_dtype, args.dtype), list(shape))
-        pieces = self.padded(wire, self.world)
-        if self.num_replicas == 1:
+        shape, chunk = list(layout.shape), layout.grad_chunk
+        if not layout.is_sharded:
+            wire = self.node(aten.view.default, wire, [layout.numel])
+        if not layout.is_sharded and layout.num_replicas == 1:
+            return self.node(aten.view.default, self.mean(wire, chunk, mean_dtype, args.dtype), shape)
+        pieces = self.padded(wire, layout.world)
+        if layout.num_replicas == 1:
             total = self.sum(pieces, chunk, self.divisor, mean_dtype)
         else:
             partial = self.sum(pieces, chunk, 1, accumulate_dtype(meta.tensor_value(pieces).dtype))
-            total = self.all_reduce(partial, replace(chunk, group_names=(args.group_name, args.replicas)), mean_dtype)
-        if args.zero_stage == 0:
-            return self.node(aten.view.default, self.gathered(total, chunk, numel, args.dtype), list(shape))
-        held = meta.tensor_value(total).shape[0]
-        return total if rows == held else self.node(aten.slice.Tensor, total, 0, 0, rows)
+            total = self.all_reduce(partial, layout.replica_chunk, mean_dtype)
+        if not layout.is_sharded:
+            return self.node(aten.view.default, self.gathered(total, chunk, layout.numel, args.dtype), shape)
+        rows = layout.local_rows
+        return total if rows == layout.chunk_rows else self.node(aten.slice.Tensor, total, 0, 0, rows)
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
-        """The gradient in the dtype to send it in, without any widening that changes no bit of the sum."""
+        """The gradient in the dtype to send it in, without a preceding widening that does not change the sum."""
         source, dtype = _travelling(grad, self.args.wire_dtype)
         return self.cast(source, dtype)
 
     def mean_dtype(self, grad: torch.dtype) -> torch.dtype:
-        """The dtype in which the parts of a mean are gathered, of a gradient of this dtype."""
+        """The dtype in which the parts of the mean of a gradient of this dtype are gathered."""
         return mean_dtype_of(grad, self.args.dtype, self.args.wire_dtype, self.args.mean_dtype)
 
     def padded(self, pieces: fx.Node, world: int) -> fx.Node:
@@ -130,15 +122,15 @@ class ReductionBuilder:
         return self.divided(self.node(wait_op(), start, name=f"wait_grad_{self.label}"), divisor, dtype)
 
     def all_reduce(self, partial: fx.Node, chunk: Chunk, mean_dtype: torch.dtype) -> fx.Node:
-        """The sum of this shard's partial sums over its replicas; in the dtype of a mean that is gathered once more."""
+        """The sum of this shard's partial sums over its replicas, in the dtype in which means are gathered."""
         found = meta.tensor_value(partial)
         numel = math.prod(found.shape)
         flat = self.on_the_wire(self.node(aten.view.default, partial, [numel]))
-        dtype = mean_dtype if self.args.zero_stage == 0 and self.world > 1 else self.args.dtype
+        dtype = mean_dtype if not self.layout.is_sharded and self.layout.world > 1 else self.args.dtype
         return self.node(aten.view.default, self.mean(flat, chunk, mean_dtype, dtype), list(found.shape))
 
     def mean(self, flat: fx.Node, chunk: Chunk, mean_dtype: torch.dtype, dtype: torch.dtype) -> fx.Node:
-        """[numel] of every rank -> their mean, whole, on each; [numel] in `dtype`."""
+        """[numel] of every rank -> the complete mean [numel] in `dtype` on each."""
         group_name = chunk.group_names[-1]
         numel = meta.tensor_value(flat).shape[0]
         if self.algorithms.get(group_name) != "all_reduce":
@@ -149,13 +141,13 @@ class ReductionBuilder:
         return self.divided(self.node(wait_op(), start, name=f"wait_grad_{self.label}"), self.divisor, dtype)
 
     def divided(self, total: fx.Node, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """What a backend has summed, by the operator that divides everywhere."""
+        """Divide what a backend has summed, with the same operator as everywhere else."""
         if divisor == 1 and meta.tensor_value(total).dtype == dtype:
             return total
         return self.node(torch.ops.zgraph.sum_ranks.default, total, 1, divisor, dtype)
 
     def gathered(self, piece: fx.Node, chunk: Chunk, numel: int, dtype: torch.dtype) -> fx.Node:
-        """[n] of every rank -> [numel], the first of them all, cast on arrival."""
+        """[n] of every rank -> the first [numel] elements of all, cast on arrival."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world > 1:
@@ -171,26 +163,26 @@ class ReductionBuilder:
 def plan_algorithms(
     markers: Sequence[fx.Node], ctx: PassContext, algorithm: Algorithm
 ) -> dict[fx.Node, dict[str, Algorithm]]:
-    """How each reduce_grad is reduced over each of its groups.
+    """Choose the algorithm of each reduce_grad for each of its groups.
 
-    One choice for all gradients that may share collectives, as if one carried them all: gradients that are reduced in
-    different ways cannot.
+    All gradients that may share a collective get the same algorithm, chosen as if one collective carried them all,
+    because gradients with different algorithms cannot be merged.
 
     Returns:
-        By marker, and name of the group.
+        The algorithm by marker and group name.
     """
-    hops = {marker: _hops_of(marker, ctx) for marker in markers}
-    alike: dict[tuple[object, ...], list[Reduction]] = {}
+    hops = {marker: _hops_of(marker) for marker in markers}
+    compatible: dict[tuple[object, ...], list[Reduction]] = {}
     for marker, found in hops.items():
         for group_name, reduction in found.items():
-            alike.setdefault(_kind(marker, group_name, reduction), []).append(reduction)
+            compatible.setdefault(_kind(marker, group_name, reduction), []).append(reduction)
     chosen: dict[tuple[object, ...], Algorithm] = {}
-    for key, members in alike.items():
+    for key, members in compatible.items():
         group_name, device, *_ = cast("tuple[str, torch.device]", key)
-        together = replace(members[0], numel=sum(member.numel for member in members))
+        combined = replace(members[0], numel=sum(member.numel for member in members))
         chosen[key] = (
             choose_algorithm(
-                together,
+                combined,
                 backend=ctx.group_backend(group_name, device),
                 world=ctx.group_size(group_name),
                 stride=group_stride(group_name),
@@ -209,13 +201,12 @@ def _kind(marker: fx.Node, group_name: str, reduction: Reduction) -> tuple[objec
     return group_name, meta.tensor_value(ReduceArgs.of(marker).grad).device, replace(reduction, numel=0)
 
 
-def _hops_of(marker: fx.Node, ctx: PassContext) -> dict[str, Reduction]:
-    """What a reduce_grad reduces over which group; nothing where no sum travels."""
-    given = ReduceArgs.of(marker)
-    args = replace(given, group_name=reduction_group(given.group_name))
-    world, num_replicas = ctx.group_size(args.group_name), ctx.group_size(args.replicas)
-    waits = gradients_wait(args.zero_stage, args.window)
-    if world * num_replicas == 1 or (waits and args.window == OPEN):
+def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
+    """What a reduce_grad reduces over each group; empty if it communicates nothing."""
+    args = ReduceArgs.of(marker)
+    layout, world = args.layout, args.layout.world
+    waits = layout.gradients_wait(args.window)
+    if not layout.is_reduced or (waits and args.window == OPEN):
         return {}
     grad = meta.tensor_value(args.grad)
     dtype = args.dtype if waits else grad.dtype
@@ -224,19 +215,21 @@ def _hops_of(marker: fx.Node, ctx: PassContext) -> dict[str, Reduction]:
     numel = size_hint(grad.numel())
     hops: dict[str, Reduction] = {}
     if world > 1:
-        ends = num_replicas == 1
-        gathered = mean if ends and args.zero_stage == 0 else None
-        hops[args.group_name] = Reduction(numel=numel, wire=wire, mean=gathered, result=args.dtype if ends else wide)
-    if num_replicas > 1:
+        ends = layout.num_replicas == 1
+        gathered = mean if ends and not layout.is_sharded else None
+        hops[layout.reduce_group] = Reduction(
+            numel=numel, wire=wire, mean=gathered, result=args.dtype if ends else wide
+        )
+    if layout.num_replicas > 1:
         wire = wire_dtype_of(wide, args.wire_dtype)
-        hops[args.replicas] = Reduction(numel=-(-numel // world), wire=wire, mean=mean, result=args.dtype)
+        hops[layout.replica_group] = Reduction(numel=-(-numel // world), wire=wire, mean=mean, result=args.dtype)
     return hops
 
 
 def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """What is sent of a gradient, and in which dtype: of one that was only widened, what it was before."""
+    """The node to send for a gradient, and the dtype: if the gradient was only widened, the node before that."""
     dtype = meta.tensor_value(grad).dtype
-    if nodes.is_cast(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
+    if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
         source = grad.all_input_nodes[0]
         narrow = meta.tensor_value(source).dtype
         if narrow in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""Rewrites a graph so that several collectives become one; what shares a bucket, and how, is decided elsewhere."""
+"""Merges several collectives into one; which share a bucket, and how, is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.dialect.grouped_gathers import wait_group_op
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import dataflow, edits, meta, nodes, traits
 from zgraph.graph.operator_arguments import DequantizeArgs, QuantizeArgs
 from zgraph.passes.common.replicated_gradients import ReplicatedReduction
-from zgraph.runtime.chunks import Chunk, chunk_rows
+from zgraph.runtime.chunks import Chunk
 from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, grouped_gather_op, reduce_scatter_op, wait_op
 
 aten = torch.ops.aten
@@ -61,11 +61,11 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "flat") -> None:
 
 
 def put_at_use(start: fx.Node) -> None:
-    """Bring a gather, its wait and the views of its result to just before what computes with it, to stay there."""
+    """Move a gather, its wait and the views of its result to just before its first reader, and pin them there."""
     wait = cast(fx.Node, nodes.wait_of(start))
     for node in (start, wait):
         meta.tag_at_use(node)
-    chain = dict.fromkeys([start, *nodes.reshaped_values(wait)])
+    chain = dict.fromkeys([start, *dataflow.reshaped_values(wait)])
     readers = [user for node in chain for user in node.users if user not in chain]
     if readers:
         anchor = min(readers)  # nodes compare by their place in the graph
@@ -74,7 +74,7 @@ def put_at_use(start: fx.Node) -> None:
 
 
 def result_of(start: fx.Node) -> fx.Node | None:
-    """What a member yields: its wait, or what sums or divides it; None where others read what an exchange brings."""
+    """The result of a member: its wait, or the node that sums or divides it; None if an exchange has other readers."""
     wait = nodes.wait_of(start)
     if wait is None or not nodes.is_reduction(start):
         return wait
@@ -124,7 +124,7 @@ def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """One payload of all shards and one gather, out of which each member is decoded when it is needed."""
+    """One payload of all shards and one gather, from which each member is decoded where it is needed."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     codes = [start.all_input_nodes[0] for start in starts]
     shards, numels = ([item for node in codes for item in cast("list[Any]", node.args[place])] for place in (0, 2))
@@ -150,10 +150,10 @@ def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list
 
 
 def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """One start and one wait with a result for each member, and one cast of all that are cast before they travel."""
+    """One start and one wait with a result for each member, and one cast for all shards that are cast first."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sent = [start.all_input_nodes[0] for start in starts]
-    sent, replaced = _cast_together(graph, starts, sent)
+    sent, replaced = _cast_all(graph, starts, sent)
     name = _name("all_gather_group", starts)
     start = meta.create(graph, grouped_gather_op(), (sent, *starts[0].args[1:]), like=starts[0], name=name)
     wait = meta.create(graph, wait_group_op(), (start,), like=starts[0], name=_name("wait_group", starts))
@@ -164,31 +164,29 @@ def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
     return [*starts, *waits, *replaced]
 
 
-def _cast_together(
-    graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What members send, those that are cast shards by one node, and the casts and copies in whose place it is."""
-    chains = {place: chain for place, node in enumerate(sent) if (chain := _cast_behind(node))}
+def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The tensors to send, with all casts of shards done by one node, and the nodes that this node replaces."""
+    chains = {place: chain for place, node in enumerate(sent) if (chain := _source_cast(node))}
     if len(chains) < 2:
         return sent, []
     shards = [chain[-1].all_input_nodes[0] for chain in chains.values()]
     chunks = [meta.tensor_value(sent[place]) for place in chains]
     members = [starts[place] for place in chains]
     args = (shards, [chunk.shape[0] for chunk in chunks], chunks[0].dtype)
-    together = meta.create(graph, torch.ops.zgraph.cast_shards.default, args, name=_name("cast_group", members))
-    _work_for(members, together)
+    cast_shards = meta.create(graph, torch.ops.zgraph.cast_shards.default, args, name=_name("cast_group", members))
+    _work_for(members, cast_shards)
     found = list(sent)
     for number, place in enumerate(chains):
-        found[place] = meta.create(graph, operator.getitem, (together, number), like=starts[place])
+        found[place] = meta.create(graph, operator.getitem, (cast_shards, number), like=starts[place])
     return found, [node for chain in chains.values() for node in chain]
 
 
-def _cast_behind(sent: fx.Node) -> list[fx.Node]:
-    """What a member sends, back to the cast that it comes from: padding, a copy, the cast; () where it is not cast."""
+def _source_cast(sent: fx.Node) -> list[fx.Node]:
+    """The chain from what a member sends back to its cast: padding, a copy, the cast; empty if it is not cast."""
     chain = [sent]
     while len(chain[-1].users) == 1:
         node = chain[-1]
-        if nodes.is_cast(node) is not None:
+        if traits.cast_dtype(node) is not None:
             return chain
         if node.target not in (aten.constant_pad_nd.default, aten.clone.default):
             break
@@ -199,14 +197,14 @@ def _cast_behind(sent: fx.Node) -> list[fx.Node]:
 def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -> list[fx.Node]:
     """cat of the flat gradients, padded once; one exchange, one sum, one gather; each member's mean is a view.
 
-    A mean keeps the whole bucket's storage alive, of which no two members share an element.
+    A mean keeps the storage of the whole bucket alive; members do not overlap in it.
     """
     starts = [member.steps[0] for member in members]
     world = cast(int, members[0].gather.args[1])
     flat = [member.flat(graph) for member in members]
     numel = sum(member.numel for member in members)
     chunk = Chunk(numel, 1, (nodes.group_of(starts[0]),))
-    rows = chunk_rows(numel, world)
+    rows = chunk.numel()
     made: list[fx.Node] = []
     if missing := world * rows - numel:
         made.append(_zeros(graph, missing, meta.tensor_value(flat[0])))
@@ -281,7 +279,7 @@ def _merge_all_reduces(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.No
 
 
 def _zeros(graph: fx.Graph, count: int, like: Tensor) -> fx.Node:
-    """So many of a tensor's dtype, by an operator that Inductor knows without decomposing it."""
+    """Zeros of a tensor's dtype, made by an operator that Inductor lowers without decomposing it."""
     options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     zeros = graph.create_node("call_function", aten.full.default, ([count], 0), options)
     meta.set_value(zeros, like.new_zeros([count]))  # without inputs it would be evaluated for real

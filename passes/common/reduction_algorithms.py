@@ -1,4 +1,4 @@
-"""Chooses by topology and cost which collectives reduce a gradient."""
+"""Chooses the collectives that reduce a gradient, by topology and cost."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Reduction:
     """Gradients of one kind that a graph reduces over one group; they may share collectives.
 
     Attributes:
-        numel: of all of them, whole.
-        wire: dtype in which they are sent where ranks sum them.
-        mean: dtype in which ranks gather the parts of their means; None: each rank keeps its part.
-        result: dtype of what they become.
+        numel: total elements of the unsharded gradients.
+        wire: dtype in which they are sent to the ranks that sum them.
+        mean: dtype in which ranks gather the parts of the means; None: each rank keeps its part.
+        result: dtype of the result.
     """
 
     numel: int
@@ -35,20 +35,20 @@ class Reduction:
 def choose_algorithm(
     reduction: Reduction, *, backend: str, world: int, stride: int, hardware: Hardware | None
 ) -> Algorithm:
-    """The cheapest way that keeps sums in fp32.
+    """The cheapest algorithm that keeps sums in fp32.
 
-    gloo's own reductions send twice what an all_to_all does, and would sum in an order of their own: never those. On
-    NCCL an all_to_all sends the wire's narrow dtype where a reduce_scatter has to widen it first, but leaves a node
-    through one link for each rank, where a ring leaves it once. One all_reduce saves a launch where ranks gather the
-    means, and divides all of them on each rank; it is considered within a host only. Of equal costs the first of
+    gloo's own reductions are never used: they send twice as much as an all_to_all, and sum in their own order. On NCCL
+    an all_to_all sends gradients in their narrow dtype, which a reduce_scatter has to widen first; but each rank then
+    sends to other hosts itself, whereas a ring leaves a host once. If ranks gather the means, one all_reduce saves a
+    launch, but every rank divides all means; it is considered only within a host. At equal costs the first of
     reduce_scatter, all_to_all, all_reduce is taken.
 
     Args:
         reduction: what to reduce.
-        backend: of the group.
-        world: ranks of the group.
-        stride: distance of its neighbours in global ranks.
-        hardware: of each rank, the same on all; None: unknown, and NCCL then takes a reduce_scatter.
+        backend: backend of the group.
+        world: number of ranks of the group.
+        stride: distance of neighbours in global ranks.
+        hardware: hardware of each rank, the same on all; None: unknown, so that NCCL uses a reduce_scatter.
     """
     if backend != "nccl":
         return "all_to_all"

@@ -1,4 +1,4 @@
-"""Finds the reductions of replicated gradients: an exchange whose means are gathered again."""
+"""Finds the reductions of replicated gradients: exchanges whose means are then gathered."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, traits
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class ReplicatedReduction:
-    """One flat gradient on its way over the ranks and back.
+    """The reduction of one flat replicated gradient.
 
     Attributes:
-        steps: the exchange, its wait, what makes means of what arrives, their gather and its wait, and a cast where
-            they travel narrower than they are kept; each reads nothing but the one before it.
-        numel: of the gradient, without padding.
-        mean: [numel], the whole mean.
+        steps: the exchange, its wait, the sum and division, the gather of the means and its wait, and a cast if means
+            are sent in a narrower dtype than they are kept in; each reads only the step before it.
+        numel: elements of the gradient, without padding.
+        mean: [numel], the complete mean.
     """
 
     steps: tuple[fx.Node, ...]
@@ -31,10 +31,10 @@ class ReplicatedReduction:
 
     @classmethod
     def of(cls, start: fx.Node) -> ReplicatedReduction | None:
-        """That of an exchange; None where its result is not gathered as it is, over the same ranks.
+        """The reduction that begins with an exchange; None if its result is not gathered over the same ranks.
 
-        None as well for gradients that travel as codes, and for the part over replicas of a sharded one: what each rank
-        holds of those follows from more than the number of elements.
+        Also None for gradients sent as codes, and for reductions of sharded gradients over replicas: which part a rank
+        holds of those does not follow from the number of elements alone.
         """
         chunks, steps = meta.chunks(start), _steps_from(start)
         gather = _gather_of(steps)
@@ -56,16 +56,16 @@ class ReplicatedReduction:
 
     @property
     def carried_bytes(self) -> int:
-        """The most that one of its two collectives carries of the whole gradient; means may travel wider."""
+        """Bytes of the whole gradient in the wider of the two collectives; means may be sent wider than gradients."""
         return self.numel * max(meta.tensor_value(start).dtype.itemsize for start in (self.steps[0], self.gather))
 
     @property
     def policy(self) -> list[Any]:
-        """Equal for two that one can replace, whose exchanges are alike."""
+        """Key that is equal for reductions that can be merged, if their exchanges can be."""
         return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
 
     def flat(self, graph: fx.Graph) -> fx.Node:
-        """[numel] as it travels, without its padding."""
+        """[numel], the flat gradient as it is sent, without padding."""
         sent = self.steps[0].all_input_nodes[0]
         if meta.tensor_value(sent).shape == (self.numel,):
             return sent
@@ -77,13 +77,13 @@ class ReplicatedReduction:
 
 
 def _steps_from(start: fx.Node) -> list[fx.Node]:
-    """A start and what reads nothing but it, in a line: up to the cast of what a gather brings, or to no such step."""
+    """The chain of nodes from a start on, each read only by the next, up to the cast of the gathered result."""
     steps = [start]
     while len(steps[-1].users) == 1:
         (step,) = steps[-1].users
         arrived = nodes.is_wait(steps[-1]) and _gather_of(steps) is not None
         if not (
-            nodes.is_cast(step)
+            traits.cast_dtype(step)
             if arrived
             else nodes.is_sum_ranks(step) or nodes.is_wait(step) or _is_gather(step, steps)
         ):

@@ -12,36 +12,35 @@ from torch.fx.node import map_arg
 
 from zgraph.analysis.sizes import size_hint
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import dataflow, edits, meta, nodes, traits
 from zgraph.torch_compat.inductor import fuse_attention
-from zgraph.torch_compat.operators import returns_alias
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
 class FuseAttention(GraphPass):
-    """Let `softmax(q @ k.T / sqrt(d) + mask) @ v` be `scaled_dot_product_attention`, in forward and backward.
+    """Replace `softmax(q @ k.T / sqrt(d) + mask) @ v` by `scaled_dot_product_attention`, in forward and backward.
 
-    The patterns are Inductor's own, which `torch.compile` applies to its joint graph: what backward needs is then q, k,
-    v and one number per row instead of the probabilities, whose bytes grow with the square of the length. Results are
-    as close to eager torch's as those of `torch.compile`, not the same bits.
+    The patterns are Inductor's own, which `torch.compile` applies to its joint graph. Backward then needs q, k, v and
+    one number per row instead of the probabilities, whose size grows with the square of the length. Results are as
+    close to eager torch's as those of `torch.compile`, but not bitwise equal.
 
     Not in `presets.default()`, because it may make a step slower. Put it first:
 
         zgraph.Pipeline([FuseAttention(), *presets.default()])
 
-    Use it on CPUs where memory counts, and for long sequences in fp32. Step of `torch.compile` without and with the
-    patterns, eight heads of 64, batch 8, no mask, one thread of an AMD EPYC:
+    Use it on CPUs if memory is scarce, and for long sequences in fp32. Step time of `torch.compile` without and with
+    the patterns, eight heads of 64, batch 8, no mask, one thread of an AMD EPYC:
 
         length 1,024, fp32    1844 -> 1320 ms    saved for backward 337 -> 97 MiB
         length 1,024, bf16     837 ->  962 ms    168 -> 49 MiB
         length 256, bf16       107 ->  145 ms    18.5 -> 12.6 MiB
 
-    On GPUs it has not been measured.
+    It has not been measured on GPUs.
 
-    Leaves alone: graphs of the lowering "fx", which is bitwise equal to eager torch; attention with dropout that is
-    training, whose masks the fused operator would draw otherwise; what none of the patterns describes. A note says so.
+    Leaves alone: graphs of the lowering "fx", which is bitwise equal to eager torch; attention with active dropout,
+    whose masks the fused operator would draw differently; attention that matches none of the patterns. A note says so.
     """
 
     name: ClassVar[str] = "fuse_attention"
@@ -69,7 +68,7 @@ class FuseAttention(GraphPass):
 
 
 def device_of_products(graph: fx.Graph) -> torch.device | None:
-    """The device of batched matrix products in a graph that has exponentials too; None where attention cannot be."""
+    """The device of batched matrix products in a graph that has exponentials, too; None if attention is impossible."""
     products = graph.find_nodes(op="call_function", target=aten.bmm.default, sort=False)
     if len(products) < 2 or not graph.find_nodes(op="call_function", target=aten.exp.default, sort=False):
         return None
@@ -81,14 +80,14 @@ def _values_read(node: fx.Node) -> list[Any]:
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
-    """Nodes among the arguments, in order, each as often as it stands there."""
+    """Nodes among the arguments, in order, with repetitions."""
     found: list[fx.Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _restore_layouts(graph: fx.Graph, before: Mapping[fx.Node, Sequence[Any]]) -> None:
-    """Give new nodes their values, and nodes that were there what they were traced with."""
+    """Give new nodes their values, and old nodes inputs with the layouts that they were traced with."""
     new = [node for node in graph.nodes if node not in before]
     for node in new:
         meta.set_value(node, meta.evaluate(node))
@@ -102,7 +101,7 @@ def _restore_layouts(graph: fx.Graph, before: Mapping[fx.Node, Sequence[Any]]) -
 
 
 def _traced_value(node: fx.Node, before: Mapping[fx.Node, Sequence[Any]]) -> Tensor | None:
-    """What those that read a new node read in its place when they were traced; None where only new ones read it."""
+    """The value that old readers of a new node were traced with; None if only new nodes read it."""
     for user in node.users:
         if user in before:
             return cast(Tensor, before[user][_reads(user).index(node)])
@@ -110,7 +109,7 @@ def _traced_value(node: fx.Node, before: Mapping[fx.Node, Sequence[Any]]) -> Ten
 
 
 def _read_a_copy(node: fx.Node, readers: Sequence[fx.Node], traced: Tensor) -> None:
-    """Let readers of a node read a copy with these strides, and those that copy it anyway the node itself."""
+    """Let readers read a copy of a node with the traced strides, or the node itself if they copy it anyway."""
     order = sorted(range(traced.dim()), key=lambda dim: size_hint(traced.stride(dim)), reverse=True)
     back = [order.index(dim) for dim in range(traced.dim())]
     with node.graph.inserting_before(node.next):
@@ -121,7 +120,7 @@ def _read_a_copy(node: fx.Node, readers: Sequence[fx.Node], traced: Tensor) -> N
         reader.replace_input_with(node, copied)
     for copy in _copies(copied):
         _spare(copy, copied, node)
-    edits.erase_dead(node.graph, [*nodes.reshaped_values(node)][1:])
+    edits.erase_dead(node.graph, [*dataflow.reshaped_values(node)][1:])
 
 
 def _copies(node: fx.Node) -> Iterator[fx.Node]:
@@ -134,7 +133,7 @@ def _copies(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _spare(copy: fx.Node, copied: fx.Node, node: fx.Node) -> None:
-    """Let those who read a copy of `copied`, or of a view of it, read the node where that lies as they expect."""
+    """Bypass a copy of `copied`, or of a view of it, if the node itself already has the layout of that copy."""
     source = copy.all_input_nodes[0]
     direct = node
     if source is not copied:
@@ -157,9 +156,9 @@ def _created(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.No
 
 
 def _is_view(node: fx.Node) -> bool:
-    return len(node.all_input_nodes) == 1 and returns_alias(node.target)
+    return len(node.all_input_nodes) == 1 and traits.is_view(node)
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Whether the graph returns the node or a view of it: then nothing else may lie in its memory."""
+    """Whether the graph returns the node or a view of it, so that nothing else may share its memory."""
     return any(user.op == "output" or (_is_view(user) and _is_returned(user)) for user in node.users)

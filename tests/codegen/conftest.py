@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tests.interpreted import interpreter
+from tests.support.triton_interpreter import interpreter
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.codegen.kernels import (
+from tests.support.kernels.buckets import (
     BF16,
     F16,
     F32,
@@ -24,9 +24,8 @@ from tests.codegen.kernels import (
 )
 from zgraph.codegen.kernels import reference
 from zgraph.codegen.kernels.triton import dequantize_blocks
-from zgraph.codegen.kernels.triton import source as triton_source
-from zgraph.codegen.kernels.triton.dequantize_blocks import Task, emit_dequantize
-from zgraph.codegen.kernels.triton.launch_options import LaunchOptions
+from zgraph.codegen.kernels.triton.dequantize_blocks import Task
+from zgraph.codegen.kernels.triton.launch_options import LaunchOptions, load
 from zgraph.compression.methods import BlockMethod, ErrorFeedback, LoCo, NoFeedback, RngKey
 
 pytestmark = needs_triton
@@ -133,27 +132,27 @@ def test_strided_outputs_are_refused():
         )
 
 
-# --- the source -----------------------------------------------------------------------------------------------------
+# --- what it is compiled for ----------------------------------------------------------------------------------------
 
 
-def test_header_counts_the_bytes():
-    """Half a byte and a 64th of a byte read from each rank, and 4 bytes written."""
-    source = emit_dequantize(LoCo(), F32, Task(divisor=3), aligned=True)
-    assert "# bytes of a group of 128: 66 read of each rank + 512 of its output, 0.516 + 4.000 for each" in source
-    assert "tl.div_rn" in source and "tl.div_rn" not in emit_dequantize(LoCo(), F32, Task(divisor=4), aligned=True)
+def test_powers_of_two_are_multiplied_by():
+    """Which gives the same bits as a division."""
+    assert Task(divisor=3).constants(LoCo(), F32, aligned=True).divides
+    assert not Task(divisor=4).constants(LoCo(), F32, aligned=True).divides and Task(divisor=4).factor == 0.25
 
 
 def test_only_addresses_are_specialized():
     """So that another number of ranks or other sizes compile nothing."""
-    kernel = triton_source.load(emit_dequantize(LoCo(), F32, Task(), aligned=True))["dequantize"]
-    specialized = [param.name for param in kernel.params if not (param.do_not_specialize or param.is_constexpr)]
+    specialized = [
+        param.name for param in load("dequantize").params if not (param.do_not_specialize or param.is_constexpr)
+    ]
     assert specialized == ["table", "programs", "received"]
 
 
 # --- as compiled ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(
     ("method", "dtype", "task"),
     [(LoCo(), BF16, Task(divisor=3, accumulate=True)), (NoFeedback(bits=8, group=512), F16, Task(each=True))],
@@ -164,5 +163,5 @@ def test_compiled_kernel_is_exact_and_spills_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = triton_source.load(emit_dequantize(method, dtype, task, aligned=False))["dequantize"]
-    assert_exact(compiled(kernel, LaunchOptions(), True, capability), contracts=True)
+    case = task.constants(method, dtype, aligned=False)
+    assert_exact(compiled(load("dequantize"), case, LaunchOptions(), True, capability), contracts=True)

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
-from tests import models
-from tests.allocations import counted
-from tests.compiled import with_fx
-from tests.graphs import Keep, fake_world
-from tests.ranks import Ranks
-from tests.replicated import whole
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.graphs import Keep, fake_world
+from tests.support.judges.replicated import whole
+from tests.support.memory.allocations import counted
+from tests.support.ranks import Ranks
 from zgraph.analysis.liveness import step_curve
 from zgraph.passes import presets
 
-pytestmark = pytest.mark.slow  # a C++ compiler takes seconds for each kernel
+slow = pytest.mark.slow  # a C++ compiler takes seconds for each kernel
 
 STEPS = 3
 
@@ -86,10 +86,10 @@ def against_fx(zero_stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_it_equals_fx_up_to_the_order_of_sums(two_ranks: Ranks, zero_stage: int) -> None:
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=slow), 3])
+def test_it_equals_fx_up_to_the_order_of_sums(ranks: Ranks, zero_stage: int) -> None:
     """Dropout draws the same masks; batch norm's statistics are written once."""
-    for found in two_ranks.run(against_fx, zero_stage):
+    for found in ranks.run(against_fx, zero_stage):
         assert found["loss"] <= 1e-6 and found["state"] <= 1e-5
         islands, distinct = found["islands"]
         assert islands > distinct >= 2  # equal blocks share theirs
@@ -118,6 +118,7 @@ def peaks_of(lower: Callable[..., Any], steps: int = 1) -> tuple[int, list[int]]
     return curve.peak_bytes, peaks[2:]
 
 
+@slow
 def test_the_peak_is_not_above_that_of_fx() -> None:
     """Byte by byte: every request is counted, and the collectives of this group have neither threads nor buffers.
 
@@ -131,11 +132,12 @@ def test_the_peak_is_not_above_that_of_fx() -> None:
     assert fx_bytes <= predicted + REMAINDERS and inductor_bytes <= predicted_inductor + REMAINDERS
 
 
-def test_the_peak_on_real_ranks_is_what_was_planned(two_ranks: Ranks) -> None:
+@slow
+def test_the_peak_on_real_ranks_is_what_was_planned(ranks: Ranks) -> None:
     """Exactly under fx. An island may hold side by side what its nodes hold one after the other: within 5 %."""
-    for predicted, peaks in two_ranks.run(peaks_of, with_fx, 3):
+    for predicted, peaks in ranks.run(peaks_of, with_fx, 3):
         assert all(abs(peak - predicted) <= REMAINDERS for peak in peaks)
-    for predicted, peaks in two_ranks.run(peaks_of, with_inductor, 3):
+    for predicted, peaks in ranks.run(peaks_of, with_inductor, 3):
         assert all(0.95 * predicted <= peak <= 1.05 * predicted for peak in peaks)
 
 
@@ -152,6 +154,7 @@ def cached_run(folders: list[str]) -> dict[str, Any]:
     }
 
 
+@slow
 def test_a_second_process_compiles_from_the_cache_and_a_rank_may_miss_it(tmp_path: Path) -> None:
     shared, fresh = str(tmp_path / "shared"), str(tmp_path / "fresh")
     with contextlib.closing(Ranks(2)) as ranks:
@@ -164,6 +167,7 @@ def test_a_second_process_compiles_from_the_cache_and_a_rank_may_miss_it(tmp_pat
     assert [warm["losses"], missing["losses"]] == [found["losses"] for found in cold]
 
 
+@slow
 def test_a_language_model_without_ranks_runs_under_inductor() -> None:
     """Nothing is sharded, so there is nothing between the compute; the result is eager's."""
     torch.manual_seed(0)
@@ -173,6 +177,7 @@ def test_a_language_model_without_ranks_runs_under_inductor() -> None:
     torch.testing.assert_close(with_inductor(model)(tokens), expected, rtol=1e-5, atol=1e-6)
 
 
+@slow
 def test_a_batch_of_another_size_is_compiled_once_more_for_all_sizes() -> None:
     """What is handed to an island has sizes that are symbols from then on."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tests.graphs import Drawing, deep, fake_world, inputs_for, mlp, traced
+from tests.support.graphs import Drawing, deep, fake_world, inputs_for, mlp, traced
 from zgraph.codegen.inductor import place_islands
 from zgraph.codegen.islands import cut_out, find_islands, is_compute
 from zgraph.compiler.graph_pass import Direction

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.compiled import with_fx
-from tests.graphs import apply, fake_world, mlp, traced
-from tests.ranks import Ranks
+from tests.support.compiled import with_fx
+from tests.support.graphs import apply, fake_world, mlp, traced
+from tests.support.ranks import Ranks
 from zgraph import Pipeline, shard
 from zgraph.codegen.kernel_sources import Dequantize, Quantize, sources_of
 from zgraph.codegen.kernels.cpu import source as cpu_source
 from zgraph.codegen.kernels.triton.dequantize_blocks import Task
-from zgraph.compression.methods import CompressionMethod
+from zgraph.compression.methods import RngKey, TensorMethod
 from zgraph.compression.payload import BucketLayout
 from zgraph.passes import CompressGradients, LoCo, LowerGathers, LowerReductions, NoFeedback, QuantizeGathers, presets
 
@@ -24,11 +26,19 @@ SMALL = LoCo(group=32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotOurs(CompressionMethod):
+class NotOurs(TensorMethod):
     """Says no more than tracing asks for."""
+
+    name: ClassVar[str] = "tests.not_ours"
 
     def sections(self, numel: int) -> tuple[int, ...]:
         return (4 * numel,)
+
+    def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: RngKey, rank: int) -> Sequence[Tensor]:
+        raise AssertionError("nothing runs here")
+
+    def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: RngKey) -> Tensor:
+        raise AssertionError("nothing runs here")
 
 
 def sources(zero_stage: int, *passes: Any, direction: Any = "backward") -> dict[str, str]:
@@ -79,13 +89,26 @@ def test_those_for_gpus_name_their_buckets() -> None:
     for source in sources:
         compile(source, "source", "exec")
         assert ": 2 tensors, each in 2 chunks of so many elements: 64, 20." in source.splitlines()[0]
-    assert sources[0].count("def quantize(") == 2 and "16 bytes of the gradient at once" in sources[0]
+    assert sources[0].count("CASE.grad = ") == 2 and sources[0].count("def quantize(") == 1
+    assert "16 bytes of the gradient at once" in sources[0]
     assert "one element of the gradient at once" in sources[0] and "one element of the output at once" in sources[1]
 
 
+def test_those_for_gpus_show_their_constants_and_count_their_bytes() -> None:
+    """2 (gradient) + 1 (error) + 1/2 (codes) + 1 (new error), and three scales of 2 bytes for 128 elements; half a byte
+    and a 64th of a byte read from each rank, and 4 bytes written."""
+    layout = BucketLayout(LoCo(), (128,), world=2)
+    quantize = Quantize(layout, (torch.empty(256, dtype=torch.bfloat16, device="meta"),)).triton("quantize_grads")
+    assert "# bytes of a group of 128: 386 read + 196 written = 582, 4.547 for each element" in quantize
+    assert "# LoCo(bits=4, group=128, rotate=True" in quantize and "# CASE.exact_sums = True\n" in quantize
+    dequantize = Dequantize(layout, torch.float32, torch.device("cuda"), Task(divisor=3)).triton("dequantize_sum")
+    assert "# bytes of a group of 128: 66 read of each rank + 512 of its output, 0.516 + 4.000 for each" in dequantize
+    assert "# CASE.divides = True\n" in dequantize and "def hadamard(x):" in dequantize
+
+
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_they_land_in_the_dump(two_ranks: Ranks, tmp_path: Path, zero_stage: int) -> None:
-    two_ranks.run(dumped, tmp_path, zero_stage)
+def test_they_land_in_the_dump(ranks: Ranks, tmp_path: Path, zero_stage: int) -> None:
+    ranks.run(dumped, tmp_path, zero_stage)
     for rank in range(2):
         written = {path.name: path.read_text() for path in tmp_path.glob(f"rank{rank}/**/*.cpp")}
         assert written and all('extern "C" void' in text for text in written.values())

@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.codegen.kernels import needs_triton
+from tests.support.kernels.buckets import needs_triton
 from zgraph.codegen import compressed_kernels
 from zgraph.codegen.compressed_kernels import Kernels
 from zgraph.codegen.kernels import reference
-from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
-from zgraph.codegen.kernels.triton import source as triton_source
+from zgraph.codegen.kernels.triton import checks, dequantize_blocks, launch_options, quantize_blocks
+from zgraph.codegen.kernels.triton.constants import quantize_constants
 from zgraph.codegen.kernels.triton.launch_options import OPTIONS, LaunchOptions, compile_all, drawn, start
-from zgraph.compression.methods import LoCo, NoFeedback, RngKey, to_text
+from zgraph.compression.method_text import to_text
+from zgraph.compression.methods import LoCo, NoFeedback, RngKey
 from zgraph.compression.payload import BucketLayout
 from zgraph.dialect.compressed import shard_bytes
 
@@ -46,12 +47,12 @@ class Recorder:
             def __exit__(self, *_: object) -> None:
                 recorder.current = self.before
 
-        def load(_: str) -> dict[str, Any]:
-            return dict.fromkeys(("quantize", "dequantize"), NotLaunched(self))
+        def load(_: str) -> NotLaunched:
+            return NotLaunched(self)
 
         monkeypatch.setattr(torch.cuda, "device", Device)
-        monkeypatch.setattr(triton_source, "load", load)
-        monkeypatch.setattr(triton_source, "address_of", lambda tensor: 0)  # pyright: ignore[reportUnknownLambdaType]
+        monkeypatch.setattr(launch_options, "load", load)
+        monkeypatch.setattr(checks, "address_of", lambda tensor: 0)  # pyright: ignore[reportUnknownLambdaType]
 
 
 class NotLaunched:
@@ -141,7 +142,8 @@ class Compiles:
 def test_options_are_compiled_side_by_side() -> None:
     """None is done before all have begun."""
     kernel = Compiles()
-    compile_all(lambda options: start(kernel, (3,), options, 7, contracts=True))
+    case = quantize_constants(LoCo(), torch.float32, aligned=True)
+    compile_all(lambda options: start(kernel, (3,), options, case, 7, contracts=True))
     assert sorted(kernel.compiled) == [options.warps for options in OPTIONS]
 
 

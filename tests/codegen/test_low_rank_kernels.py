@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph.codegen  # noqa: F401  (registers the operators)
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 from zgraph.codegen.kernels.low_rank_reference import in_rank_order, low_rank_mean, orthonormal_rows
 from zgraph.codegen.kernels.orthonormal import orthonormalize, sum_in_blocks
 from zgraph.codegen.low_rank_kernels import first_right, next_right
@@ -252,9 +252,9 @@ def beside_the_hook(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-def test_pytorchs_hook_finds_the_same_means(two_ranks: Ranks, rank: int) -> None:
+def test_pytorchs_hook_finds_the_same_means(ranks: Ranks, rank: int) -> None:
     """It keeps each rank's difference from the mean as error too, which cancels in every sum."""
-    for theirs, ours in two_ranks.run(beside_the_hook, rank)[0]:
+    for theirs, ours in ranks.run(beside_the_hook, rank)[0]:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-5 * theirs.abs().max().item())
 
 

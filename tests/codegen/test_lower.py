@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
-from tests.compiled import with_fx
-from tests.graphs import Drawing, fake_world, names_of
-from tests.ranks import Ranks
+from tests.support.compiled import with_fx
+from tests.support.graphs import Drawing, fake_world, names_of
+from tests.support.ranks import Ranks
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.graph import meta
 from zgraph.runtime.handle import make_handle
@@ -59,7 +59,7 @@ class Watcher:
 
 
 def lower_watched(gm: fx.GraphModule, watcher: Any = None) -> Any:
-    return lower_fx(gm, lambda: watcher or cast(Any, Watcher()))
+    return lower_fx(gm, lambda args: watcher or cast(Any, Watcher()))
 
 
 both = pytest.mark.parametrize("lower", [lower_fx, lower_watched])
@@ -165,7 +165,7 @@ def test_an_instrumented_program_is_watched_and_computes_the_same() -> None:
         second = graph.call_function(wait_op(), (start,))
     graph.output_node().args = ((second,),)
     names, watcher, asked = names_of(graph), Watcher(), list[Any]([None])
-    run = lower_fx(_module(graph), lambda: asked[0])
+    run = lower_fx(_module(graph), lambda args: asked[0])
     results: list[Tensor] = []
     for asked[0] in (None, watcher, None):
         with Network(None, RuntimeError()):
@@ -233,9 +233,9 @@ def c10d_operations(zero_stage: int) -> set[str]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_nothing_but_messages_is_sent(two_ranks: Ranks, zero_stage: int) -> None:
+def test_nothing_but_messages_is_sent(ranks: Ranks, zero_stage: int) -> None:
     """Two of gloo's ALLGATHER_COALESCED that finish at once free one string twice (torch_compat.all_gather_into)."""
-    for operations in two_ranks.run(c10d_operations, zero_stage):
+    for operations in ranks.run(c10d_operations, zero_stage):
         assert operations == {"c10d::send", "c10d::recv_"}
 
 

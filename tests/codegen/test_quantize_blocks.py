@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.codegen.kernels import (
+from tests.support.kernels.buckets import (
     BF16,
     F16,
     F32,
@@ -23,11 +25,10 @@ from tests.codegen.kernels import (
     with_special_values,
 )
 from zgraph.codegen.kernels import reference
-from zgraph.codegen.kernels.triton import quantize_blocks
-from zgraph.codegen.kernels.triton import source as triton_source
-from zgraph.codegen.kernels.triton.dequantize_blocks import Task, emit_dequantize
-from zgraph.codegen.kernels.triton.launch_options import OPTIONS, LaunchOptions
-from zgraph.codegen.kernels.triton.quantize_blocks import emit_quantize, may_contract
+from zgraph.codegen.kernels.triton import checks, launch_options, quantize_blocks
+from zgraph.codegen.kernels.triton.constants import QuantizeConstants, may_contract, quantize_constants
+from zgraph.codegen.kernels.triton.dequantize_blocks import Task
+from zgraph.codegen.kernels.triton.launch_options import OPTIONS, LaunchOptions, load
 from zgraph.codegen.kernels.triton.tables import entries_of
 from zgraph.compression.methods import BlockMethod, ErrorFeedback, LoCo, NoFeedback, RngKey
 
@@ -115,26 +116,13 @@ def test_additions_have_the_order_of_the_reference(interpreted: Callable[..., An
     interpreted(compare_at_thresholds)
 
 
-SUM_ALONE = """\
-@triton.jit
-def sum_alone(values, sums, THREADS: tl.constexpr):
-    thread = tl.arange(0, THREADS)
-    group, place = thread // PLACES, thread % PLACES
-    x = in_stripes(tl.load(values + offsets(group, place, GROUP, RUNS, RUN)))
-    tl.store(sums + group, group_sum(x), mask=place == PLACES - 1)
-"""
-
-
 def compare_sums(group: int) -> None:
     method = ErrorFeedback(group=group)
-    constants = triton_source.constants(method)
-    source = triton_source.joined(
-        triton_source.IMPORTS, constants, triton_source.HALVES, triton_source.ORDERED_SUM, SUM_ALONE
-    )
-    options = LaunchOptions(warps=2)
+    sum_alone: Any = importlib.import_module("tests.support.kernels.sum_alone").sum_alone
+    options, case = LaunchOptions(warps=2), quantize_constants(method, F32, aligned=True)
     values = torch.randn(options.groups_at_once(method), group, generator=torch.Generator().manual_seed(0))
     sums = torch.full(values.shape[:1], float("nan"))
-    triton_source.load(source)["sum_alone"][(1,)](values, sums, THREADS=options.threads)
+    sum_alone[(1,)](values, sums, CASE=case, THREADS=options.threads)
     assert same_bits(sums, reference.fold(values).view(-1))
 
 
@@ -148,8 +136,8 @@ def compare_far_away() -> None:
     method, options, kept = LoCo(rotate=False), LaunchOptions(), list[list[Tensor]]()
     groups = options.groups_at_once(method)
     numel = groups * method.group
-    quantize = triton_source.load(emit_quantize(method, BF16, aligned=True))["quantize"]
-    dequantize = triton_source.load(emit_dequantize(method, F32, Task(), aligned=True))["dequantize"]
+    quantize, quantize_case = load("quantize"), quantize_constants(method, BF16, aligned=True)
+    dequantize, dequantize_case = load("dequantize"), Task().constants(method, F32, aligned=True)
     for run in (0, 2**31 // numel + 3):
         before, programs = run * groups, torch.tensor([[0, run]], dtype=torch.int32)
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(BF16)
@@ -160,9 +148,9 @@ def compare_far_away() -> None:
         begins = [tensor.data_ptr() - before * size for tensor, size in zip(tensors, (2 * 128, 128, 2), strict=True)]
         arguments = [programs, payload, payload.numel()]
         table = entries_of([[*begins, length, length, before + groups, *starts]], payload.device)
-        quantize[1, 1, 1](table, *arguments, 0, -(2**31), **options.arguments())
+        quantize[1, 1, 1](table, *arguments, 0, -(2**31), CASE=quantize_case, **options.arguments())
         table = entries_of([[output.data_ptr() - 4 * 128 * before, length, before + groups, *starts]], payload.device)
-        dequantize[1, 1](table, *arguments, 1, 0, 0, 1.0, **options.arguments())
+        dequantize[1, 1](table, *arguments, 1, 0, 0, 1.0, CASE=dequantize_case, **options.arguments())
         kept.append([payload, *state.values(), output])
     for here, far in zip(*kept, strict=True):
         assert same_bits(far, here) and far.any()
@@ -174,15 +162,17 @@ def test_offsets_have_64_bits(interpreted: Callable[..., Any]):
 
 def halve_a_scale_and_compare() -> None:
     """What a broken kernel would do."""
-    triton_source.load.cache_clear()
-    emit = quantize_blocks.emit_quantize
-    quantize_blocks.emit_quantize = lambda *args, **options: emit(*args, **options).replace(  # type: ignore[assignment]
-        "over * reciprocal(under)", "0.5 * over * reciprocal(under)"
-    )
+    right = quantize_blocks.quantize_constants
+
+    def wrong(*args: Any, **options: Any) -> QuantizeConstants:
+        case = right(*args, **options)
+        return replace(case, unit=case.unit / 2)
+
+    quantize_blocks.quantize_constants = wrong  # type: ignore[assignment]
     try:
         compare(Bucket(), 1, False, 4)
     finally:
-        quantize_blocks.emit_quantize = emit
+        quantize_blocks.quantize_constants = right
 
 
 def test_the_comparison_finds_a_wrong_scale(interpreted: Callable[..., Any]):
@@ -205,23 +195,16 @@ def test_tensors_on_the_cpu_are_refused_where_triton_compiles():
 
 def test_a_payload_that_begins_between_multiples_of_16_bytes_is_refused():
     with pytest.raises(ValueError, match=r"quantize_blocks: a uint8 tensor of shape \(3,\) begins 4 bytes behind"):
-        triton_source.require_aligned("quantize_blocks", [torch.zeros(32, dtype=torch.uint8)[4:7]])
+        checks.require_aligned("quantize_blocks", [torch.zeros(32, dtype=torch.uint8)[4:7]])
 
 
-# --- the source -----------------------------------------------------------------------------------------------------
+# --- what it is compiled for ----------------------------------------------------------------------------------------
 
 
-def test_header_counts_the_bytes():
-    """2 (gradient) + 1 (error) + 1/2 (codes) + 1 (new error), and three scales of 2 bytes for 128 elements."""
-    source = emit_quantize(LoCo(), BF16, aligned=True)
-    assert "# bytes of a group of 128: 386 read + 196 written = 582, 4.547 for each element" in source
-    assert "bits=4, group=128, rotate=True" in source
-
-
-def test_one_source_serves_all_buckets(monkeypatch: pytest.MonkeyPatch):
+def test_one_kernel_serves_all_buckets(monkeypatch: pytest.MonkeyPatch):
     """Of gradients of one dtype, however many and of whatever sizes: it is compiled once."""
-    launched: list[str] = []
-    monkeypatch.setattr(triton_source, "load", lambda source: {"quantize": NotLaunched(launched, source)})  # pyright: ignore[reportUnknownLambdaType]
+    launched: list[QuantizeConstants] = []
+    monkeypatch.setattr(launch_options, "load", lambda _: NotLaunched(launched))  # pyright: ignore[reportUnknownLambdaType]
     for numels in ((64, 1024, 4104), (72,), (5,), (77, 2222)):
         bucket = Bucket(numels=numels, dtypes=(BF16,) * len(numels), world=1)
         grads = [torch.zeros(numel, dtype=BF16) for numel in numels]
@@ -233,24 +216,25 @@ def test_one_source_serves_all_buckets(monkeypatch: pytest.MonkeyPatch):
 
 
 class NotLaunched:
-    def __init__(self, launched: list[str], source: str) -> None:
-        self.launched, self.source = launched, source
+    def __init__(self, launched: list[QuantizeConstants]) -> None:
+        self.launched = launched
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *_, **__: self.launched.append(self.source)
+        return lambda *_, CASE, **__: self.launched.append(CASE)
 
 
 def test_only_addresses_are_specialized():
     """So that a new step, rank or size compiles nothing."""
-    kernel = triton_source.load(emit_quantize(LoCo(), F32, aligned=False))["quantize"]
-    specialized = [param.name for param in kernel.params if not (param.do_not_specialize or param.is_constexpr)]
+    specialized = [
+        param.name for param in load("quantize").params if not (param.do_not_specialize or param.is_constexpr)
+    ]
     assert specialized == ["table", "programs", "payload"]
 
 
 # --- as compiled ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(
     ("method", "dtype", "aligned"),
     [(LoCo(), F16, False), (LoCo(group=1024), BF16, True), (ErrorFeedback(error_dtype=F32), BF16, True)],
@@ -262,9 +246,9 @@ def test_compiled_kernel_is_exact_and_spills_nothing(
 ):  # fmt: skip
     """Compiles for a GPU that is not there, which takes two seconds."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = triton_source.load(emit_quantize(method, dtype, aligned=aligned))["quantize"]
+    case = quantize_constants(method, dtype, aligned=aligned)
     contracts = may_contract(method)
-    found = compiled(kernel, LaunchOptions(), contracts, capability)
+    found = compiled(load("quantize"), case, LaunchOptions(), contracts, capability)
     assert_exact(found, contracts)
     if aligned:  # 16 bytes at once
         assert "ld.global.v4.b32" in found.ptx

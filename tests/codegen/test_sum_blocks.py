@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.codegen.kernels import BF16, F16, F32, POINTERS, needs_triton, same_bits, within
-from zgraph.codegen.kernels.triton import source as triton_source
+from tests.support.kernels.buckets import BF16, F16, F32, POINTERS, needs_triton, same_bits, within
 from zgraph.codegen.kernels.triton import sum_blocks
+from zgraph.codegen.kernels.triton.launch_options import load
 from zgraph.dialect.sum_ranks import sum_pieces
 
 pytestmark = needs_triton
@@ -40,9 +40,10 @@ def test_it_divides_as_ieee_says_and_reads_each_piece_once(capability: int):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = triton_source.load(sum_blocks.emit_sum(BF16, F32, divides=True))["sum_pieces"]
+    kernel = load("sum_pieces")
     types = {"output": POINTERS[F32], "received": "*i16", "numel": "i64", "ranks": "i32", "divisor": "fp64"}
-    source = ASTSource(fn=kernel, signature=types | {"BLOCK": "constexpr"}, constexprs={(5,): 1024})
+    constants = {"WIRE": "bfloat16", "OUTPUT": "float32", "DIVIDES": True, "BLOCK": 1024}
+    source = ASTSource(fn=kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
     ptx = made.asm["ptx"]
     assert "div.rn.f32" in ptx and "add.rn.f32" in ptx

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.pretended_gpu import pretended_gpu, why_not
+from tests.support.cuda.pretended_gpu import pretended_gpu, why_not
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.golden import CASES, count, golden
-from tests.cuda.llama import SMALL, Shape
-from tests.cuda.tracing import Counts, Step, trace
+from tests.support.cuda.golden_counts import CASES, count, golden
+from tests.support.cuda.llama import SMALL, Shape
+from tests.support.cuda.tracing import Counts, Step, trace
 from zgraph.passes import presets
 
 pytestmark = pytest.mark.slow  # half a minute each: two models are compiled, with all their Triton kernels
@@ -20,7 +20,7 @@ WORLD = 8
 
 @pytest.mark.parametrize("name", CASES)
 def test_counts_are_the_golden_ones(name: str, on_gpu: Callable[..., Any]) -> None:
-    """After a change that is meant to move them: python -m tests.cuda.golden."""
+    """After a change that is meant to move them: python -m tests.support.cuda.golden_counts."""
     assert count(on_gpu, name) == golden()[name]
 
 

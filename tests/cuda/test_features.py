@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.llama import SMALL
-from tests.cuda.tracing import Counts, Step, trace
+from tests.support.cuda.llama import SMALL
+from tests.support.cuda.tracing import Counts, Step, trace
 from zgraph.compression.methods import LoCo, NoFeedback
 from zgraph.passes import presets
 

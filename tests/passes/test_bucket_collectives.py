@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
 import zgraph
-from tests.graphs import (
+from tests.support.graphs import (
     Autocast,
     Drawing,
     Traced,
@@ -29,11 +29,11 @@ from tests.graphs import (
     tensors_in,
     traced,
 )
-from tests.lockstep import assert_same_results, run_together
+from tests.support.judges.lockstep import assert_same_results, run_together
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Direction
-from zgraph.graph import meta, nodes
+from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
 
@@ -279,8 +279,8 @@ def test_narrow_means_of_a_bucket_are_widened_at_once() -> None:
     assert [meta.tensor_value(node.args[0]).dtype for node in (exchange, gather)] == [torch.bfloat16] * 2
     (wait,) = nodes.waits_of(gather)
     (cast,) = wait.users
-    assert nodes.is_cast(cast) == torch.float32
-    assert len([node for node in graph.nodes if nodes.is_cast(node) == torch.float32]) == 1
+    assert traits.cast_dtype(cast) == torch.float32
+    assert len([node for node in graph.nodes if traits.cast_dtype(node) == torch.float32]) == 1
 
 
 @pytest.mark.parametrize("algorithm", ["all_to_all", "reduce_scatter"])
@@ -314,7 +314,7 @@ def test_a_bucket_with_a_sharded_gradient_keeps_the_chunks_of_each_member_apart(
     (exchange,) = nodes.call_functions(graph, nodes.is_all_to_all)
     padded = [6 * 5, 6, 36, 9, 9 * 5]  # rows where they are sharded, elements where not
     assert meta.tensor_value(exchange.args[0]).shape == (sum(padded),)
-    gathered = [node for node in nodes.call_functions(graph, nodes.is_all_gather) if nodes.copy_in(node) is None]
+    gathered = [node for node in nodes.call_functions(graph, nodes.is_all_gather) if dataflow.copy_in(node) is None]
     assert [len(meta.parameters(node)) for node in gathered] == [2]
 
 

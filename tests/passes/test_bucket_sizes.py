@@ -10,20 +10,21 @@ import pytest
 import torch
 from torch import fx
 
-from tests.graphs import Drawing, Traced, apply, deep, fake_world, traced
+from tests.support.graphs import Drawing, Traced, apply, deep, fake_world, traced
 from zgraph import Hardware, PassContext, Pipeline, PreconditionError
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.hardware import Link
 from zgraph.analysis.liveness import memory_curve
 from zgraph.compiler.graph_pass import GraphPass
-from zgraph.graph import meta, nodes
+from zgraph.compiler.target import Target
+from zgraph.graph import meta, nodes, traits
+from zgraph.graph.lanes import COMPUTE
 from zgraph.passes import (
     BucketCollectives,
     HoistStarts,
     LowerGathers,
     LowerReductions,
     ScheduleOverlap,
-    SetTarget,
     SinkWaits,
     presets,
 )
@@ -48,8 +49,8 @@ def machine(latency_us: float, layer_us: float = 10.0, **others: Any) -> Hardwar
 
 def costed(found: Traced, hardware: Hardware, mm_us: float) -> Traced:
     """Nothing but matmuls takes compute."""
-    found.ctx.hardware = hardware
-    found.ctx.cost_of = lambda node: NodeCost("compute", mm_us if node.target is aten.mm.default else 0.0)
+    cost_of = lambda node: NodeCost(COMPUTE, mm_us if node.target is aten.mm.default else 0.0)  # noqa: E731
+    found.know(hardware=hardware, cost_of=cost_of)
     return found
 
 
@@ -61,7 +62,7 @@ def members(graph: fx.Graph, kind: Any = nodes.is_gather) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("whole_bytes", "latency_us", "compute_us", "latency_share", "expected"),
+    ("total_bytes", "latency_us", "compute_us", "latency_share", "expected"),
     [
         (100_000_000, 100, 50_000, 0.1, 1_000_000),  # latency 100 us, transfer 1000 us
         (100_000_000, 100, 50_000, 0.2, 500_000),
@@ -72,13 +73,13 @@ def members(graph: fx.Graph, kind: Any = nodes.is_gather) -> list[int]:
     ],
 )
 def test_a_bucket_is_as_large_as_its_link_wants(
-    whole_bytes: int, latency_us: float, compute_us: float, latency_share: float, expected: int
+    total_bytes: int, latency_us: float, compute_us: float, latency_share: float, expected: int
 ) -> None:
     """At 1000 bytes/us."""
     found = link_bytes(
-        whole_bytes=whole_bytes,
+        total_bytes=total_bytes,
         latency_us=latency_us,
-        transfer_us=whole_bytes / 1000,
+        transfer_us=total_bytes / 1000,
         compute_us=compute_us,
         latency_share=latency_share,
     )
@@ -131,7 +132,7 @@ def test_a_reduction_waits_for_a_gradient_only_where_that_ends_sooner(
         )
     gm = drawing.done(square, *means)
     spent = {"before": before_us, "between": between_us}
-    cost_of = lambda node: NodeCost("compute", spent.get(node.name, 0.0))  # noqa: E731
+    cost_of = lambda node: NodeCost(COMPUTE, spent.get(node.name, 0.0))  # noqa: E731
     ctx = PassContext(direction="backward", hardware=machine(20), cost_of=cost_of)
     apply(BucketCollectives(bucket_bytes=None), Traced(gm, {"backward": gm}, ctx), "backward")
     assert members(gm.graph, nodes.is_all_to_all) == expected
@@ -142,19 +143,18 @@ def test_a_reduction_waits_for_a_gradient_only_where_that_ends_sooner(
 
 
 def test_the_link_needs_hardware() -> None:
-    with pytest.raises(PreconditionError, match="knows no hardware; put SetTarget"):
-        apply(BucketCollectives(bucket_bytes=None), traced(deep, LOWERED), "forward")
+    with pytest.raises(PreconditionError, match="bucket_collectives plans by costs, and the pipeline has no target"):
+        Pipeline(presets.planned())
 
 
 def test_the_preset_asks_the_link_where_there_is_one_and_nobody_says_otherwise() -> None:
-    def size(**options: Any) -> int | str | None:
-        (found,) = [entry for entry in presets.default(**options) if isinstance(entry, BucketCollectives)]
+    def size(passes: list[GraphPass]) -> int | str | None:
+        (found,) = [entry for entry in passes if isinstance(entry, BucketCollectives)]
         return found.bucket_bytes
 
-    hardware = Hardware.preset("h100")
-    assert size() == "auto"
-    assert size(hardware=hardware) is None
-    assert size(hardware=hardware, bucket_bytes=77) == 77
+    assert size(presets.default()) == "auto"
+    assert size(presets.planned()) is None
+    assert size(presets.planned(bucket_bytes=77)) == 77
 
 
 # --- modes ----------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_the_cheaper_mode_is_taken(hardware: Hardware, expected: str) -> None:
 @pytest.mark.parametrize(("backend", "expected"), [("nccl", [True] * 3), ("gloo", [False] * 3)])
 def test_without_hardware_the_backend_decides(backend: str, expected: list[bool]) -> None:
     found = traced(deep, LOWERED)
-    found.ctx.planned_backend = backend
+    found.know(planned_backend=backend)
     assert apply(BucketCollectives(bucket_bytes=2 * LAYER_BYTES), found, "forward")
     gathers = nodes.call_functions(found.graphs["forward"].graph, nodes.is_gather)
     assert [*map(nodes.is_grouped_gather, gathers)] == expected
@@ -189,17 +189,12 @@ def test_without_hardware_the_backend_decides(backend: str, expected: list[bool]
     ("room", "expected"),
     [(3, "2 flat"), (2, "1 coalesced, 1 flat"), (1, "1 flat, 1 sequential"), (-2, "2 sequential")],
 )
-@pytest.mark.parametrize("tightened", [False, True])
-def test_of_what_the_budget_has_no_room_for_less_is_whole_at_once(tightened: bool, room: int, expected: str) -> None:
-    """Three layers in a bucket, one whole in any case. Beside the second bucket three more activations are alive.
-
-    Where graphs planned for the budget held too much, it is what to plan for instead that counts.
-    """
+def test_of_what_the_budget_has_no_room_for_less_is_whole_at_once(room: int, expected: str) -> None:
+    """Three layers in a bucket, one whole in any case. Beside the second bucket three more activations are alive."""
     found = costed(traced(deep, LOWERED), machine(100), 1)
     activation = 6 * 8 * 4
     limit_bytes = LAYER_BYTES + 6 * activation + room * LAYER_BYTES
-    found.ctx.budget_bytes = 2**40 if tightened else limit_bytes
-    found.ctx.target_bytes = limit_bytes if tightened else None
+    found.know(plan_bytes=limit_bytes)
     assert apply(BucketCollectives(bucket_bytes=3 * LAYER_BYTES), found, "forward")
     assert [text for _, _, text in found.ctx.notes] == [f"gathers: {expected}"]
     apply(SinkWaits(), found, "forward")
@@ -223,7 +218,7 @@ def test_sequential_gathers_stay_where_they_are_read(movers: list[GraphPass]) ->
             (wait,) = nodes.waits_of(start)
             assert start.next is wait
             follower = wait.next
-            while nodes.is_reshaping(follower):
+            while traits.is_reshaping(follower):
                 follower = follower.next
             assert follower in readers
             sizes.append(len(meta.parameters(start)))
@@ -239,11 +234,9 @@ def test_bad_options_are_refused_when_the_pass_is_built() -> None:
 
 
 def test_plans_with_a_target_ask_it() -> None:
-    """As in a pipeline: set_target fills the context that bucket_collectives reads."""
     found = traced(deep, LOWERED)
     hardware = machine(1000, layer_us=1.0)
-    found.ctx.direction = "forward"
-    SetTarget(hardware=hardware).run(found.graphs["forward"], found.ctx)
+    found.aim_at(Target(hardware=hardware))
     assert apply(BucketCollectives(bucket_bytes=None), found, "forward")
     assert members(found.graphs["forward"].graph) == [6]
-    Pipeline(presets.default(hardware=hardware))
+    Pipeline(presets.planned(), target=Target(hardware=hardware))

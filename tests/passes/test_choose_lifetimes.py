@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import zgraph
-from tests.graphs import Leaky, Traced, apply, compile_model, fake_world, mlp, traced
+from tests.support.graphs import Leaky, Traced, apply, compile_model, fake_world, mlp, traced
 from zgraph import Pipeline, PreconditionError
 from zgraph.graph import meta, nodes
 from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, presets

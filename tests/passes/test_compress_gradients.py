@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
-from tests.compiled import with_fx
-from tests.compressed import Codec, Hybrid, OneHop, TwoHops, local_gradients
-from tests.graphs import Twice, apply, fake_world, mlp, traced
-from tests.ranks import RankFailure, Ranks, fresh_ranks
-from tests.replicated import assert_equal, whole
+from tests.support.compiled import with_fx
+from tests.support.graphs import Twice, apply, fake_world, mlp, traced
+from tests.support.judges.compressed import Codec, Hybrid, OneHop, TwoHops, local_gradients
+from tests.support.judges.replicated import assert_equal, whole
+from tests.support.ranks import RankFailure, Ranks, every_world, fresh_ranks, worlds
 from zgraph import PreconditionError
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compression.methods import RngKey
 from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import HOST_TO_DEVICE
 from zgraph.graph.traffic import transfers
 from zgraph.passes import (
     BucketCollectives,
@@ -137,6 +138,7 @@ def compare(zero_stage: int, compress: CompressGradients, replicas: int = 1, dty
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@every_world
 def test_every_gradient_is_what_the_reference_sends(ranks: Ranks, zero_stage: int) -> None:
     compressed = ranks.run(compare, zero_stage, CompressGradients(method=SMALL, min_numel=LEAST))
     assert compressed == [0 if ranks.world == 1 else 2] * ranks.world
@@ -152,13 +154,13 @@ def test_every_gradient_is_what_the_reference_sends(ranks: Ranks, zero_stage: in
     ],
     ids=lambda method: f"{type(method).__name__}{method.bits}",
 )
-def test_of_each_method(two_ranks: Ranks, method: Any) -> None:
-    assert two_ranks.run(compare, 3, CompressGradients(method=method, min_numel=LEAST)) == [2, 2]
+def test_of_each_method(ranks: Ranks, method: Any) -> None:
+    assert ranks.run(compare, 3, CompressGradients(method=method, min_numel=LEAST)) == [2, 2]
 
 
 @pytest.mark.parametrize("error_device", [None, "cpu"])
-def test_errors_are_forgotten_after_so_many_steps(two_ranks: Ranks, error_device: str | None) -> None:
-    two_ranks.run(forgets, LoCo(group=32, error_device=error_device, reset_every=2))
+def test_errors_are_forgotten_after_so_many_steps(ranks: Ranks, error_device: str | None) -> None:
+    ranks.run(forgets, LoCo(group=32, error_device=error_device, reset_every=2))
 
 
 def forgets(method: LoCo) -> None:
@@ -176,15 +178,8 @@ def forgets(method: LoCo) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_of_narrow_gradients(two_ranks: Ranks, dtype: torch.dtype) -> None:
-    two_ranks.run(compare, 2, CompressGradients(method=SMALL, min_numel=LEAST), 1, dtype)
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Any:
-    running = Ranks(4)
-    yield running
-    running.close()
+def test_of_narrow_gradients(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(compare, 2, CompressGradients(method=SMALL, min_numel=LEAST), 1, dtype)
 
 
 TWO_HOPS = TwoHop(intra_host=NoFeedback(bits=8, group=64), inter_host=LoCo(group=32))
@@ -192,20 +187,22 @@ TWO_HOPS = TwoHop(intra_host=NoFeedback(bits=8, group=64), inter_host=LoCo(group
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 2])
-def test_two_hops_over_given_nodes_sum_inside_first(four_ranks: Ranks, zero_stage: int) -> None:
+@worlds(4)
+def test_two_hops_over_given_nodes_sum_inside_first(ranks: Ranks, zero_stage: int) -> None:
     method = replace(TWO_HOPS, ranks_per_host=2)
-    assert four_ranks.run(compare, zero_stage, CompressGradients(method=method, min_numel=LEAST)) == [2] * 4
+    assert ranks.run(compare, zero_stage, CompressGradients(method=method, min_numel=LEAST)) == [2] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("method", [LoCo(group=32, hops=1), LoCo(group=32), TWO_HOPS], ids=["one", "auto", "two"])
-def test_hybrid_sharding_sums_over_shards_then_over_replicas(four_ranks: Ranks, zero_stage: int, method: Any) -> None:
-    assert four_ranks.run(compare, zero_stage, CompressGradients(method=method, min_numel=LEAST), 2) == [2] * 4
+@worlds(4)
+def test_hybrid_sharding_sums_over_shards_then_over_replicas(ranks: Ranks, zero_stage: int, method: Any) -> None:
+    assert ranks.run(compare, zero_stage, CompressGradients(method=method, min_numel=LEAST), 2) == [2] * 4
 
 
-def test_means_of_replicated_parameters_may_be_compressed_too(two_ranks: Ranks) -> None:
-    two_ranks.run(compressed_means)
+def test_means_of_replicated_parameters_may_be_compressed_too(ranks: Ranks) -> None:
+    ranks.run(compressed_means)
 
 
 def compressed_means() -> None:
@@ -232,8 +229,8 @@ def compressed_means() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_a_bucket_changes_no_bit(two_ranks: Ranks, zero_stage: int) -> None:
-    two_ranks.run(bucketed_and_not, zero_stage)
+def test_a_bucket_changes_no_bit(ranks: Ranks, zero_stage: int) -> None:
+    ranks.run(bucketed_and_not, zero_stage)
 
 
 def bucketed_and_not(zero_stage: int) -> None:
@@ -251,8 +248,8 @@ def bucketed_and_not(zero_stage: int) -> None:
         assert_equal("gradient", first, second)
 
 
-def test_equal_blocks_that_share_a_graph_keep_their_own_errors(two_ranks: Ranks) -> None:
-    two_ranks.run(blocks)
+def test_equal_blocks_that_share_a_graph_keep_their_own_errors(ranks: Ranks) -> None:
+    ranks.run(blocks)
 
 
 def blocks() -> None:
@@ -368,7 +365,7 @@ def test_errors_on_the_host_are_fetched_one_reduction_ahead() -> None:
         graph = found.graphs["backward"].graph
         apply(CompressGradients(method=LoCo(error_device="cpu")), found, "backward")
         loads = [node for node in graph.nodes if node.target is torch.ops.zgraph.load_errors.default]
-        assert {meta.lane(load) for load in loads} == {"host_to_device"}
+        assert {meta.lane(load) for load in loads} == {HOST_TO_DEVICE}
         order = nodes.order_of(graph)
         first, second = nodes.call_functions(graph, nodes.is_quantize)
         of = {meta.parameters(load): order[load] for load in loads}
@@ -380,9 +377,9 @@ def test_errors_on_the_host_are_fetched_one_reduction_ahead() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_window_counts_as_one_step(two_ranks: Ranks, zero_stage: int) -> None:
+def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce, and compress, once per window; 2 and 3 in each of its backwards."""
-    assert two_ranks.run(windows, zero_stage) == [[(3, 3), (3, 3)] if zero_stage < 2 else [(9, 3), (9, 3)]] * 2
+    assert ranks.run(windows, zero_stage) == [[(3, 3), (3, 3)] if zero_stage < 2 else [(9, 3), (9, 3)]] * 2
 
 
 def windows(zero_stage: int) -> list[tuple[int, int]]:
@@ -397,8 +394,8 @@ def windows(zero_stage: int) -> list[tuple[int, int]]:
     return [(kept.reductions, kept.steps) for kept in feedbacks(sharded).values()]
 
 
-def test_a_waiting_gradient_is_compressed_once_with_all_that_waited(two_ranks: Ranks) -> None:
-    two_ranks.run(accumulated)
+def test_a_waiting_gradient_is_compressed_once_with_all_that_waited(ranks: Ranks) -> None:
+    ranks.run(accumulated)
 
 
 def accumulated() -> None:
@@ -415,8 +412,8 @@ def accumulated() -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_while_it_warms_up_gradients_travel_as_they_are(two_ranks: Ranks, zero_stage: int) -> None:
-    two_ranks.run(warms_up, zero_stage)
+def test_while_it_warms_up_gradients_travel_as_they_are(ranks: Ranks, zero_stage: int) -> None:
+    ranks.run(warms_up, zero_stage)
 
 
 def warms_up(zero_stage: int) -> None:
@@ -446,8 +443,8 @@ def warms_up(zero_stage: int) -> None:
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
-def test_a_nan_reaches_every_rank_and_training_goes_on(two_ranks: Ranks) -> None:
-    two_ranks.run(poisoned)
+def test_a_nan_reaches_every_rank_and_training_goes_on(ranks: Ranks) -> None:
+    ranks.run(poisoned)
 
 
 def poisoned() -> None:
@@ -484,7 +481,7 @@ def poisoned() -> None:
         (lambda: LoCo(error_dtype=torch.float16), "write torch.int8 or torch.float32"),
         (lambda: LoCo(error_device="cuda"), 'write None or "cpu"'),
         (lambda: TwoHop(ranks_per_host=0), "ranks_per_host=0"),
-        (lambda: CompressGradients(method=4), "no compression method"),  # type: ignore[arg-type]
+        (lambda: CompressGradients(method=4), "is not a compression method"),  # type: ignore[arg-type]
         (lambda: CompressGradients(min_numel=0), "min_numel=0"),
         (lambda: CompressGradients(warmup_steps=-1), "warmup_steps=-1"),
         (lambda: CompressGradients(skip="head.*"), "write a tuple of patterns"),  # type: ignore[arg-type]
@@ -542,9 +539,9 @@ def said_by(compress: CompressGradients) -> str:
     return "nothing was raised"
 
 
-def test_another_method_does_not_take_over_an_error(two_ranks: Ranks) -> None:
+def test_another_method_does_not_take_over_an_error(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match=r"2\.weight keeps the error of .*LoCo.* and is now compressed by .*LoCo"):
-        two_ranks.run(two_methods)
+        ranks.run(two_methods)
 
 
 def two_methods() -> None:

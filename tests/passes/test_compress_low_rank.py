@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
-from tests.compressed import local_gradients
-from tests.compressing import feedback_of
-from tests.graphs import Twice, apply, fake_world, traced
-from tests.low_rank import Paper, compile_low_rank
-from tests.ranks import Ranks
-from tests.replicated import assert_equal, whole
+from tests.support.compressing import feedback_of
+from tests.support.graphs import Twice, apply, fake_world, traced
+from tests.support.judges.compressed import local_gradients
+from tests.support.judges.low_rank import Paper, compile_low_rank
+from tests.support.judges.replicated import assert_equal, whole
+from tests.support.ranks import Ranks, worlds
 from zgraph.compression.low_rank import LowRank
 from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.traffic import transfers
@@ -62,8 +62,8 @@ def compare(
     if replicas > 1:
         mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     sharded = zgraph.shard(Mixed(), mesh, zero_stage=zero_stage, param_dtype=dtype)
-    planned = {"hardware": zgraph.Hardware.preset("h100")} if hardware else {}
-    plain, call = Mixed(), compile_low_rank(sharded, method, **planned)
+    target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if hardware else None
+    plain, call = Mixed(), compile_low_rank(sharded, method, target=target)
     paper = Paper(method, world, zero_stage, 2 if dtype else 4)
     for step in range(3):
         grads = [local_gradients(plain, batch(step, rank), loss_of, dtype) for rank in range(world)]
@@ -80,31 +80,25 @@ def compare(
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_every_gradient_is_what_the_twin_computes(two_ranks: Ranks, zero_stage: int) -> None:
-    assert two_ranks.run(compare, zero_stage) == [5 + (zero_stage == 0)] * 2  # replicated, the smallest one pays too
-
-
-@pytest.fixture(scope="module")
-def three_ranks() -> Any:
-    running = Ranks(3)
-    yield running
-    running.close()
+def test_every_gradient_is_what_the_twin_computes(ranks: Ranks, zero_stage: int) -> None:
+    assert ranks.run(compare, zero_stage) == [5 + (zero_stage == 0)] * 2  # replicated, the smallest one pays too
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("hardware", [False, True], ids=["rules", "planned"])
-def test_on_three_ranks(three_ranks: Ranks, zero_stage: int, hardware: bool) -> None:
-    assert three_ranks.run(compare, zero_stage, 1, None, hardware) == [5 + (zero_stage == 0)] * 3
+@worlds(3)
+def test_on_three_ranks(ranks: Ranks, zero_stage: int, hardware: bool) -> None:
+    assert ranks.run(compare, zero_stage, 1, None, hardware) == [5 + (zero_stage == 0)] * 3
 
 
-def test_of_narrow_gradients(two_ranks: Ranks) -> None:
-    assert min(two_ranks.run(compare, 2, 1, torch.bfloat16, False, replace(METHOD, least_saving=1.0))) >= 1
+def test_of_narrow_gradients(ranks: Ranks) -> None:
+    assert min(ranks.run(compare, 2, 1, torch.bfloat16, False, replace(METHOD, least_saving=1.0))) >= 1
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_of_replicas(two_ranks: Ranks, zero_stage: int) -> None:
+def test_of_replicas(ranks: Ranks, zero_stage: int) -> None:
     """Hybrid sharding whose shards are whole: factors travel between the replicas."""
-    assert min(two_ranks.run(compare, zero_stage, 2)) >= 4
+    assert min(ranks.run(compare, zero_stage, 2)) >= 4
 
 
 # --- two exchanges, one after the other -------------------------------------------------------------------------------
@@ -124,8 +118,9 @@ def large_factors() -> list[Tensor]:
     return [whole(sharded.weight.grad), torch.tensor(kinds.count("all_to_all_single"))]
 
 
-def test_large_factors_are_reduced_in_parts(three_ranks: Ranks) -> None:
-    (first, exchanges), *others = three_ranks.run(large_factors)
+@worlds(3)
+def test_large_factors_are_reduced_in_parts(ranks: Ranks) -> None:
+    (first, exchanges), *others = ranks.run(large_factors)
     assert exchanges == 1, "the right factor alone is worth it"
     assert all(torch.equal(grad, first) for grad, _ in others) and first.isfinite().all()
 
@@ -158,8 +153,8 @@ def under_inductor(zero_stage: int, autocast: bool) -> list[float]:
 
 @pytest.mark.slow  # Inductor's C++ compiler takes seconds for each kernel
 @pytest.mark.parametrize(("zero_stage", "autocast"), [(0, False), (3, False), (0, True), (3, True)])
-def test_training_under_inductor_lowers_the_loss(two_ranks: Ranks, zero_stage: int, autocast: bool) -> None:
-    losses = two_ranks.run(under_inductor, zero_stage, autocast)[0]
+def test_training_under_inductor_lowers_the_loss(ranks: Ranks, zero_stage: int, autocast: bool) -> None:
+    losses = ranks.run(under_inductor, zero_stage, autocast)[0]
     assert losses[-1] < 0.5 * losses[0], losses
 
 
@@ -184,9 +179,9 @@ def windows(zero_stage: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_window_counts_as_one_step(two_ranks: Ranks, zero_stage: int) -> None:
+def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce the sum of its gradients, 2 and 3 each of them."""
-    assert two_ranks.run(windows, zero_stage) == [[(2, 2)] if zero_stage < 2 else [(4, 2)]] * 2
+    assert ranks.run(windows, zero_stage) == [[(2, 2)] if zero_stage < 2 else [(4, 2)]] * 2
 
 
 def warms_up() -> None:
@@ -201,8 +196,8 @@ def warms_up() -> None:
         assert_equal(f"step {step}", whole(cast(Tensor, sharded.get_parameter(name).grad)), expected)
 
 
-def test_while_it_warms_up_gradients_travel_as_they_are(two_ranks: Ranks) -> None:
-    two_ranks.run(warms_up)
+def test_while_it_warms_up_gradients_travel_as_they_are(ranks: Ranks) -> None:
+    ranks.run(warms_up)
 
 
 def drops_a_step() -> None:
@@ -229,8 +224,8 @@ def drops_a_step() -> None:
         assert kept["first_hop"].steps == 1
 
 
-def test_of_a_dropped_step_nothing_remains(two_ranks: Ranks) -> None:
-    two_ranks.run(drops_a_step)
+def test_of_a_dropped_step_nothing_remains(ranks: Ranks) -> None:
+    ranks.run(drops_a_step)
 
 
 def kept_bytes() -> tuple[int, str]:
@@ -242,8 +237,8 @@ def kept_bytes() -> tuple[int, str]:
     return expected, str(zgraph.explain(sharded))
 
 
-def test_what_is_kept_is_reported(two_ranks: Ranks) -> None:
-    expected, text = two_ranks.run(kept_bytes)[0]
+def test_what_is_kept_is_reported(ranks: Ranks) -> None:
+    expected, text = ranks.run(kept_bytes)[0]
     assert f"error feedback: {expected / 1024:.2f} KiB" in text, text
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,15 +17,15 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
-from tests.allocations import counted
-from tests.graphs import fake_world
-from tests.hash_seeds import printed_under_two_hash_seeds
-from tests.ranks import Ranks
-from tests.replicated import Case, Replicated, batches, whole
+from tests.support.graphs import fake_world
+from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.judges.replicated import Case, Replicated, batches, whole
+from tests.support.memory.allocations import counted
+from tests.support.ranks import Ranks
 from zgraph import Pipeline, PreconditionError
 from zgraph.analysis.liveness import step_curve
 from zgraph.codegen.lower_fx import lower_fx
-from zgraph.compiler.graph_pass import Direction, PassContext
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
 from zgraph.compiler.partition import partition
 from zgraph.graph import nodes
 from zgraph.passes import ChooseLifetimes, DedupeGathers, FuseAttention, presets
@@ -275,12 +275,12 @@ def test_a_second_run_changes_nothing() -> None:
     assert tracer.changed == [True, False]
 
 
-@pytest.mark.parametrize("hardware", [None, zgraph.Hardware.preset("h100")])
-def test_it_is_in_no_preset(hardware: zgraph.Hardware | None) -> None:
+@pytest.mark.parametrize("passes", [presets.default(), presets.planned()], ids=["default", "planned"])
+def test_it_is_in_no_preset(passes: list[GraphPass]) -> None:
     """In bf16 it makes a step slower on CPU: whoever wants it puts it first."""
-    passes = presets.default(hardware=hardware)
+    target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"))
     assert FuseAttention() not in passes
-    assert Pipeline([FuseAttention(), *passes]).passes[0] == FuseAttention()
+    assert Pipeline([FuseAttention(), *passes], target=target).passes[0] == FuseAttention()
 
 
 def test_it_comes_before_lifetimes_are_chosen() -> None:
@@ -300,6 +300,7 @@ print(*(graph_text(gm.graph) for gm in tracer.graphs.values()))
 """
 
 
+@pytest.mark.slow  # two processes that import torch and compile
 def test_the_graph_depends_on_no_hash() -> None:
     first, second = printed_under_two_hash_seeds(PROGRAM)
     assert first == second and "flash_attention" in first
@@ -322,7 +323,24 @@ def distance(found: Tensor | None, expected: Tensor | None) -> float:
     return ((whole(found) - expected).float().norm() / expected.float().norm()).item()
 
 
-def against_eager(options: dict[str, Any], autocast: torch.dtype | None) -> tuple[float, list[str]]:
+def compressing() -> list[GraphPass]:
+    """LoCo for every matrix of a model that is smaller than what it leaves alone by default."""
+    passes = presets.default(compression=zgraph.passes.LoCo())
+    return [
+        replace(each, min_numel=64) if isinstance(each, zgraph.passes.CompressGradients) else each for each in passes
+    ]
+
+
+PIPELINES: dict[str, Callable[[], Pipeline]] = {
+    "default": lambda: Pipeline([FuseAttention(), *presets.default()]),
+    "planned": lambda: Pipeline(
+        [FuseAttention(), *presets.planned()], target=zgraph.Target(hardware=zgraph.Hardware.preset("cpu"))
+    ),
+    "loco": lambda: Pipeline([FuseAttention(), *compressing()]),
+}
+
+
+def against_eager(options: dict[str, Any], autocast: torch.dtype | None, pipeline: str) -> tuple[float, list[str]]:
     """The largest distance of an output or a gradient from the replicated model's, and what the pass had to say."""
     torch.manual_seed(5)
     case = Case(build=lambda: nn.Sequential(Attention(), nn.Tanh(), nn.Linear(7, 1)), batch=attention_batch)
@@ -331,7 +349,7 @@ def against_eager(options: dict[str, Any], autocast: torch.dtype | None) -> tupl
     reference = Replicated(case, copy.deepcopy(model), 3)
     model = zgraph.shard(model, zero_stage=3, **options)
     report = zgraph.Report()
-    called = with_inductor(model, report=report, pipeline=Pipeline([FuseAttention(), *presets.default()]))
+    called = with_inductor(model, report=report, pipeline=PIPELINES[pipeline]())
     (expected_output,), expected = reference.step(0)
     x, target = batches(case, 0)[dist.get_rank()]
     output = case.call(called, x)
@@ -343,17 +361,20 @@ def against_eager(options: dict[str, Any], autocast: torch.dtype | None) -> tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "autocast", "bound"),
+    ("options", "autocast", "pipeline", "bound"),
     [
-        ({}, None, 1e-5),
-        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, None, 3e-2),
-        ({}, torch.bfloat16, 3e-2),
+        ({}, None, "default", 1e-5),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, None, "default", 3e-2),
+        ({}, torch.bfloat16, "default", 3e-2),
+        ({}, None, "planned", 1e-5),
+        # The error of 4 bits: steps of 2/15 of a block's largest, about 2.5 times its root mean square.
+        ({}, None, "loco", 2.5 * 2 / 15 / 12**0.5 * 1.5),
     ],
 )
 def test_two_ranks_at_stage_3_are_near_the_replicated_model(
-    two_ranks: Ranks, options: dict[str, Any], autocast: torch.dtype | None, bound: float
+    ranks: Ranks, options: dict[str, Any], autocast: torch.dtype | None, pipeline: str, bound: float
 ) -> None:
-    for off, notes in two_ranks.run(against_eager, options, autocast):
+    for off, notes in ranks.run(against_eager, options, autocast, pipeline):
         assert notes == ["fuse_attention on joint: 1 fused"]
         assert off <= bound
 

@@ -1,4 +1,4 @@
-"""Gathers start early, but no more of them are under way than asked."""
+"""Gathers start early, but no more of them are in flight than asked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ import torch
 from torch import fx
 from torch.testing import FileCheck
 
-from tests.graphs import Autocast, Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
-from tests.lockstep import assert_same_results
+from tests.support.graphs import (
+    Autocast,
+    Drawing,
+    Traced,
+    apply,
+    by_rank,
+    copy_of,
+    deep,
+    fake_world,
+    mlp,
+    names_of,
+    traced,
+)
+from tests.support.judges.lockstep import assert_same_results
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
@@ -26,7 +38,7 @@ def world() -> Iterator[None]:
         yield
 
 
-def most_under_way(graph: fx.Graph) -> int:
+def most_in_flight(graph: fx.Graph) -> int:
     """How many gathers of parameters are started and not yet waited for, at the worst moment."""
     in_flight: dict[fx.Node, None] = {}
     most = 0
@@ -78,7 +90,7 @@ def test_no_more_gathers_are_in_flight_than_asked(prefetch: int, room: int) -> N
         apply(HoistStarts(prefetch=prefetch), found, direction)
         graph = found.graphs[direction].graph
         gathers = len(list(nodes.call_functions(graph, nodes.is_all_gather)))
-        assert most_under_way(graph) == min(prefetch + 1, gathers)
+        assert most_in_flight(graph) == min(prefetch + 1, gathers)
 
 
 @pytest.mark.usefixtures("world")
@@ -87,7 +99,7 @@ def test_no_more_bytes_are_in_flight_than_asked(layers: int, in_flight: int) -> 
     """One gather is prefetched in any case."""
     found = traced(deep, SUNK)
     assert apply(HoistStarts(prefetch=9, in_flight_bytes=layers * 256), found, "forward")
-    assert most_under_way(found.graphs["forward"].graph) == in_flight
+    assert most_in_flight(found.graphs["forward"].graph) == in_flight
 
 
 @pytest.mark.usefixtures("world")
@@ -118,7 +130,7 @@ def test_prefetch_zero_moves_nothing() -> None:
 def test_casts_and_pads_move_with_the_start_they_feed() -> None:
     found = traced(Autocast, SUNK)
     assert apply(HoistStarts(), found, "forward")
-    assert most_under_way(found.graphs["forward"].graph) == 2
+    assert most_in_flight(found.graphs["forward"].graph) == 2
 
 
 @pytest.mark.usefixtures("world")
@@ -180,3 +192,20 @@ def test_results_are_bitwise_the_same() -> None:
         for found in ranks:
             assert HoistStarts(prefetch=2).run(found.graphs[direction], found.ctx)
         assert_same_results(before, [found.graphs[direction] for found in ranks])
+
+
+def test_a_gather_does_not_move_past_who_writes_to_what_it_reads() -> None:
+    """mm, shard.add_(1), all_gather, wait, mm; and a cast of the shard ahead of the write stays there, too."""
+    with fake_world(2):
+        for casts in (False, True):
+            drawing = Drawing()
+            x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
+            product = drawing.call(aten.mm.default, x, x)
+            copied = drawing.call(aten.clone.default, shard, works_for="w") if casts else shard
+            drawing.call(aten.add_.Tensor, shard, 1)
+            gm = drawing.done(drawing.call(aten.mm.default, product, drawing.wait(drawing.start_gather(copied, "w"))))
+            before = names_of(gm.graph)
+            found = Traced(gm, {"forward": gm}, PassContext(direction="forward"))
+            for entry in (SinkWaits(), HoistStarts(prefetch=3)):
+                assert not apply(entry, found, "forward")
+            assert names_of(gm.graph) == before

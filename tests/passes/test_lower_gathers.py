@@ -10,8 +10,20 @@ import torch
 from torch import fx
 from torch.testing import FileCheck
 
-from tests.graphs import Autocast, Drawing, Leaky, Traced, apply, by_rank, copy_of, fake_world, mlp, names_of, traced
-from tests.lockstep import assert_same_results
+from tests.support.graphs import (
+    Autocast,
+    Drawing,
+    Leaky,
+    Traced,
+    apply,
+    by_rank,
+    copy_of,
+    fake_world,
+    mlp,
+    names_of,
+    traced,
+)
+from tests.support.judges.lockstep import assert_same_results
 from zgraph import Pipeline, PreconditionError
 from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.text import graph_text

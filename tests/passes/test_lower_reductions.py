@@ -10,10 +10,10 @@ import torch
 from torch import fx
 from torch.testing import FileCheck
 
-from tests.graphs import Autocast, Drawing, Traced, apply, by_rank, copy_of, fake_world, mlp, traced
-from tests.lockstep import assert_same_results
+from tests.support.graphs import Autocast, Drawing, Traced, apply, by_rank, copy_of, fake_world, mlp, traced
+from tests.support.judges.lockstep import assert_same_results
 from zgraph import Pipeline, PreconditionError
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, traits
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
 
@@ -117,7 +117,7 @@ def test_a_wider_reduce_dtype_widens_nothing() -> None:
 @pytest.mark.usefixtures("world")
 def test_a_gradient_that_autocast_widened_travels_narrow_and_the_cast_is_gone() -> None:
     found = traced(Autocast)
-    casts = [node.name for node in found.graphs["backward"].graph.nodes if nodes.is_cast(node) == torch.float32]
+    casts = [node.name for node in found.graphs["backward"].graph.nodes if traits.cast_dtype(node) == torch.float32]
     assert len(casts) == 5
     graph = lowered(found)
     assert wires(graph) == {torch.bfloat16}
@@ -161,7 +161,7 @@ def test_reduce_scatter_leaves_the_sum_to_the_backend_in_fp32() -> None:
 @pytest.mark.usefixtures("world")
 def test_auto_chooses_by_backend(backend: str, target: str) -> None:
     found = traced(mlp)
-    found.ctx.group_backend = lambda name, device: backend  # pyright: ignore[reportAttributeAccessIssue]
+    found.know(planned_backend=backend)
     starts = {str(node.target).split(".")[1] for node in nodes.call_functions(lowered(found), nodes.is_start)}
     assert starts - {"all_gather_into_tensor"} == {target}
 

@@ -18,12 +18,23 @@ from torch.distributed.tensor import DTensor
 from torch.testing import FileCheck
 
 import zgraph
-from tests import models
-from tests.compiled import with_fx
-from tests.graphs import Autocast, Drawing, Leaky, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, traced
-from tests.lockstep import assert_same_results
-from tests.ranks import Ranks, fresh_ranks
-from tests.replicated import (
+from tests.support import models
+from tests.support.compiled import with_fx
+from tests.support.graphs import (
+    Autocast,
+    Drawing,
+    Leaky,
+    Traced,
+    apply,
+    by_rank,
+    copy_of,
+    deep,
+    fake_world,
+    mlp,
+    traced,
+)
+from tests.support.judges.lockstep import assert_same_results
+from tests.support.judges.replicated import (
     Case,
     Replicated,
     assert_equal,
@@ -32,15 +43,15 @@ from tests.replicated import (
     token_batch,
     whole,
 )
+from tests.support.ranks import Ranks, fresh_ranks
 from zgraph import Pipeline, VerifyError
 from zgraph.analysis.formula import formula
 from zgraph.analysis.liveness import memory_curve
 from zgraph.analysis.storages import storages_of
 from zgraph.codegen.kernels import reference
-from zgraph.compiler.fit_budget import agreed_peak
 from zgraph.compiler.verify import Where, check_gathers_released
 from zgraph.compression.methods import BlockMethod, RngKey
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, traits
 from zgraph.graph.text import graph_text
 from zgraph.graph.traffic import transfers
 from zgraph.passes import (
@@ -161,7 +172,7 @@ def test_a_cast_that_every_reader_applies_is_what_is_decoded() -> None:
     graph = quantized(traced(Autocast))
     decoded = list(nodes.call_functions(graph, nodes.is_dequantize_shards))
     assert {meta.tensor_value(node).dtype for node in decoded} == {torch.bfloat16}
-    assert not [node for node in graph.nodes if nodes.is_cast(node) and nodes.is_decoding(node.all_input_nodes[0])]
+    assert not [node for node in graph.nodes if traits.cast_dtype(node) and traits.is_decoding(node.all_input_nodes[0])]
 
 
 @pytest.mark.usefixtures("world")
@@ -363,7 +374,7 @@ def test_ranks_with_uneven_shards_agree_on_collectives_and_peak() -> None:
             graphs = [found.graphs[direction].graph for found in ranks]
             sent = [[(one.kind, one.dtype, one.payload_bytes) for one in transfers(graph)] for graph in graphs]
             assert sent == [sent[0]] * 4
-            assert len({agreed_peak(memory_curve(graph)) for graph in graphs}) == 1
+            assert len({memory_curve(graph, agreed=True).peak_bytes for graph in graphs}) == 1
 
 
 @pytest.mark.usefixtures("world")
@@ -492,14 +503,14 @@ def equal_on_all_ranks(found: list[list[Tensor]]) -> bool:
     ("name", "zero_stage", "bucketed"),
     [("uneven", 3, False), ("window", 1, True), ("autocast", 2, True), ("language", 3, True)],
 )
-def test_forwards_read_what_codes_stand_for(two_ranks: Ranks, name: str, zero_stage: int, bucketed: bool) -> None:
+def test_forwards_read_what_codes_stand_for(ranks: Ranks, name: str, zero_stage: int, bucketed: bool) -> None:
     """Outputs, gradients and evaluations equal, bit for bit, those of a model that was rounded beforehand."""
-    assert equal_on_all_ranks(two_ranks.run(follow, name, zero_stage, EIGHT, bucketed))
+    assert equal_on_all_ranks(ranks.run(follow, name, zero_stage, EIGHT, bucketed))
 
 
 @pytest.mark.parametrize(("name", "zero_stage", "bucketed"), [("window", 2, True), ("bf16", 1, False)])
-def test_forwards_read_a_copy_that_follows(two_ranks: Ranks, name: str, zero_stage: int, bucketed: bool) -> None:
-    assert equal_on_all_ranks(two_ranks.run(follow, name, zero_stage, DIFFERENCES, bucketed))
+def test_forwards_read_a_copy_that_follows(ranks: Ranks, name: str, zero_stage: int, bucketed: bool) -> None:
+    assert equal_on_all_ranks(ranks.run(follow, name, zero_stage, DIFFERENCES, bucketed))
 
 
 @pytest.mark.slow
@@ -549,9 +560,9 @@ def distances(change: str, forwards: int) -> list[float]:
     return found
 
 
-def test_a_copy_reaches_a_parameter_that_has_jumped(two_ranks: Ranks) -> None:
+def test_a_copy_reaches_a_parameter_that_has_jumped(ranks: Ranks) -> None:
     """Every forward leaves about an eighth of what the last one lacked, down to the steps that are still made."""
-    jumped = two_ranks.run(distances, "jump", 4)
+    jumped = ranks.run(distances, "jump", 4)
     assert jumped[0] == jumped[1]
     first, second, third, _ = jumped[0]
     assert 0 < second < first / 4
@@ -559,8 +570,8 @@ def test_a_copy_reaches_a_parameter_that_has_jumped(two_ranks: Ranks) -> None:
     assert first < 0.3
 
 
-def test_a_copy_recovers_from_what_is_no_number(two_ranks: Ranks) -> None:
-    found = two_ranks.run(distances, "nan", 4)
+def test_a_copy_recovers_from_what_is_no_number(ranks: Ranks) -> None:
+    found = ranks.run(distances, "nan", 4)
     assert found[0] == found[1]
     assert found[0][-1] < found[0][0] / 100
 
@@ -582,5 +593,5 @@ def two_dtypes() -> str:
     return ""
 
 
-def test_a_copy_of_another_dtype_is_an_error(two_ranks: Ranks) -> None:
-    assert "weight keeps a copy of 3072 elements of torch.float32" in two_ranks.run(two_dtypes)[0]
+def test_a_copy_of_another_dtype_is_an_error(ranks: Ranks) -> None:
+    assert "weight keeps a copy of 3072 elements of torch.float32" in ranks.run(two_dtypes)[0]

@@ -1,4 +1,4 @@
-"""Waits stand where their results are needed, and only so many reductions are under way."""
+"""Waits stand where their results are needed, and only so many reductions are in flight."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.testing import FileCheck
 
-from tests.graphs import Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
-from tests.lockstep import assert_same_results
+from tests.support.graphs import Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
+from tests.support.judges.lockstep import assert_same_results
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
@@ -28,7 +28,7 @@ def world() -> Iterator[None]:
         yield
 
 
-def most_under_way(graph: fx.Graph) -> int:
+def most_in_flight(graph: fx.Graph) -> int:
     """How many reductions have been started and not yet finished, at the worst moment."""
     outstanding: dict[fx.Node, None] = {}
     most = 0
@@ -91,7 +91,7 @@ def test_no_more_reductions_are_in_flight_than_asked(in_flight: int) -> None:
     for options in ({}, {"zero_stage": 0}):
         found = traced(deep, LOWERED, **options)
         assert apply(SinkWaits(reductions_in_flight=in_flight), found, "backward")
-        assert most_under_way(found.graphs["backward"].graph) == in_flight
+        assert most_in_flight(found.graphs["backward"].graph) == in_flight
 
 
 @pytest.mark.usefixtures("world")
@@ -99,7 +99,7 @@ def test_no_more_reductions_are_in_flight_than_asked(in_flight: int) -> None:
 def test_no_more_bytes_are_in_flight_than_asked(layers: int, outstanding: int) -> None:
     found = traced(deep, LOWERED)
     apply(SinkWaits(reductions_in_flight=9, in_flight_bytes=layers * 256), found, "backward")
-    assert most_under_way(found.graphs["backward"].graph) == outstanding
+    assert most_in_flight(found.graphs["backward"].graph) == outstanding
 
 
 @pytest.mark.usefixtures("world")
@@ -118,7 +118,7 @@ def test_means_of_replicated_gradients_set_out_before_any_is_waited_for() -> Non
 def test_buckets_are_limited_too(room: int) -> None:
     found = traced(deep, [*LOWERED, BucketCollectives(bucket_bytes=room * 256)])
     assert apply(SinkWaits(reductions_in_flight=1), found, "backward")
-    assert most_under_way(found.graphs["backward"].graph) == 1
+    assert most_in_flight(found.graphs["backward"].graph) == 1
 
 
 @pytest.mark.usefixtures("world")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.graphs import Drawing, deep, fake_world, traced
+from tests.support.graphs import Drawing, deep, fake_world, traced
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.errors import CollectiveError
 from zgraph.graph import nodes
@@ -48,9 +48,9 @@ def test_a_file_says_where_each_graph_began_and_what_follows(on_nccl: dict[str, 
     lines = (tmp_path / "a" / "zgraph_collectives_rank_1.txt").read_text().splitlines()
     heads = [line for line in lines if line.startswith("process")]
     assert [line.removeprefix(f"process {os.getpid()}, ") for line in heads] == [
-        "graph 0/0 forward, on group 0 its last call began behind collective 0000000017",
-        "graph 0/0 backward, on group 0 its last call began behind collective 0000000019",
-        "graph 0/0 backward, on group 0.reductions its last call began behind collective 0000000004",
+        "graph 0/0 forward, on group 0 its last call began after collective 0000000017",
+        "graph 0/0 backward, on group 0 its last call began after collective 0000000019",
+        "graph 0/0 backward, on group 0.reductions its last call began after collective 0000000004",
     ]
     first = "all_gather_into_tensor_coalesced: 0.weight, 1.weight, 2.weight"
     starts = [*nodes.call_functions(found.graphs["forward"].graph, nodes.is_start)]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zgraph
-from tests.compiled import with_fx
-from tests.ranks import Ranks
+from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks
 
 WIDTH, ROWS, LAYERS = 256, 512, 10
 BUCKET_BYTES = 2**19  # holds a layer, and not quite two
@@ -26,8 +26,9 @@ def build() -> nn.Module:
 def measured(zero_stage: int, who: tuple[int, ...]) -> dict[str, Any]:
     """Three steps, of which these ranks measure the last two; what one rank found."""
     model = zgraph.shard(build(), zero_stage=zero_stage)
-    passes = zgraph.passes.presets.default(bucket_bytes=BUCKET_BYTES, hardware=zgraph.Hardware.preset("cpu"))
-    compiled = with_fx(model, pipeline=zgraph.Pipeline(passes))
+    passes = zgraph.passes.presets.planned(bucket_bytes=BUCKET_BYTES)
+    target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"))
+    compiled = with_fx(model, pipeline=zgraph.Pipeline(passes, target=target))
     x = torch.randn(ROWS, WIDTH)
     grads: list[list[torch.Tensor]] = []
 
@@ -56,14 +57,14 @@ def measured(zero_stage: int, who: tuple[int, ...]) -> dict[str, Any]:
         "predicted": {graph.direction: graph.peak.bytes for graph in explanation.graphs if graph.peak is not None},
         "collectives": {graph.direction: [each.name for each in graph.collectives] for graph in explanation.graphs},
         "text": str(explanation),
-        "over": zgraph.summary(model).meter is None,
+        "over": zgraph.summary(model).profiler is None,
     }
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_peaks_are_the_predicted_ones_and_results_the_same(two_ranks: Ranks, zero_stage: int) -> None:
+def test_peaks_are_the_predicted_ones_and_results_the_same(ranks: Ranks, zero_stage: int) -> None:
     """Each of gloo's two threads may stage, and keep, the buffer of a collective: at another moment than predicted."""
-    for found in two_ranks.run(measured, zero_stage, (0, 1)):
+    for found in ranks.run(measured, zero_stage, (0, 1)):
         assert found["equal"] and found["over"] and found["sums"]
         assert found["calls"] == {"forward": 1, "backward": 1}  # the profiled one does not count
         for direction, peak in found["peaks"].items():
@@ -76,8 +77,8 @@ def test_peaks_are_the_predicted_ones_and_results_the_same(two_ranks: Ranks, zer
         assert text.count("measured: blocked for ") == sum(map(len, found["blocked"].values()))
 
 
-def test_a_rank_may_measure_alone(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(measured, 3, (0,))
+def test_a_rank_may_measure_alone(ranks: Ranks) -> None:
+    first, second = ranks.run(measured, 3, (0,))
     assert first["equal"] and second["equal"]
     assert first["calls"] == {"forward": 1, "backward": 1} and second["calls"] == {}
     assert "measured" in first["text"] and "measured" not in second["text"]
@@ -102,12 +103,12 @@ def refusals() -> list[str]:
         compiled(torch.ones(2, WIDTH))
     with pytest.raises(KeyError), zgraph.measure(model):
         raise KeyError  # the user's own error passes, and ends the measurement
-    assert zgraph.summary(model).meter is None
+    assert zgraph.summary(model).profiler is None
     return found
 
 
-def test_refusals_say_what_to_do(two_ranks: Ranks) -> None:
-    for plain, early, empty, nested in two_ranks.run(refusals):
+def test_refusals_say_what_to_do(ranks: Ranks) -> None:
+    for plain, early, empty, nested in ranks.run(refusals):
         assert plain.startswith("zgraph.measure: the model was not sharded")
         assert early.startswith('zgraph.measure: nothing was compiled yet; compile with backend="zgraph"')
         assert "none of the model's compiled graphs ran; put whole training steps into the `with`" in empty

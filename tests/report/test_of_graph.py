@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import fx
 
-from tests.graphs import Traced, deep, fake_world, inputs_for, mlp, traced
-from tests.machine import replay
-from tests.passes.test_schedule_overlap import cost_of
-from tests.test_liveness import Judge
+from tests.support.costs import cost_of
+from tests.support.graphs import Traced, deep, fake_world, inputs_for, mlp, traced
+from tests.support.judges.event_machine import replay
+from tests.support.judges.live_storages import StorageJudge
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.graph import nodes
 from zgraph.passes import ScheduleOverlap, presets
 from zgraph.reporting.explanation import NO_COSTS, Explanation
 from zgraph.reporting.lifetimes import Lifetime
-from zgraph.reporting.of_graph import GraphReport, describe
+from zgraph.reporting.of_graph import GraphReport, describe, predict
+from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
 
 RULES = presets.default(bucket_bytes=512)[2:]
 PLANNED = [*RULES[:-2], ScheduleOverlap()]
 
 
-def described(found: Traced) -> dict[str, GraphReport]:
+def described(found: Traced, limits: Limits | None = None) -> dict[str, GraphReport]:
     graphs = {direction: gm.graph for direction, gm in found.graphs.items()}
-    reports = describe(graphs, found.ctx, frame="0/0", parameters=("0.weight", "1.weight"), reason="")
+    known = predict(graphs, found.ctx, "0/0")
+    names = ("0.weight", "1.weight")
+    reports = describe(graphs, found.ctx, known, limits=limits, frame="0/0", parameters=names, reason="")
     return {report.direction: report for report in reports}
 
 
 def with_costs(passes: list[GraphPass], **options: Any) -> Traced:
     """5 us a collective, 7 us a matmul, 1 us a sum over ranks, and collectives take half of the core."""
     found = traced(deep, presets.default()[2:4], **options)
-    found.ctx.cost_of, found.ctx.sharing = cost_of, Sharing(compute_share=0.5)
+    found.know(cost_of=cost_of, sharing=Sharing(compute_share=0.5))
     for entry in passes[2:]:
         for direction, gm in found.graphs.items():
-            found.ctx.direction = direction
-            entry.run(gm, found.ctx)
+            entry.run(gm, replace(found.ctx, direction=direction))
     return found
 
 
@@ -69,7 +72,7 @@ def test_the_peak_is_what_a_look_at_real_storages_finds(zero_stage: int) -> None
         for direction, gm in found.graphs.items():
             report, given = reports[direction], inputs_for(gm, 1)
             names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-            judge = Judge([value for place, value in enumerate(given) if place not in report.owned])
+            judge = StorageJudge([value for place, value in enumerate(given) if place not in report.owned])
             judge.run(gm.graph, given)
             assert report.peak is not None and report.peak.bytes == max(judge.during) > 0
             held = [name for place, name in enumerate(names) if place not in report.owned]
@@ -95,7 +98,7 @@ def test_a_cost_that_cannot_be_had_fails_no_compile(caplog: pytest.LogCaptureFix
 
     with fake_world(2):
         found = traced(deep, RULES)
-        found.ctx.cost_of = broken
+        found.know(cost_of=broken)
         reports = described(found)
     assert "no prediction for the backward graph of frame 0/0" in caplog.text
     assert [report.us for report in reports.values()] == [None, None] and reports["forward"].sent_bytes == 6 * 128
@@ -110,7 +113,7 @@ def test_the_text() -> None:
         "zgraph.explain: 2 graphs of 1 frame",
         "frame 0/0",
         f"  {Lifetime.FORWARD}: 1 parameter: 0.weight",
-        f"  {Lifetime.AGAIN}: 1 parameter: 1.weight",
+        f"  {Lifetime.REGATHERED}: 1 parameter: 1.weight",
         lines[4],
         lines[5],
     ]
@@ -118,5 +121,5 @@ def test_the_text() -> None:
     assert lines[5].startswith("    predicted ") and lines[5].endswith(" us are exposed")
     at = lines.index("    all_gather_bucket_0_weight_2: all_gather_into_tensor f32, 256 bytes sent, 5 us")
     assert lines[at + 1] == "      2 parameters: 0.weight, 1.weight"
-    assert lines[at + 2] == "      exposed for 5 us: too little to compute before its result is needed"
+    assert lines[at + 2] == "      exposed for 5 us: too little compute before its result is needed"
     assert not text.endswith(NO_COSTS)

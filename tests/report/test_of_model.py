@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zgraph
-from tests.compiled import with_fx
-from tests.ranks import Ranks
+from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks
 
 
 def summaries() -> dict[str, Any]:
@@ -21,6 +21,10 @@ def summaries() -> dict[str, Any]:
             function(model)
     compiled = with_fx(model)
     compiled(torch.ones(2, 6)).sum().backward()
+    twin = zgraph.shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+    with_fx(twin)(torch.ones(2, 6)).sum().backward()  # runs the graphs of the first model
+    with pytest.raises(zgraph.ZgraphError, match=r"reused the graphs of an equal model.*torch\.compiler\.reset"):
+        zgraph.summary(twin)
     first = zgraph.summary(compiled)
     before = (len(first.graphs), first.recompiles)
     explained = str(zgraph.explain(compiled))
@@ -40,17 +44,17 @@ def summaries() -> dict[str, Any]:
     }
 
 
-def test_a_model_leads_to_its_report(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(summaries):
+def test_a_model_leads_to_its_report(ranks: Ranks) -> None:
+    for found in ranks.run(summaries):
         assert found["before"] == (2, 0)
         assert found["after"] == (3, 1)  # evaluation is a graph of its own
         assert found["phases"] == ["agreement", "lowering", "passes", "predicting", "tracing"] and found["positive"]
-        assert found["text"].startswith("zgraph compiled 3 graphs of 1 frames, 1 recompiles, 3 buckets")
+        assert found["text"].startswith("zgraph compiled 3 graphs of 1 frame, 1 recompile, 3 buckets")
         assert "compiling took" in found["text"]
         assert found["given"]
         assert "zgraph.explain: 2 graphs of 1 frame\n" in found["explained"]
         assert "  gathered again in backward: 1 parameter: 2.weight" in found["explained"]
-        assert "presets.default(hardware=zgraph.calibrate())" in found["explained"]
+        assert "target=zgraph.Target(hardware=zgraph.calibrate())" in found["explained"]
 
 
 def test_a_model_that_was_not_sharded_has_none() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from tests.graphs import compile_model, fake_world, mlp
+from tests.support.graphs import compile_model, fake_world, mlp
 from zgraph import Pipeline, Report
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.pipeline import PassRun
@@ -113,10 +114,10 @@ def test_text_adds_up_by_kind_and_dtype() -> None:
     ]
     report = Report(graphs=[entry], passes=runs, notes=["a note", "a note"])
     assert str(report).splitlines() == [
-        "zgraph compiled 1 graphs of 1 frames, 0 recompiles, 4 buckets",
+        "zgraph compiled 1 graph of 1 frame, 0 recompiles, 4 buckets",
         "  frame 0/0 forward: 42 nodes, 4.50 MiB sent",
         "    2 x all_gather_into_tensor f32: 4 parameters, 3.00 MiB sent",
-        "    1 x all_gather_into_tensor bf16: 2 parameters, 0.50 MiB sent",
+        "    1 x all_gather_into_tensor bf16: 2 parameters, 512.00 KiB sent",
         "    1 x all_to_all_single f32: 2 parameters, 1.00 MiB sent",
         "passes",
         "  sink_waits: changed forward, 3 ms",
@@ -130,3 +131,13 @@ def test_an_empty_report_prints() -> None:
         "passes",
         "nothing is sent: no compiled training graph has a collective",
     ]
+
+
+def test_a_phase_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    report = Report()
+    with report.phase("passes"), report.phase("predicting"):
+        pass
+    monkeypatch.undo()
+    assert report.seconds == {"predicting": 1.0, "passes": 2.0}

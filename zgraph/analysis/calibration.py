@@ -31,7 +31,7 @@ from zgraph.analysis.measured_links import (
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.groups import backend_of
 
-_FORMAT = 4  # of what is measured: files of another are not read
+_FORMAT = 4  # version of the measurements: files of another version are not read
 
 
 def calibrate(
@@ -42,16 +42,16 @@ def calibrate(
 ) -> Hardware:
     """Measure this machine: copies, matrix products, launches, collectives on the real groups, and the host link.
 
-    Takes a few seconds the first time, and reads a file afterwards. All ranks of the mesh or group call this
-    together and get the same figures, those of the slowest: a plan made from them is the same on all. They work at the
-    same time, as in training. The disk is not measured; its figures are those of the preset "cpu".
+    Takes a few seconds the first time; later calls read the result from a file. All ranks of the mesh or group must
+    call this together. They measure at the same time, as in training, and get the same figures, those of the slowest
+    rank, so that they make the same plans. The disk is not measured; its figures are those of the preset "cpu".
 
     Args:
-        mesh_or_group: whose links count, each axis of a mesh apart; None: the default group, or this process alone
-            where torch.distributed is not initialised.
-        cache: directory for the result; None: ~/.cache/zgraph. The file is found by machine, torch version, groups and
-            number of threads; one that cannot be read is replaced, and one that cannot be written is done without.
-        refresh: measure again, whatever the file says.
+        mesh_or_group: process groups to measure: one for each axis of a mesh, or a group. None: the default group, or
+            this process alone if torch.distributed is not initialised.
+        cache: directory for the result; None: ~/.cache/zgraph. The file is keyed by machine, torch version, groups and
+            number of threads. A file that cannot be read is replaced; if it cannot be written, nothing is cached.
+        refresh: measure even if there is a cached result.
 
     Raises:
         ValueError: the argument is neither a mesh nor a group, or its backend moves nothing.
@@ -59,7 +59,7 @@ def calibrate(
     ranks = MeasuringRanks.of(mesh_or_group)
     path = _cache_path(ranks, Path.home() / ".cache" / "zgraph" if cache is None else Path(cache))
     found = None if refresh else _read(path)
-    # Ranks use what they have kept only if all have kept the same.
+    # Ranks use their cached results only if all have the same.
     digest = 0 if found is None else zlib.crc32(found.to_json().encode())
     largest, negative = ranks.slowest([digest, -digest])
     if found is not None and largest == -negative:
@@ -74,7 +74,7 @@ def _measure(ranks: MeasuringRanks) -> Hardware:
     local = _local_ranks(ranks)
     axes = [link_of(ranks, group, local) for group in ranks.groups]
     ranks.slowest([0.0])  # all start together
-    # Times and their like only, of which the largest is the slowest rank's; all go on with equal numbers.
+    # Only times and the like, so that the largest value is the slowest rank's; all ranks continue with equal numbers.
     launch_us, copy_us, capacity, *product_us = ranks.slowest(
         [
             _launch_us(ranks),
@@ -95,7 +95,7 @@ def _measure(ranks: MeasuringRanks) -> Hardware:
         links[abs(members[1] - members[0])] = axis.link
         cpu_us = max(cpu_us, axis.cpu_us_per_byte)
         cpu_us_per_collective = max(cpu_us_per_collective, axis.cpu_us_per_collective)
-        if axis.on_one_node:
+        if axis.on_one_host:
             inside = axis.link
         else:
             outside = axis.link
@@ -160,7 +160,7 @@ def _local_ranks(ranks: MeasuringRanks) -> int:
 
 
 def _capacity_bytes(device: torch.device) -> int:
-    """Memory of the device; of a CPU what this host or its container has for all processes."""
+    """Memory of the device; for a CPU, what this host or its container has for all processes."""
     if device.type != "cpu":
         return torch.get_device_module(device).mem_get_info()[1]
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -198,7 +198,7 @@ def _read(path: Path) -> Hardware | None:
 
 
 def _write(path: Path, hardware: Hardware) -> None:
-    """Whole or not at all; ranks of one host write the same."""
+    """Write the file atomically; ranks of one host write the same content."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

@@ -16,39 +16,37 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.sizes import size_hint, tensors_of
 from zgraph.analysis.symbols import Symbols
 from zgraph.compression.low_rank import FACTOR_DTYPE, orthonormalize_work
-from zgraph.compression.methods import from_text
+from zgraph.compression.method_text import from_text
 from zgraph.dialect.wire_dtypes import accumulate_dtype
-from zgraph.graph import meta, nodes, operator_arguments
+from zgraph.graph import meta, nodes, operator_arguments, traits
+from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, Lane
 from zgraph.graph.traffic import SizeOf, transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_size, group_stride
 from zgraph.torch_compat.fake_values import size_expression
-from zgraph.torch_compat.operators import flop_formula, returns_alias, written_arguments
+from zgraph.torch_compat.operators import flop_formula
 
 aten = torch.ops.aten
-prims = torch.ops.prims
-
-COMPUTE = "compute"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """What one node takes.
+    """Cost of one node.
 
     Attributes:
-        lane: "compute", "group:<group name>", "host_to_device", "device_to_host", "disk", or "" for what takes no time.
-        us: on that lane; of a collective from its start to its result, and its wait is free.
-        flops: of matrix products.
+        lane: lane that it occupies; None: it takes no time.
+        us: time on that lane. For a collective, from its start to its result; its wait is free.
+        flops: floating-point operations of matrix products.
         moved_bytes: memory traffic, or bytes on the wire.
     """
 
-    lane: str
+    lane: Lane | None
     us: float
     flops: int = 0
     moved_bytes: int = 0
 
 
-FREE = NodeCost("", 0.0)
+FREE = NodeCost(None, 0.0)
 
 
 def costs_of(
@@ -57,10 +55,10 @@ def costs_of(
     """The cost of every node, in program order.
 
     Args:
-        graph: with the fake values that passes leave.
-        hardware: one rank's.
-        measured: microseconds by node name, as `measure_nodes` returns them; they replace the estimates of the nodes
-            that are still in the graph, and nothing where a node takes no time.
+        graph: graph whose nodes have fake values.
+        hardware: hardware of one rank.
+        measured: microseconds by node name, as `measure_nodes` returns them. They replace the estimates of nodes that
+            are still in the graph, except nodes that take no time.
 
     Raises:
         ValueError: a measured time is not a positive number.
@@ -72,15 +70,15 @@ def costs_of(
     estimator = CostModel(hardware)
     costs = {node: estimator.cost(node) for node in graph.nodes}
     for node, cost in costs.items():
-        if cost.lane and node.name in measured:
+        if cost.lane is not None and node.name in measured:
             costs[node] = replace(cost, us=measured[node.name])
     return costs
 
 
 def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
-    """The cost of one node; never an exception for an operator that is not known, which counts by its bytes.
+    """The cost of one node. Never raises: an unknown operator is estimated by its bytes.
 
-    A gather that a window keeps costs what its first run costs. Nodes count one by one: what a compiler fuses moves
+    A gather that a window keeps costs what its first run costs. Each node is costed alone, although fused kernels move
     fewer bytes.
     """
     return CostModel(hardware).cost(node)
@@ -91,25 +89,24 @@ class Totals:
     """Bytes and times of one graph.
 
     Attributes:
-        sent_bytes: on the wire, by one rank.
+        sent_bytes: bytes that one rank sends.
         lane_us: how long each lane is busy.
     """
 
     sent_bytes: int
-    lane_us: Mapping[str, float]
+    lane_us: Mapping[Lane, float]
 
     @classmethod
     def of(cls, costs: Iterable[NodeCost]) -> Totals:
-        sent, lane_us = 0, dict[str, float]()
+        sent, lane_us = 0, dict[Lane, float]()
         for cost in costs:
-            if cost.lane:
+            if cost.lane is not None:
                 lane_us[cost.lane] = lane_us.get(cost.lane, 0.0) + cost.us
-            if cost.lane.startswith("group:"):
-                sent += cost.moved_bytes
+                sent += cost.moved_bytes if cost.lane.is_group else 0
         return cls(sent, lane_us)
 
 
-# Operators without an entry in torch's flop registry, and those they count like.
+# Operators without an entry in torch's flop registry, and operators whose formulas are used for them.
 _COUNTED_LIKE = (
     (aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default),
     (
@@ -117,31 +114,14 @@ _COUNTED_LIKE = (
         aten._scaled_dot_product_flash_attention_backward.default,
     ),
 )
-# They read as many rows of their first argument as they return.
-_READ_ROWS = frozenset(
-    {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default}
-)
-# They do not read their first argument, but only write it or take its shape.
-_OVERWRITE = frozenset({aten.copy_.default, aten.copy.default, aten.fill_.Scalar, aten.zero_.default})
-_MAKE_NO_VALUES = frozenset(
-    {
-        aten.empty.memory_format,
-        aten.empty_like.default,
-        aten.empty_strided.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-        aten._unsafe_view.default,
-    }
-)
-_COPY_DEVICE = frozenset({aten._to_copy.default, aten.copy_.default, prims.device_put.default})
 
 
 class CostModel:
-    """Costs of nodes on one machine; equal nodes are looked at once.
+    """Costs of nodes on one machine; equal nodes are estimated once.
 
     Args:
-        hardware: one rank's.
-        symbols: where given, sizes are expressions, and so are the costs.
+        hardware: hardware of one rank.
+        symbols: if given, sizes are expressions, and so are the costs.
     """
 
     def __init__(self, hardware: Hardware, symbols: Symbols | None = None) -> None:
@@ -153,8 +133,8 @@ class CostModel:
         self.strides: dict[str, int] = {}
 
     def cost(self, node: fx.Node) -> NodeCost:
-        """As `node_cost`."""
-        if node.op in ("placeholder", "get_attr", "output") or nodes.is_wait(node) or nodes.is_getitem(node):
+        """Cost of a node, see `node_cost`."""
+        if traits.is_free(node) and meta.lane(node) is None:
             return FREE
         if nodes.is_start(node) or nodes.is_marker(node):
             return self._communication(node)
@@ -197,13 +177,13 @@ class CostModel:
                 launch_us = self.hardware.collective_us(transfer.kind, 0, transfer.group_size, stride)
                 us += (len(nodes.sent_by(node)) - 1) * launch_us
             sent += sent_bytes
-        if nodes.is_marker(node):  # its kernel casts, pads and sums as well, one after the other
+        if nodes.is_marker(node):  # its kernel also casts, pads and sums, one after another
             local = self._kernel(node)
             if not found:
                 return local
             us += local.us
         group_name = found[0].group_name if found else nodes.group_of(node)  # reductions may have one of their own
-        return NodeCost(f"group:{group_name}", us, 0, sent)
+        return NodeCost(Lane.of_group(group_name), us, 0, sent)
 
     def _stride(self, group_name: str) -> int:
         if group_name not in self.strides:
@@ -218,30 +198,28 @@ class CostModel:
         if lane is not None:
             moved = sum(self._bytes(node, value) for value in results) or self._read_bytes(node)
             links = {
-                "host_to_device": self.hardware.host_to_device,
-                "device_to_host": self.hardware.device_to_host,
-                "disk": self.hardware.disk,
+                HOST_TO_DEVICE: self.hardware.host_to_device,
+                DEVICE_TO_HOST: self.hardware.device_to_host,
+                DISK: self.hardware.disk,
             }
             return NodeCost(lane, links[lane].us(moved), 0, moved)
-        if not results or node.target in _MAKE_NO_VALUES:
-            return FREE
-        if returns_alias(node.target) and not written_arguments(node):
+        if not results:
             return FREE
         if nodes.is_sum_ranks(node):
             return self._sum_ranks(node)
         return self._kernel(node)
 
     def _kernel(self, node: fx.Node) -> NodeCost:
-        """One that reads its inputs and writes its results once."""
+        """Cost of a kernel that reads its inputs and writes its results once."""
         results = tensors_of(node)
         moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
-        if nodes.is_cast_shards(node):  # rows of its own, padded or not: ranks count the longest
+        if nodes.is_cast_shards(node):  # ranks have different numbers of rows: all count the longest shard
             shards = cast("list[fx.Node]", node.args[0])
             wide = [meta.tensor_value(shard).dtype.itemsize for shard in shards]
             pairs = zip(wide, results, strict=True)
             moved = sum(self._numel(node, one) * (size + one.dtype.itemsize) for size, one in pairs)
-        if node.target in (torch.ops.zgraph.accumulate_grad.default, torch.ops.zgraph.add_accumulated.default):
-            # The sum so far is read as well, and written where that is not the result.
+        if traits.of(node).accumulates:
+            # The accumulated sum is read as well, and written if it is not the result.
             grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])
             moved += 2 * self._numel(grad, meta.tensor_value(grad)) * dtype.itemsize
         if nodes.is_quantize(node):
@@ -254,16 +232,16 @@ class CostModel:
             flops = products * 2 * args.rank * args.numel
         dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
         us = self.hardware.compute_us(flops, moved, dtype)
-        if nodes.is_low_rank_right(node):  # products, and before them kernel after kernel on few numbers
+        if nodes.is_low_rank_right(node):  # products, after many small kernels that orthogonalize
             launches, swept = orthonormalize_work(operator_arguments.LowRankArgs.of(node).layout)
             us, moved = us + self.hardware.compute_us(0, swept, FACTOR_DTYPE, launches), moved + swept
         return NodeCost(COMPUTE, us, flops, moved)
 
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
-        """Its kernel adds one rank's piece after the other to a sum, which is read and written each time.
+        """Cost of `zgraph::sum_ranks`: its kernel adds the ranks' pieces to a sum, which it reads and writes each time.
 
-        The sum starts as a wide copy of the first piece, or where that is as wide as the sum of the first two. On CUDA
-        it is one kernel, which reads every piece and writes the result once.
+        The sum starts as a widened copy of the first piece or, if no widening is needed, as the sum of the first two.
+        On CUDA a single kernel reads every piece and writes the result once.
         """
         if self.hardware.backend == "nccl":
             return self._kernel(node)
@@ -289,7 +267,7 @@ class CostModel:
         try:
             args, kwargs = map_arg((node.args, node.kwargs), lambda source: self._shape(meta.value(source)))
             return count(*args, **kwargs, out_val=self._shape(meta.value(node)))
-        except Exception:  # formulas assert what they know; an estimate by bytes is left
+        except Exception:  # formulas assert what they support; fall back to an estimate by bytes
             return 0
 
     def _shape(self, value: Any) -> Any:
@@ -300,9 +278,9 @@ class CostModel:
         return value
 
     def _read_bytes(self, node: fx.Node) -> Any:
-        sources = node.all_input_nodes[1:] if node.target in _OVERWRITE else node.all_input_nodes
+        sources = node.all_input_nodes[1:] if traits.of(node).overwrites else node.all_input_nodes
         read = [sum(self._bytes(source, value) for value in tensors_of(source)) for source in sources]
-        if node.target in _READ_ROWS and read:
+        if traits.of(node).reads_rows and read:
             read[0] = self._bytes(node, meta.tensor_value(node))
         return sum(read)
 
@@ -310,7 +288,7 @@ class CostModel:
         return self._numel(node, tensor) * tensor.dtype.itemsize
 
     def _numel(self, node: fx.Node, tensor: Tensor) -> Any:
-        """Elements that are in memory: an expanded dim repeats the same ones."""
+        """Number of elements in memory: an expanded dim repeats the same ones."""
         sizes = [self._number(size) for size in tensor.shape]
         if tensor.layout == torch.strided:
             strides = map(size_expression, tensor.stride())
@@ -318,30 +296,30 @@ class CostModel:
         return math.prod(sizes) * (1 if self.symbols is None else self.symbols.scale.get(node, 1))
 
     def _number(self, size: Any) -> Any:
-        """A size as what this estimator counts with."""
+        """A size as this estimator counts it: an expression if it has symbols, else a number."""
         return size_hint(size) if self.symbols is None else size_expression(size)
 
 
-# How often a low-rank operator passes over its matrices beside reading its inputs and writing its results, and products
-# of matrices and factors in it: the first reads errors, and what it has written; the second subtracts in place.
+# How often a low-rank operator passes over its matrices in addition to reading inputs and writing results, and its
+# products of matrices and factors: the first reads errors, and what it has written; the second subtracts in place.
 _LOW_RANK_WORK = MappingProxyType({(True, False): (2, 1), (False, True): (2, 2), (False, False): (0, 1)})
 
 
 def _error_bytes(quantize: fx.Node) -> int:
-    """What a rank keeps for the gradients of a `quantize_grads` node."""
+    """Bytes of error-feedback state for the gradients of a `quantize_grads` node."""
     args = operator_arguments.QuantizeArgs.of(quantize)
     states = [from_text(args.method).state(numel, args.world * args.stretches) for numel in args.numels]
     return sum(payload_bytes(shape, dtype) for state in states for shape, dtype in state.values())
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
-    """Flops of a product for each expert: a group's rows, columns or inner elements, counted together."""
+    """Flops of a grouped matrix product, one product for each expert, by the total rows, columns or inner elements."""
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
-def _copy_lane(node: fx.Node) -> meta.Lane | None:
-    if node.target not in _COPY_DEVICE:
+def _copy_lane(node: fx.Node) -> Lane | None:
+    if not traits.of(node).crosses_devices:
         return None
     source, result = tensors_of(node.all_input_nodes[-1]), tensors_of(node)
     if not source or not result:
@@ -349,4 +327,4 @@ def _copy_lane(node: fx.Node) -> meta.Lane | None:
     kinds = source[0].device.type, result[0].device.type
     if kinds[0] == kinds[1] or "cpu" not in kinds:
         return None
-    return "host_to_device" if kinds[0] == "cpu" else "device_to_host"
+    return HOST_TO_DEVICE if kinds[0] == "cpu" else DEVICE_TO_HOST

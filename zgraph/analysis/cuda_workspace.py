@@ -1,7 +1,7 @@
-"""What CUDA kernels allocate beside their results, and what lies outside of the allocator, from their sources.
+"""Workspace of CUDA kernels, and memory that libraries hold outside of the allocator, as read from their sources.
 
 Nothing here was measured on a GPU: each entry is what the named source allocates. A kernel that is not listed counts as
-one without workspace; convolutions are not, because cuDNN chooses among algorithms of any workspace.
+having no workspace. Convolutions are not listed, because cuDNN chooses among algorithms with any workspace.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _I64 = 8
 
 
 def workspace_on_cuda(operator: str, node: fx.Node) -> int:
-    """What a call allocates and frees again before it returns; 0 for an operator that is not known.
+    """Bytes that a call allocates and frees again before it returns; 0 for an unknown operator.
 
     Args:
-        operator: its name without overload, such as "aten.sort".
-        node: of the call, with fake values. Attention may be the CPU's, which stands for CUDA's where a GPU is planned.
+        operator: name without overload, such as "aten.sort".
+        node: the call, with fake values. CPU attention stands for CUDA's if a GPU is planned.
     """
     estimate = _TABLE.get(operator)
     return 0 if estimate is None else estimate(node)
@@ -125,12 +125,12 @@ COMMUNICATOR_BYTES = 16 * (4 * 2**20 + 8 * 120 * 640 * 8 + 8 * 512 * 8 * 16)
 
 
 def resting_bytes(backend: str, dtypes: Mapping[torch.dtype, float], communicators: int) -> tuple[int, int]:
-    """What one rank holds beside tensors as long as it lives: in cuBLAS workspaces, and in NCCL's communicators.
+    """Bytes that one rank holds permanently in addition to tensors: cuBLAS workspaces, and NCCL communicators.
 
     Args:
-        backend: of the groups; only GPUs with NCCL hold any of it.
-        dtypes: rates by dtype; GPUs that have 8-bit floats are Hopper's or newer.
-        communicators: that this rank is in, of more than one rank.
+        backend: backend of the groups; 0 bytes unless it is NCCL.
+        dtypes: compute rates by dtype; a GPU with 8-bit floats is a Hopper or newer.
+        communicators: number of communicators with more than one rank that this rank is in.
     """
     if backend != "nccl":
         return 0, 0

@@ -1,4 +1,4 @@
-"""What a graph costs as formulas: in the number of ranks, and in the graph's own symbolic sizes."""
+"""Costs of a graph as formulas in the number of ranks and in the graph's own symbolic sizes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from zgraph.analysis.cost import CostModel, Totals
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.sizes import DATA_DEPENDENT_SIZE
 from zgraph.analysis.symbols import Symbols
+from zgraph.graph.lanes import Lane
 
 
 @dataclass(frozen=True)
 class Formula:
-    """`Totals` as expressions: what the same plan costs on other numbers of ranks, and for other batches.
+    """`Totals` as expressions: the cost of the same plan on other numbers of ranks, and for other batches.
 
-    Symbols are "N", the ranks of a group of neighbours; "N8", those of a group whose members are 8 ranks apart; and the
-    graph's own symbolic sizes. The number of collectives is that of the graph at hand. Bytes of collectives count the
-    padding on every number of ranks; times of copies do where the graph at hand has the copies.
-    The parts are those of rank 0, whose shards are never shorter than another's.
+    Symbols are "N", the size of a group of neighbouring ranks; "N8", the size of a group whose members are 8 ranks
+    apart; and the graph's own symbolic sizes. The number of collectives is that of the present graph. Bytes of
+    collectives include padding for any number of ranks; times of copies include only copies in the present graph.
+    Shards are those of rank 0, which are never shorter than another's.
 
     Attributes:
         sent_bytes, lane_us: see `Totals`.
@@ -31,14 +32,14 @@ class Formula:
     """
 
     sent_bytes: sympy.Expr
-    lane_us: Mapping[str, sympy.Expr]
+    lane_us: Mapping[Lane, sympy.Expr]
     sizes: Mapping[str, int]
 
     def at(self, **sizes: int) -> Totals:
-        """The totals for these values; symbols that are not named keep the present ones.
+        """The totals for the given values; other symbols keep their present values.
 
         Raises:
-            ValueError: a name is none of the symbols, or a value is no positive number.
+            ValueError: a name is not a symbol of the formula, or a value is not a positive number.
         """
         for name, value in sizes.items():
             if name != "N" and name not in self.sizes:  # a graph without collectives costs the same on any number
@@ -54,28 +55,30 @@ class Formula:
         return Totals(int(evaluate(self.sent_bytes)), {lane: float(evaluate(us)) for lane, us in self.lane_us.items()})
 
     def __str__(self) -> str:
-        """Bytes and link times without padding, which hides the structure; `at` counts it."""
+        """Bytes and link times, without padding, which would obscure the structure; `at` includes it."""
         lines = [f"sent bytes: {_without_padding(self.sent_bytes)}"]
         lines += [f"{lane} us: {_without_padding(us)}" for lane, us in self.lane_us.items()]
         return "\n".join(lines)
 
 
 def formula(graph: fx.Graph, hardware: Hardware) -> Formula:
-    """What a graph costs, as expressions; at the present sizes they equal `costs_of`."""
+    """Cost of a graph as expressions; at the present sizes they equal `costs_of`."""
     symbols = Symbols.of(graph)
     exact = CostModel(hardware)
     symbolic = CostModel(hardware, symbols)
     sent = Counter[Any]()
-    constant = dict[str, float]()
-    counted = Counter[tuple[str, Any]]()
+    constant = dict[Lane, float]()
+    counted = Counter[tuple[Lane, Any]]()
     for node in graph.nodes:
         cost = symbolic.cost(node) if symbols.concern(node) else exact.cost(node)
-        if cost.lane.startswith("group:"):
+        if cost.lane is None:
+            continue
+        if cost.lane.is_group:
             sent[cost.moved_bytes] += 1
         us = cast(Any, cost.us)
         if isinstance(us, sympy.Expr):
             counted[cost.lane, us] += 1
-        elif cost.lane:
+        else:
             constant[cost.lane] = constant.get(cost.lane, 0.0) + us
     terms = {lane: [sympy.Float(us)] for lane, us in constant.items()}
     for (lane, us), count in counted.items():

@@ -1,4 +1,4 @@
-"""What a machine can do: peak rates, links between its ranks, and how long work takes on it at best."""
+"""Descriptions of machines: peak rates, links between ranks, and the least time that work takes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TERA_PER_US = 10**6  # 1 T/s in units per microsecond
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What one rank sends through.
+    """A link through which a rank sends.
 
     Attributes:
-        latency_us: of one message.
-        bytes_per_us: that one rank sends while all other ranks of its host send too.
-        gain_at_once: how many times that several transfers at once get through; more than 1 where one alone does not
-            fill the link.
+        latency_us: latency of one message.
+        bytes_per_us: rate of one rank while all other ranks of its host send, too.
+        gain_at_once: throughput of several concurrent transfers, relative to one; more than 1 if a single transfer does
+            not fill the link.
     """
 
     latency_us: float
@@ -46,26 +46,26 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One rank's share of a machine. Sizes may be numbers or sympy expressions; so is then what a method returns.
+    """One rank's share of a machine. Sizes may be numbers or sympy expressions; methods then return expressions, too.
 
     Attributes:
-        name: for people.
-        flops_per_us: peak of matrix products, by dtype; a dtype that is not listed runs as float32.
-        memory_bytes_per_us: read and written, together.
-        launch_us: what the smallest kernel takes.
-        memory_bytes: that one rank may hold.
-        intra_host, inter_host: the links between ranks of one host, and of two.
+        name: name to show to people.
+        flops_per_us: peak rate of matrix products, by dtype; a dtype that is not listed counts as float32.
+        memory_bytes_per_us: memory bandwidth, reads and writes together.
+        launch_us: time of the smallest kernel.
+        memory_bytes: memory that one rank may use.
+        intra_host, inter_host: links between ranks of the same host, and of different hosts.
         ranks_per_host: rank r is on host r // ranks_per_host.
-        links: of a mesh axis that differs from these two, by the distance of its neighbours in global ranks, which is
-            1 for the innermost axis. All process groups along one axis have it in common; their names differ.
-        host_to_device, device_to_host, disk: of one rank.
-        backend: of torch.distributed between its ranks.
-        collectives_at_once: how many of one group run at once: one on NCCL, and of messages those of one group follow
-            one another.
-        cpu_us_per_collective: time of the compute lane that each collective costs, however small, where the host that
-            issues them is the one that computes.
-        cpu_us_per_wire_byte: time of the compute lane that a byte costs where no device of its own moves it; on GPUs
-            for the multiprocessors that NCCL's kernels occupy meanwhile.
+        links: links of mesh axes that differ from these two, keyed by the distance of neighbours in global ranks, which
+            is 1 for the innermost axis. All process groups along one axis share the distance, though not the name.
+        host_to_device, device_to_host, disk: links of one rank.
+        backend: backend of torch.distributed between the ranks.
+        collectives_at_once: how many collectives of one group run concurrently: one on NCCL and with point-to-point
+            transfers.
+        cpu_us_per_collective: time on the compute lane that each collective costs, however small, if the processor that
+            issues it also computes.
+        cpu_us_per_wire_byte: time on the compute lane that a sent byte costs: on CPUs for copying it, on GPUs for the
+            multiprocessors that NCCL's kernels occupy.
     """
 
     name: str
@@ -100,12 +100,12 @@ class Hardware:
             _check("Hardware", f"flops_per_us[{dtype}]", rate)
         for stride in self.links:
             _check("Hardware", "the distance of neighbours in links", stride)
-        # Copies: nobody else holds them.
+        # Copy mappings, so that nobody else can change them.
         object.__setattr__(self, "flops_per_us", dict(self.flops_per_us))
         object.__setattr__(self, "links", dict(self.links))
 
     def compute_us(self, flops: Any, moved_bytes: Any, dtype: torch.dtype, launches: int = 1) -> Any:
-        """Microseconds of a kernel that is bound by arithmetic, by memory or by its launch.
+        """Microseconds of a kernel, bound by arithmetic, by memory or by its launch.
 
         Source: Williams, Waterman, Patterson 2009, "Roofline", with a floor.
         """
@@ -113,21 +113,21 @@ class Hardware:
         return _most(self.launch_us * launches, flops / peak, moved_bytes / self.memory_bytes_per_us)
 
     def link_along(self, stride: int) -> Link:
-        """What a group is bound by whose neighbours are `stride` ranks apart."""
+        """The slowest link of a group whose neighbours are `stride` ranks apart."""
         alone = self.ranks_per_host // stride <= 1
         return self.links.get(stride, self.inter_host if alone else self.intra_host)
 
     def collective_us(self, kind: str, sent_bytes: Any, size: Any, stride: int = 1) -> Any:
         """Microseconds of one collective, from its start to its result.
 
-        Rings pass N-1 messages on (an all_reduce twice as many), and a group that spans hosts leaves each of them once;
-        an all_to_all is N-1 exchanges in pairs. NCCL takes trees, or PAT, across hosts where a ring would be slower;
-        their messages pass as many hosts as their number has bits.
+        A ring takes N-1 message steps (an all_reduce twice as many), and leaves each host once if the group spans
+        hosts. An all_to_all is N-1 pairwise exchanges. Across hosts NCCL uses trees, or PAT, if a ring would be slower;
+        their number of steps is logarithmic in the number of hosts.
 
         Args:
-            kind: the op's name, such as "all_gather_into_tensor".
-            sent_bytes: what one rank sends, in all.
-            size: ranks N of the group.
+            kind: name of the op, such as "all_gather_into_tensor".
+            sent_bytes: total bytes that one rank sends.
+            size: number of ranks N of the group.
             stride: distance of neighbours in global ranks.
 
         Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
@@ -143,8 +143,8 @@ class Hardware:
             return rounds * (size - 1) * link.latency_us + sent_bytes / link.bytes_per_us
 
         if stride in self.links:
-            by_node = kind == "all_gather_into_tensor" and self.backend == "gloo" and isinstance(size, int)
-            if by_node and 1 < local < size and size % local == 0:
+            is_hierarchical = kind == "all_gather_into_tensor" and self.backend == "gloo" and isinstance(size, int)
+            if is_hierarchical and 1 < local < size and size % local == 0:
                 sent_bytes = sent_bytes / local  # crosses to each other host once: zgraph.runtime.collectives
             return over(self.links[stride])
         halves = self.backend == "nccl" and not kind.startswith("all_to_all")
@@ -165,7 +165,7 @@ class Hardware:
                 tree_us = (local - 1) * inside.latency_us + _log2(hosts) * outside.latency_us
                 latency_us = _least(latency_us, tree_us)
             latency_us = rounds * latency_us
-            # The ring leaves a host once, through the links of all its members there.
+            # The ring leaves a host once, using the links of all its members there.
             transfer_us = sent_bytes / min(inside.bytes_per_us, local * outside.bytes_per_us)
         if isinstance(size, sympy.Expr):
             return sympy.Piecewise((over(inside), sympy.Le(size, local)), (latency_us + transfer_us, True))
@@ -180,10 +180,10 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
-        """What `to_json` wrote.
+        """Read hardware that `to_json` has written.
 
         Raises:
-            ValueError: the text is something else; says what is wrong with it.
+            ValueError: the text is not what `to_json` writes; the message says why.
         """
         try:
             plain = json.loads(text)
@@ -209,15 +209,15 @@ class Hardware:
     def preset(cls, name: str) -> Hardware:
         """A machine by name: "a100", "h100", "h200" (SXM, eight in a host) or "cpu".
 
-        Peaks as the vendors print them, without sparsity, and rates of one direction, which are half of what they print
-        for links. No program reaches them all: `zgraph.calibrate()` measures what a machine at hand does.
+        Figures are the vendors' peaks without sparsity; rates are those of one direction, which are half of the figures
+        printed for links. No program reaches all of them: `zgraph.calibrate()` measures a real machine.
 
         Sources: NVIDIA A100 80GB, H100 and H200 data sheets (SXM; PCIe 4 or 5 x16 to the host); DGX A100 and DGX H100
         data sheets for the network (one port of 200 or 400 Gbit/s for each GPU) and the disks (an eighth of eight NVMe
         drives, here 3.5 GB/s); latencies of rings (LL128) over NVLink and a network from NCCL's tuning.cc. "cpu" is one
         socket of an AMD EPYC 7763: 64 cores of 2.45 GHz with two 8-wide fp32 FMA units, eight channels of DDR4-3200,
-        10 Gbit/s Ethernet. Launches, and the latencies of host, disk and Ethernet, are no data sheet's: they are
-        usual values.
+        10 Gbit/s Ethernet. Launch times, and the latencies of host, disk and Ethernet, are typical values that are not
+        from data sheets.
 
         Raises:
             ValueError: there is no such preset.
@@ -241,7 +241,7 @@ def _presets() -> dict[str, Hardware]:
         "h200", fp64=67, fp32=67, half=989.5, byte=1979, memory_tb=4.8, capacity_gb=141, nvlink=450, pcie=64, nic=50
     )
     cycles_per_us = 64 * 2450
-    copy = Link(latency_us=0.0, bytes_per_us=204_800 / 2)  # through memory, read and written
+    copy = Link(latency_us=0.0, bytes_per_us=204_800 / 2)  # reading and writing memory
     cpu = Hardware(
         name="cpu",
         flops_per_us={torch.float64: cycles_per_us * 16.0, torch.float32: cycles_per_us * 32.0},
@@ -271,7 +271,7 @@ def _gpu(
     pcie: float,
     nic: float,
 ) -> Hardware:
-    """Teraflops, terabytes, and gigabytes per second of one direction, as data sheets have them."""
+    """A GPU from data-sheet units: Tflop/s, TB/s, and GB/s of one direction."""
     tera = {torch.float64: fp64, torch.float32: fp32, torch.float16: half, torch.bfloat16: half}
     if byte is not None:
         tera |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), byte)
@@ -301,7 +301,7 @@ def _least(*values: Any) -> Any:
 
 
 def _log2(count: Any) -> Any:
-    """Rounds in which so many ranks hear of one; none of a part of a host."""
+    """Number of broadcast rounds that reach so many hosts; 0 for a part of a host."""
     if isinstance(count, sympy.Expr):
         return sympy.log(sympy.Max(count, 1), 2)
     return math.log2(max(count, 1))

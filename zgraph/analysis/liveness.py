@@ -1,30 +1,32 @@
-"""Live ranges and memory curves: which storages of a graph are alive after each node, and where they peak."""
+"""Live ranges and memory curves: which storages of a graph are alive after each node, and where they peak.
+
+Every predicted peak is computed here. `LiveRanges` processes a program whose order is known: a graph, a whole step, or
+a candidate step that has no graph yet. `Ledger` counts the same while an order is being built.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import fx
 
-from zgraph.analysis.storages import Finder, Storage
-from zgraph.analysis.workspace import staging_bytes, workspace_bytes
+from zgraph.analysis.storages import Finder, MemorySpace, Storage, as_all_ranks_count
+from zgraph.analysis.workspace import transient_bytes
 from zgraph.graph import nodes
-
-AT_ONCE = 2  # collectives of a gloo group; a third waits for a thread (torch 2.11 - 2.13)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocator:
-    """What an allocator makes of a request.
+    """How an allocator rounds requests.
 
     Attributes:
         block_bytes: sizes are multiples of it.
-        header_bytes: it keeps with each allocation.
-        mapped_from_bytes: requests from this size on take whole pages; None: none do.
-        page_bytes: of the operating system.
-        slack_bytes: the most that a block of more than so much may be larger than what it is given for.
+        header_bytes: overhead of each allocation.
+        mapped_from_bytes: requests of at least this size are rounded up to pages; None: no requests are.
+        page_bytes: page size of the operating system.
+        slack_bytes: a block larger than this may exceed the request by up to as much.
     """
 
     block_bytes: int = 1
@@ -44,8 +46,8 @@ class Allocator:
 
 EXACT = Allocator()
 CUDA = Allocator(block_bytes=512)
-# A cached block of more than 1 MiB is split where more than 1 MiB would be left over (CUDACachingAllocator.cpp:
-# should_split, kSmallSize), so that each may carry so much at worst.
+# A cached block of more than 1 MiB is split if more than 1 MiB would be left over (CUDACachingAllocator.cpp:
+# should_split, kSmallSize), so each wastes 1 MiB at worst.
 CUDA_AT_WORST = Allocator(block_bytes=512, slack_bytes=2**20)
 # glibc raises its threshold to the largest mapped block that was freed, up to 32 MiB: after a first step it is there.
 GLIBC = Allocator(block_bytes=16, header_bytes=8, mapped_from_bytes=32 * 2**20)
@@ -56,10 +58,11 @@ class LiveRange:
     """One storage, from the node that makes it to the last one that reads it or a view of it.
 
     Attributes:
-        node: that makes it, or the input that brings it.
-        bytes: as allocated.
-        first, last: positions in the program, both included; the range of what is returned reaches to the end.
-        held: somebody else holds it, before, during and after; it costs nothing here.
+        node: node that allocates it, or input that passes it in.
+        bytes: size as allocated.
+        first, last: positions in the program, inclusive; storages of outputs live to the end.
+        held: whether it is held outside of the program throughout, and so costs nothing here.
+        space: memory space in which it lies.
     """
 
     node: fx.Node
@@ -67,19 +70,20 @@ class LiveRange:
     first: int
     last: int
     held: bool = False
+    space: MemorySpace = "device"
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes alive beside what somebody else holds.
+    """Bytes alive on the device, without what is held outside of the program; see `bytes_in` for other memory.
 
     Attributes:
-        nodes: the program, in order; for a step those of the forward and then those of the backward graph.
-        bytes_during: highest while each node runs: what was there before, its results and its workspace.
-        bytes_after: when each has run and what nobody reads again is gone.
-        ranges: of every storage, in order of their first position.
-        held_bytes: of inputs that somebody else holds.
-        unknown: nodes whose size only the data will tell; they count as 0 bytes.
+        nodes: the program in order; for a step the nodes of forward, then those of backward.
+        bytes_during: peak while each node runs, including its results and its workspace.
+        bytes_after: bytes after each node, once storages that are not read any more are freed.
+        ranges: live range of every storage, ordered by first position.
+        held_bytes: bytes of inputs that are held outside of the program.
+        unknown: nodes whose size depends on data; they count as 0 bytes.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -99,17 +103,24 @@ class MemoryCurve:
         return self.bytes_during.index(self.peak_bytes) if self.nodes else 0
 
     def alive_at(self, position: int) -> list[LiveRange]:
-        """What is alive while the node at that position runs, the largest first."""
-        alive = [entry for entry in self.ranges if not entry.held and entry.first <= position <= entry.last]
+        """Live ranges on the device while the node at this position runs, the largest first."""
+        own = [entry for entry in self.ranges if not entry.held and entry.space == "device"]
+        alive = [entry for entry in own if entry.first <= position <= entry.last]
         return sorted(alive, key=lambda entry: (-entry.bytes, entry.first))
 
+    def bytes_in(self, space: MemorySpace) -> list[int]:
+        """Bytes of storages in one memory space while each node runs."""
+        sizes = [entry.bytes if entry.space == space and not entry.held else 0 for entry in self.ranges]
+        first, last = [entry.first for entry in self.ranges], [entry.last for entry in self.ranges]
+        return _alive_bytes(sizes, first, last, len(self.nodes))
+
     def explain(self, count: int = 5) -> str:
-        """One line: the peak, where it is, and the largest of what is alive there."""
+        """One line: the peak, where it occurs, and the largest storages alive there."""
         if not self.nodes:
             return "peak 0 bytes"
         alive = ", ".join(f"{entry.node.name} {entry.bytes}" for entry in self.alive_at(self.peak_position)[:count])
         text = f"peak {self.peak_bytes} bytes at {self.nodes[self.peak_position].name}: {alive}"
-        return f"{text}; without {', '.join(self.unknown)}, whose size only the data tells" if self.unknown else text
+        return f"{text}; without {', '.join(self.unknown)}, whose size depends on data" if self.unknown else text
 
 
 def memory_curve(
@@ -120,41 +131,44 @@ def memory_curve(
     threads: int = 1,
     late_peers: bool = False,
     device_type: str | None = None,
+    agreed: bool = False,
 ) -> MemoryCurve:
     """The curve of one graph, run node by node as `lower_fx` runs it.
 
-    Where Inductor compiles islands it is an upper estimate: inside one, values that are fused away are never stored.
+    If Inductor compiles islands, the curve is an upper bound: values that are fused away are never stored.
 
     Args:
-        graph: with a fake value in each node's meta; nothing is changed.
-        owned: inputs that nobody but this program holds: they die at their last use, unread ones at the end.
+        graph: graph whose nodes have fake values; it is not changed.
+        owned: inputs that only this program holds: they are freed after their last use, unread ones at the end.
         allocator: how requests are rounded.
-        threads: of the CPU kernels.
-        late_peers: what a backend stages for a collective stays until its wait, as on a slow link; otherwise only the
-            start itself sees it.
-        device_type: on which the graph will run, see `workspace_bytes`.
+        threads: number of threads of CPU kernels.
+        late_peers: whether staging buffers stay until the wait, as on a slow link, or end with the start.
+        device_type: device on which the graph will run, see `workspace_bytes`.
+        agreed: count as all ranks do (`as_all_ranks_count`), so that they decide alike; otherwise as this rank does.
     """
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"), owned)
     found.run(graph.nodes)
     found.keep(nodes.returned_by(graph))
-    transient = _transient(graph, allocator, threads, late_peers, device_type)
-    return _curve(list(graph.nodes), found, allocator, list(transient))
+    transient = transient_bytes(
+        graph, allocator.allocated_bytes, threads=threads, late_peers=late_peers, device_type=device_type
+    )
+    return _curve(list(graph.nodes), found, allocator, list(transient), agreed)
 
 
 def live_ranges(graph: fx.Graph, *, owned: Collection[fx.Node] = ()) -> tuple[LiveRange, ...]:
-    """The range of every storage of a graph, in order of first position; arguments as in `memory_curve`."""
+    """The live range of every storage of a graph, ordered by first position; arguments as in `memory_curve`."""
     return memory_curve(graph, owned=owned).ranges
 
 
 @dataclass(frozen=True)
 class Placements:
-    """Where the values of a graph lie.
+    """The storages in which the values of a graph lie.
 
     Attributes:
-        storages: of the whole graph.
-        lies_in: of each node: positions in `storages`.
-        workspace_bytes: of each node.
+        storages: all storages of the graph.
+        lies_in: for each node, indices into `storages`.
+        workspace_bytes: workspace of each node.
     """
 
     storages: tuple[Storage, ...]
@@ -163,13 +177,14 @@ class Placements:
 
 
 def placements(graph: fx.Graph) -> Placements:
-    """Which storages the nodes of a graph make, and which they only look at; all inputs are held."""
+    """The storages of a graph as all ranks count them, with the nodes that lie in them; all inputs are held."""
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"))
     found.run(graph.nodes)
-    transient = _transient(graph, EXACT, threads=1, late_peers=False)
+    transient = transient_bytes(graph, EXACT.allocated_bytes)
     lies_in = dict.fromkeys(graph.nodes, ()) | found.lies_in()
-    return Placements(tuple(found.storages()), lies_in, dict(zip(graph.nodes, transient, strict=True)))
+    storages = as_all_ranks_count(found.storages(), graph.nodes)
+    return Placements(tuple(storages), lies_in, dict(zip(graph.nodes, transient, strict=True)))
 
 
 def step_curve(
@@ -181,18 +196,19 @@ def step_curve(
     threads: int = 1,
     late_peers: bool = False,
     device_type: str | None = None,
+    agreed: bool = False,
 ) -> MemoryCurve:
-    """The curve of a training step: forward, then backward, beside the parameters and the step's inputs.
+    """The curve of a training step, forward and then backward, without the parameters and the step's inputs.
 
-    What forward saves dies at its last use in backward, and costs nothing where it is a view of an input. The user
-    holds the outputs to the end, autograd hands the tangents over, and the gradients stay. Before torch 2.13 autograd
-    keeps the tangents until backward is over, which is not counted: nothing for a model that returns its loss. Of a
-    window it is the first step that is shown: later ones find gathered parameters and sums of gradients there.
+    Saved values are freed after their last use in backward, and cost nothing if they are views of inputs. Outputs that
+    the user receives and gradients stay to the end; tangents are handed over to backward. Before torch 2.13 autograd
+    keeps tangents until backward ends, which is not counted; it makes no difference for a model that returns its loss.
+    For a window this is the first step: later ones find gathered parameters and accumulated gradients.
 
     Args:
-        forward, backward: of one frame, as AOTAutograd partitions them.
-        user_outputs: how many of forward's outputs are the user's; backward takes the others.
-        allocator, threads, late_peers, device_type: as in `memory_curve`.
+        forward, backward: graphs of one frame, as AOTAutograd partitions them.
+        user_outputs: number of forward's outputs that the user receives; the others are saved for backward.
+        allocator, threads, late_peers, device_type, agreed: as in `memory_curve`.
     """
     found = _enter_step(forward, backward, user_outputs)
     found.run(backward.nodes)
@@ -200,19 +216,21 @@ def step_curve(
     transient = [
         taken
         for graph in (forward, backward)
-        for taken in _transient(graph, allocator, threads, late_peers, device_type)
+        for taken in transient_bytes(
+            graph, allocator.allocated_bytes, threads=threads, late_peers=late_peers, device_type=device_type
+        )
     ]
-    return _curve([*forward.nodes, *backward.nodes], found, allocator, transient)
+    return _curve([*forward.nodes, *backward.nodes], found, allocator, transient, agreed)
 
 
 def owned_inputs(forward: fx.Graph, backward: fx.Graph, *, user_outputs: int) -> list[fx.Node]:
-    """The inputs of a backward graph that nobody but the step holds, as in `step_curve`: saved values and tangents."""
+    """The inputs of a backward graph that only the step holds, as in `step_curve`: saved values and tangents."""
     found = _enter_step(forward, backward, user_outputs)
     return [node for node in backward.find_nodes(op="placeholder") if not found.is_held(node)]
 
 
 def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Finder:
-    """The storages of forward, and backward's inputs among them."""
+    """Register the storages of forward, and find backward's inputs among them."""
     found = Finder()
     found.enter(forward.find_nodes(op="placeholder"))
     found.run(forward.nodes)
@@ -223,12 +241,16 @@ def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Fin
 
 
 def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCurve:
-    """The curve of these storages alone, in one order of many; what calls take beside their results is left out."""
+    """The curve of these storages alone in the given order, without transient memory of the calls."""
     return _over(order, list(storages), [0] * len(order), ())
 
 
-def _curve(order: Sequence[fx.Node], found: Finder, allocator: Allocator, transient: Sequence[int]) -> MemoryCurve:
+def _curve(
+    order: Sequence[fx.Node], found: Finder, allocator: Allocator, transient: Sequence[int], agreed: bool
+) -> MemoryCurve:
     storages = found.storages()
+    if agreed:
+        storages = as_all_ranks_count(storages, order)
     if allocator is not EXACT:
         storages = [replace(one, nbytes=allocator.allocated_bytes(one.nbytes)) for one in storages]
     return _over(order, storages, transient, tuple(found.unknown))
@@ -238,108 +260,136 @@ def _over(
     order: Sequence[fx.Node], storages: Sequence[Storage], transient: Sequence[int], unknown: tuple[str, ...]
 ) -> MemoryCurve:
     numbers = {node: number for number, node in enumerate(order)}
-    ledger = Ledger.of(numbers, storages)
-    during: list[int] = []
-    after: list[int] = []
-    for number in range(len(order)):
-        during.append(ledger.issue(number) + transient[number])
-        after.append(ledger.alive_bytes)
+    makes, reads = _accesses(numbers, storages)
+    alive = LiveRanges([one.nbytes if _counts(one) else 0 for one in storages])
+    for made, read, taken in zip(makes, reads, transient, strict=True):
+        alive.run(made, read, taken)
+    alive.keep(number for number, one in enumerate(storages) if one.outlives)
     return MemoryCurve(
         nodes=tuple(order),
-        bytes_during=tuple(during),
-        bytes_after=tuple(after),
-        ranges=tuple(_range(storage, numbers) for storage in storages),
+        bytes_during=tuple(alive.bytes_during()),
+        bytes_after=tuple(alive.bytes_after()),
+        ranges=tuple(
+            LiveRange(one.first, one.nbytes, first, min(last, len(order) - 1), one.held, one.space)
+            for one, first, last in zip(storages, alive.first, alive.last, strict=True)
+        ),
         held_bytes=sum(storage.nbytes for storage in storages if storage.held),
         unknown=unknown,
     )
 
 
-def _range(storage: Storage, numbers: Mapping[fx.Node, int]) -> LiveRange:
-    first = numbers[storage.first]
-    last = len(numbers) - 1 if storage.outlives else max([first, *map(numbers.__getitem__, storage.readers)])
-    return LiveRange(storage.first, storage.nbytes, first, last, storage.held)
+def _counts(storage: Storage) -> bool:
+    """Whether a storage takes device memory that the program frees."""
+    return storage.space == "device" and not storage.held
 
 
-def _transient(
-    graph: fx.Graph, allocator: Allocator, threads: int, late_peers: bool, device_type: str | None = None
-) -> Iterator[int]:
-    """What each node takes beside storages: its workspace, and what is staged for collectives in flight."""
-    at_once = AT_ONCE if late_peers else 0
-    in_flight: dict[fx.Node, tuple[str, int]] = {}  # by what is waited for: the group, and what it stages
-    for node in graph.nodes:
-        taken = _staged(in_flight.values(), at_once) if node.op != "placeholder" else 0
-        if nodes.is_wait(node):
-            in_flight.pop(node.all_input_nodes[0], None)
-        elif node.op == "call_function":
-            taken += allocator.allocated_bytes(workspace_bytes(node, threads=threads, device_type=device_type))
-            if nodes.is_start(node):
-                group_name = nodes.group_of(node)
-                works = {
-                    one: (group_name, allocator.allocated_bytes(staging_bytes(one))) for one in nodes.started_by(node)
-                }
-                taken += sum(sorted(staged for _, staged in works.values())[-AT_ONCE:])
-                in_flight |= works
-        yield taken
+def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tuple[list[list[int]], list[list[int]]]:
+    """The storages that each node allocates, and those that it reads or has allocated."""
+    makes: list[list[int]] = [[] for _ in numbers]
+    reads: list[list[int]] = [[] for _ in numbers]
+    for place, storage in enumerate(storages):
+        makes[numbers[storage.first]].append(place)
+        for reader in dict.fromkeys((storage.first, *storage.readers)):
+            reads[numbers[reader]].append(place)
+    return makes, reads
 
 
-def _staged(in_flight: Iterable[tuple[str, int]], at_once: int) -> int:
-    """Bytes staged by the oldest works of each group, which run; the others queue."""
-    running = Counter[str]()
-    total = 0
-    for group_name, staged in in_flight:
-        running[group_name] += 1
-        total += staged if running[group_name] <= at_once else 0
-    return total
+class LiveRanges:
+    """Live ranges of the storages of a program, found by processing it call by call.
 
-
-class Ledger:
-    """Which storages are alive while nodes are issued by number, one after the other, in any order.
+    Storages are numbers, so that a candidate program without a graph can add storages of its own.
 
     Attributes:
-        allocates: the storages that each node makes.
-        sizes: of the storages.
-        alive_bytes: behind the last node that was issued.
+        sizes: size of each storage.
+        first, last: positions of the calls that allocate and last read each storage: -1 if nothing allocates it, and
+            one after the last call if it is kept.
+        transient: transient bytes of each call.
     """
 
-    def __init__(
-        self, allocates: list[list[int]], reads: list[list[int]], sizes: list[int], readers: list[int]
-    ) -> None:
-        self.allocates = allocates
+    def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
-        self.alive_bytes = 0
-        self._reads = reads
-        self._readers = readers  # that are still to come
+        self.first, self.last = [-1] * len(sizes), [-1] * len(sizes)
+        self.transient: list[int] = []
+
+    def run(self, makes: Iterable[int], reads: Iterable[int], transient: int = 0) -> int:
+        """Process the next call; returns its position."""
+        here = len(self.transient)
+        self.transient.append(transient)
+        for storage in makes:
+            self.first[storage] = self.last[storage] = here
+        for storage in reads:
+            self.last[storage] = here
+        return here
+
+    def enter(self, storages: Iterable[int]) -> None:
+        """Add storages that are handed over before the next call."""
+        for storage in storages:
+            self.first[storage] = self.last[storage] = len(self.transient)
+
+    def keep(self, storages: Iterable[int]) -> None:
+        """Let storages outlive the calls so far."""
+        for storage in storages:
+            self.last[storage] = len(self.transient)
+
+    def bytes_during(self) -> list[int]:
+        """Bytes alive while each call runs, including its own."""
+        alive = _alive_bytes(self.sizes, self.first, self.last, len(self.transient))
+        return [bytes_ + taken for bytes_, taken in zip(alive, self.transient, strict=True)]
+
+    def bytes_after(self) -> list[int]:
+        """Bytes alive after each call."""
+        after = _alive_bytes(self.sizes, self.first, self.last, len(self.transient))
+        for size, first, last in zip(self.sizes, self.first, self.last, strict=True):
+            if first >= 0 and last < len(after):
+                after[last] -= size
+        return after
+
+
+def _alive_bytes(sizes: Sequence[int], first: Sequence[int], last: Sequence[int], calls: int) -> list[int]:
+    change = [0] * (calls + 2)
+    for size, begin, end in zip(sizes, first, last, strict=True):
+        if begin >= 0:
+            change[begin] += size
+            change[end + 1] -= size
+    return list(accumulate(change[:calls]))
+
+
+@dataclass(eq=False, slots=True)
+class Ledger:
+    """The storages alive on the device while nodes are issued, by number, in any order.
+
+    Attributes:
+        allocates: storages that each node allocates.
+        reads: storages that each node reads, or has allocated.
+        sizes: size of each storage.
+        readers: number of readers of each storage that are still to come.
+        alive_bytes: bytes alive after the last issued node.
+    """
+
+    allocates: list[list[int]]
+    reads: list[list[int]]
+    sizes: list[int]
+    readers: list[int]
+    alive_bytes: int = 0
 
     @classmethod
     def of(cls, numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> Ledger:
-        allocates: list[list[int]] = [[] for _ in numbers]
-        reads: list[list[int]] = [[] for _ in numbers]
-        sizes: list[int] = []
-        readers: list[int] = []
-        for storage in storages:
-            if storage.held:
-                continue
-            readers_once = dict.fromkeys((storage.first, *storage.readers))
-            for reader in readers_once:
-                reads[numbers[reader]].append(len(sizes))
-            allocates[numbers[storage.first]].append(len(sizes))
-            sizes.append(storage.nbytes)
-            readers.append(len(readers_once) + storage.outlives)
-        return cls(allocates, reads, sizes, readers)
+        own = list(filter(_counts, storages))
+        allocates, reads = _accesses(numbers, own)
+        readers = [len(dict.fromkeys((one.first, *one.readers))) + one.outlives for one in own]
+        return cls(allocates, reads, [one.nbytes for one in own], readers)
 
     def copy(self) -> Ledger:
-        """The same state, to go on from in another way."""
-        new = Ledger(self.allocates, self._reads, self.sizes, self._readers.copy())
-        new.alive_bytes = self.alive_bytes
-        return new
+        """An independent copy of this state."""
+        return Ledger(self.allocates, self.reads, self.sizes, self.readers.copy(), self.alive_bytes)
 
     def issue(self, node: int) -> int:
-        """The bytes alive while the node runs; what it reads last is released behind it."""
+        """Issue a node: returns the bytes alive while it runs, and then frees what no later node reads."""
         for storage in self.allocates[node]:
             self.alive_bytes += self.sizes[storage]
         peak = self.alive_bytes
-        for storage in self._reads[node]:
-            self._readers[storage] -= 1
-            if not self._readers[storage]:
+        for storage in self.reads[node]:
+            self.readers[storage] -= 1
+            if not self.readers[storage]:
                 self.alive_bytes -= self.sizes[storage]
         return peak

@@ -1,4 +1,4 @@
-"""What ranks measure together: times of a step, and links as collectives of several sizes show them."""
+"""Measurements that all ranks make together: times, and links from collectives of several sizes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.analysis.hardware import Link
 from zgraph.runtime.chunks import MIB
-from zgraph.runtime.collectives import goes_by_host, start_all_gather, start_all_to_all, uses_messages
+from zgraph.runtime.collectives import is_hierarchical, start_all_gather, start_all_to_all, uses_point_to_point
 from zgraph.torch_compat.collectives import all_gather, wait
 from zgraph.torch_compat.groups import backend_of
 
-POINT_S = 0.2  # of measuring one size of one kind
-SMALL_BYTES = (256, 4096)  # their time is latency
-SMALL_AT_ONCE = 8  # how many of these are under way, as in a step: see `link_of`
-LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # of these, the one message that a rank sends in a bucket is
-LARGE_BYTES_OF_GPUS = (64 * MIB, 128 * MIB, 256 * MIB)  # smaller ones are latency to NVLink
-_MOST_GAIN = 2.0  # of several messages in flight over one; more than that is a disturbed measurement
-MESSAGE_US = 25_000.0  # of one of several in flight, at the most
+POINT_S = 0.2  # seconds to measure one size of one kind of collective
+SMALL_BYTES = (256, 4096)  # sizes whose time is latency
+SMALL_AT_ONCE = 8  # how many small ones are in flight at once, as in a step: see `link_of`
+LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # typical sizes of the message that a rank sends for a bucket
+LARGE_BYTES_OF_GPUS = (64 * MIB, 128 * MIB, 256 * MIB)  # on NVLink smaller ones measure latency
+_MOST_GAIN = 2.0  # largest credible gain of several messages in flight over one
+MESSAGE_US = 25_000.0  # longest time of one of several messages in flight
 
 
 @dataclass(frozen=True)
 class MeasuringRanks:
-    """Who measures together.
+    """The ranks that measure together.
 
     Attributes:
-        device: where tensors of collectives live.
-        groups: one along each axis; none for a process alone.
+        device: device of the tensors that collectives send.
+        groups: one group along each axis; none for a single process.
     """
 
     device: torch.device
@@ -73,13 +73,13 @@ class MeasuringRanks:
 
     @property
     def backend(self) -> str:
-        """Backend of the groups; for a process alone, the one that it would use."""
+        """Backend of the groups; for a single process, the one that it would use."""
         if self.groups:
             return backend_of(self.groups[0], self.device)
         return "gloo" if self.device.type == "cpu" else "nccl"
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over all ranks, the same everywhere: along one axis after the other."""
+        """The maximum of each value over all ranks, the same on all of them: along one axis after another."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
         for group in self.groups:
             found = gathered(found, group).amax(0)
@@ -102,7 +102,7 @@ def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def median_us(ranks: MeasuringRanks, run: Callable[[], object], calls: int = 1, least: int = 5) -> float:
-    """Microseconds of one of `calls` calls: the median of as many as fit into `POINT_S`, after a first one."""
+    """Median microseconds of a call, from runs of `calls` calls that fit into `POINT_S`, after one to warm up."""
     times: list[float] = []
     run()
     ranks.settle()
@@ -118,25 +118,26 @@ Make = Callable[[MeasuringRanks, ProcessGroup, int], Callable[[], Tensor]]
 @dataclass(frozen=True)
 class _Axis:
     link: Link
-    on_one_node: bool
+    on_one_host: bool
     cpu_us_per_collective: float
     cpu_us_per_byte: float
 
 
 def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
-    """Measure the link of one group, by both kinds of collectives: a plan has both, and they take equally long.
+    """Measure the link of one group with exchanges and gathers: a plan has both, and they take equally long.
 
-    Small ones are timed several at once, because the latency of one under way delays none behind it. One at a time they
-    also take ten times as long on gloo where a rank has one core: its thread polls, for a tick of the scheduler, for a
-    lock that the program holds while it starts to send. In a step the program computes meanwhile.
+    Small collectives are timed with several in flight, because the latency of one does not delay the next. One at a
+    time they would also take ten times as long on gloo if a rank has a single core: gloo's thread then waits, for a
+    tick of the scheduler, for a lock that the program holds while it starts to send. In a step the program computes
+    meanwhile.
     """
     world = dist.get_world_size(group)
     if world == 1:
         return None
     points: list[tuple[float, float]] = []
     cpu: list[tuple[float, float]] = []
-    starters = [_exchanging, *([] if goes_by_host(group, ranks_per_host) else [_gathering])]
-    for make in starters:
+    dispatches = [_exchanging, *([] if is_hierarchical(group, ranks_per_host) else [_gathering])]
+    for make in dispatches:
         for sent_bytes in (*SMALL_BYTES, *ranks.large_bytes):
             numel = sent_bytes // (world - 1) // 4 + 1  # to each other rank
             start = make(ranks, group, numel)
@@ -148,7 +149,7 @@ def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> 
 
             once_us = ranks.slowest([timed(ranks, run)[0] for _ in range(2)])[1]  # the first connects
             if sent_bytes > ranks.large_bytes[0] and once_us > 5e6 * POINT_S:
-                break  # a slow link, of which smaller sizes say enough
+                break  # the link is slow: smaller sizes suffice
             repeats = max(3, min(20, int(1e6 * POINT_S / once_us)))
             times = [timed(ranks, run) for _ in range(repeats)]
             us, cpu_us = (statistics.median(each) / count for each in zip(*times, strict=True))
@@ -157,33 +158,33 @@ def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> 
     slowest = ranks.slowest([us for _, us in (*points, *cpu)])
     sizes = [sent for sent, _ in points]
     link = fit_link(list(zip(sizes, slowest[: len(sizes)], strict=True)), messages=world - 1)
-    (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, starters)])
-    link = in_a_stream(link, stream_us, without_gap=uses_messages(group, ranks.device))
+    (stream_us,) = ranks.slowest([_stream_us(ranks, group, link, dispatches)])
+    link = in_a_stream(link, stream_us, without_gap=uses_point_to_point(group, ranks.device))
     burnt = fit_link(list(zip(sizes, slowest[len(sizes) :], strict=True)), messages=world - 1)
-    on_one_node = ranks_on_one_host(ranks, group) == world
+    on_one_host = ranks_on_one_host(ranks, group) == world
     if ranks.device.type != "cpu":
-        return _Axis(link, on_one_node, 0.0, compute_share(ranks, group, link) / link.bytes_per_us)
-    return _Axis(link, on_one_node, (world - 1) * burnt.latency_us, 1 / burnt.bytes_per_us)
+        return _Axis(link, on_one_host, 0.0, compute_share(ranks, group, link) / link.bytes_per_us)
+    return _Axis(link, on_one_host, (world - 1) * burnt.latency_us, 1 / burnt.bytes_per_us)
 
 
 def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Sequence[Make]) -> float:
-    """Microseconds of a byte that is sent while others of the group are: collectives in turn, three in flight."""
+    """Microseconds per byte with three collectives of the group in flight, of the given kinds in turn."""
     world = dist.get_world_size(group)
-    # Each takes as long as a bucket does, and not for ever on a slow link.
+    # Each takes as long as a bucket does, but a limited time on a slow link.
     sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * MESSAGE_US))
     numel = sent_bytes // (world - 1) // 4 + 1
-    starters = [make(ranks, group, numel) for make in makes]
+    dispatches = [make(ranks, group, numel) for make in makes]
 
     def stream(count: int) -> None:
         in_flight: deque[Tensor] = deque()
         for number in range(count):
             if len(in_flight) == 3:
                 wait(in_flight.popleft())
-            in_flight.append(starters[number % len(starters)]())
+            in_flight.append(dispatches[number % len(dispatches)]())
         for started in in_flight:
             wait(started)
 
-    few, many = 4, 20  # their difference leaves out what the first and the last do alone
+    few, many = 4, 20  # their difference excludes the ramp-up and the tail of a stream
     stream(few)
     times = [[timed(ranks, lambda count=count: stream(count))[0] for count in (few, many)] for _ in range(3)]
     us = statistics.median(more - less for less, more in times)
@@ -191,9 +192,9 @@ def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Se
 
 
 def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> float:
-    """The part of compute that collectives under way take: NCCL's kernels occupy multiprocessors, gloo's copies cores.
+    """The share of compute that collectives in flight take: NCCL's kernels occupy multiprocessors, gloo's copies cores.
 
-    Matrix products are timed alone, and while gathers that outlast them are under way; all ranks together.
+    All ranks time matrix products alone, and again while gathers that outlast them are in flight.
     """
     size, dtype = (256, torch.float32) if ranks.device.type == "cpu" else (4096, torch.bfloat16)
     a = torch.ones(size, size, device=ranks.device, dtype=dtype)
@@ -209,21 +210,22 @@ def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> flo
     world = dist.get_world_size(group)
     start = _gathering(ranks, group, sent_bytes // (world - 1) // 4 + 1)
     count = min(64, math.ceil(3 * alone_us / link.us(sent_bytes)) + 1)  # the same on all ranks
-    beside: list[float] = []
+    overlapped: list[float] = []
     for _ in range(5):
         in_flight = [start() for _ in range(count)]
-        beside.append(timed(ranks, products)[0])
+        overlapped.append(timed(ranks, products)[0])
         for started in in_flight:
             wait(started)
         ranks.settle()
-    (beside_us,) = ranks.slowest([statistics.median(beside)])
-    return max(0.0, 1.0 - alone_us / beside_us)
+    (overlapped_us,) = ranks.slowest([statistics.median(overlapped)])
+    return max(0.0, 1.0 - alone_us / overlapped_us)
 
 
 def timed(ranks: MeasuringRanks, run: Callable[[], object]) -> tuple[float, float]:
-    """Microseconds until the result is there, and of processors meanwhile, all threads of this process together.
+    """Microseconds until the result is ready, and processor time of all threads of this process meanwhile.
 
-    On a GPU between two events of its stream, which a wait holds up as compute would be; processors do not count there.
+    On a GPU the time is measured between two events of its stream, which waits delay as they delay compute; processor
+    time is 0 there.
     """
     if ranks.device.type != "cpu":
         begin, end = (torch.Event(ranks.device, enable_timing=True) for _ in range(2))
@@ -250,34 +252,34 @@ def _exchanging(ranks: MeasuringRanks, group: ProcessGroup, numel: int) -> Calla
 
 
 def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
-    """The link behind measured (bytes, us); medians, so that a few disturbed points change little.
+    """Fit a link to measured (bytes, us); medians make it robust to a few disturbed points.
 
-    A line through sizes that differ a thousandfold is either the large ones' or the small ones': latency is what the
-    small ones take, and the rate is that of what the large ones take beyond it.
+    Sizes differ a thousandfold, so a single regression line would fit only the large or only the small ones. Instead
+    the small ones give the latency, and the time of the large ones beyond it gives the rate.
 
     Args:
-        points: at least one of at most 4 KiB and one larger.
-        messages: that one point passes on, one after the other.
+        points: measurements, at least one of at most 4 KiB and one larger.
+        messages: number of consecutive messages of one collective.
     """
     small, large = list[tuple[float, float]](), list[tuple[float, float]]()
     for size, us in points:
         (small if size <= 2 * max(SMALL_BYTES) else large).append((size, us))
     latency_us, us_per_byte = 0.0, 0.0
-    for _ in range(3):  # each knows the other better
+    for _ in range(3):  # latency and rate converge in turn
         latency_us = statistics.median(max(us - size * us_per_byte, 1e-3 * us) for size, us in small)
         us_per_byte = statistics.median(max(us - latency_us, 1e-3 * us) / size for size, us in large)
     return Link(latency_us=latency_us / messages, bytes_per_us=1 / us_per_byte)
 
 
 def in_a_stream(link: Link, stream_us: float, *, without_gap: bool) -> Link:
-    """The link that a message alone has shown, at the rate of several in flight.
+    """Correct the rate of a link, measured with single messages, by that of a stream of messages.
 
-    A link may let a first burst through at once, of which one message may be the most, but never a stream.
+    Some links pass an initial burst at full speed. It may cover most of a single message, but never a stream.
 
     Args:
-        link: as `fit_link` finds it.
-        stream_us: of a byte while others are under way.
-        without_gap: collectives follow one another without a gap, so that this is the rate of each.
+        link: link as `fit_link` finds it.
+        stream_us: microseconds per byte in a stream.
+        without_gap: collectives follow each other without gaps, so that the rate of the stream is that of each.
     """
     sustained = min(1 / stream_us, _MOST_GAIN * link.bytes_per_us)
     if without_gap:
@@ -287,7 +289,7 @@ def in_a_stream(link: Link, stream_us: float, *, without_gap: bool) -> Link:
 
 
 def ranks_on_one_host(ranks: MeasuringRanks, group: ProcessGroup) -> int:
-    """How many ranks of a group are on one host; the most of any."""
+    """The largest number of ranks of a group that share a host."""
     host = zlib.crc32(platform.node().encode())
     hosts = gathered(torch.tensor([float(host)], dtype=torch.float64, device=ranks.device), group)
     return int(ranks.slowest([float((hosts == host).sum())])[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 from torch import Tensor, fx
@@ -9,7 +10,7 @@ from torch import Tensor, fx
 from zgraph.graph import meta
 from zgraph.torch_compat.fake_values import hint_of
 
-# What Inductor takes for a size that only data decides.
+# Value that Inductor assumes for a size that depends on data.
 DATA_DEPENDENT_SIZE = 8192
 
 
@@ -20,8 +21,13 @@ def size_hint(size: object) -> int:
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The fake tensors that a node yields."""
+    """The fake tensors in a node's value."""
     return _tensors_in(meta.value(node))
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements, symbolic sizes by their hints."""
+    return math.prod(size_hint(size) for size in tensor.shape) * tensor.dtype.itemsize
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -1,23 +1,23 @@
-"""The storages of a graph: how many bytes each, who makes it, who reads it; in which order nodes run plays no part."""
+"""The storages of a graph: their sizes, and the nodes that allocate and read them, whatever the order of nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
 
 from zgraph.analysis.workspace import remaining_bytes
-from zgraph.graph import meta, nodes
+from zgraph.graph import dataflow, meta, nodes, traits
+from zgraph.graph.lanes import DEVICE_TO_HOST, DISK
+from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.runtime.chunks import payload_bytes
-from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.fake_values import fake_storage_key, hint_of
-from zgraph.torch_compat.operators import OpOverload, alias_positions
 
-# By their schema they return a view; they copy where they must, which the fake value tells.
-_MAY_COPY = frozenset({"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.ravel"})
+# Memory spaces: the device that computes, which may be a CPU; the host's memory, if the device is a GPU; a file.
+MemorySpace = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,11 @@ class Storage:
 
     Attributes:
         nbytes: its size.
-        first: the node that allocates it, or the input that brings it.
-        readers: nodes that read it, through views as well, or whose collective does; it is released behind the last.
-        outlives: whether it is not released at all: it is returned, kept for a window, or an input that nobody reads.
-        held: somebody else holds it, before, during and after; it costs nothing here.
+        first: node that allocates it, or input that passes it in.
+        readers: nodes that read it, directly, through views or by a collective; it is freed after the last one.
+        outlives: whether it is never freed: it is returned, kept for a window, or an input that nothing reads.
+        held: whether it is held outside of the program throughout, and so costs nothing here.
+        space: memory space in which it lies; budgets limit that of the device.
     """
 
     nbytes: int
@@ -37,64 +38,96 @@ class Storage:
     readers: tuple[fx.Node, ...]
     outlives: bool = False
     held: bool = False
+    space: MemorySpace = "device"
 
 
-def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False) -> list[Storage]:
-    """Every storage that the nodes of a graph allocate, and none that somebody else holds.
+def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False, agreed: bool = False) -> list[Storage]:
+    """Every storage that the nodes of a graph allocate, without those that are held elsewhere.
 
     Args:
         order: all nodes of a graph.
-        inputs_die: whether inputs that no parameter's communication reads end with their last reader, as what
-            forward has saved does in backward. All others are held elsewhere.
+        inputs_die: whether `mortal_inputs` are freed after their last reader, as in backward; all others are held
+            elsewhere.
+        agreed: count as all ranks do (`as_all_ranks_count`), not as this rank does.
     """
     order = list(order)
-    inputs = [node for node in order if node.op == "placeholder"]
     found = Finder()
-    found.enter(inputs, owned=frozenset(node for node in inputs if inputs_die and not _feeds_parameter(node)))
+    found.enter([node for node in order if node.op == "placeholder"], owned=mortal_inputs(order) if inputs_die else ())
     found.run(order)
     for node in order:
         if node.op == "output":
             found.keep(node.all_input_nodes)
-    return [storage for storage in found.storages() if storage.nbytes and not storage.held]
+    storages = as_all_ranks_count(found.storages(), order) if agreed else found.storages()
+    return [storage for storage in storages if storage.nbytes and not storage.held]
+
+
+def mortal_inputs(order: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """Inputs that are freed in a backward graph: all but shards and handles of parameters, which the model holds."""
+    return frozenset(
+        node
+        for node in order
+        if node.op == "placeholder"
+        and not any(nodes.is_communication(user) or nodes.is_low_rank(user) for user in node.users)
+    )
 
 
 def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
-    """Copies of this rank's rows on their way into a gather.
+    """Copies of this rank's rows that feed a gather.
 
-    Ranks hold different numbers of rows, and pad them or not. What they have packed, or send, is alike again.
+    Ranks have different numbers of rows, and may pad them, so these copies differ between ranks. What is packed from
+    them, or sent, is equal on all ranks.
     """
-    found: dict[fx.Node, None] = {}
-    for start in order:
-        if _gathers_parameters(start):
-            copies = nodes.copy_in(start) or []
-            packed = dict.fromkeys(node for node in copies if nodes.is_packing(node))
-            found |= dict.fromkeys(node for node in copies if node not in packed)
-    return list(found)
+    gathers = filter(_gathers_parameters, order)
+    return list(dict.fromkeys(node for start in gathers for node in _own_copies(start)))
 
 
-def agreed_storages(order: Sequence[fx.Node], own: Sequence[fx.Node], *, inputs_die: bool) -> list[Storage]:
-    """What a graph allocates, as all ranks count it: of own rows the chunk that a gather sends, copied or not."""
-    left_out = set(own)
-    found = [one for one in storages_of(order, inputs_die=inputs_die) if one.first not in left_out]
-    for start in order:
-        for sent in nodes.sent_by(start) if _gathers_parameters(start) else ():
-            if sent in left_out or sent.op == "placeholder":
-                chunk = meta.tensor_value(sent)
-                found.append(Storage(payload_bytes(chunk.shape, chunk.dtype), start, tuple(nodes.waits_of(start))))
-    return found
+def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) -> list[Storage]:
+    """The storages of a graph as all ranks count them, by the largest need of any rank, so that all make the same plan.
+
+    If ranks have different numbers of a parameter's rows, copies of rows that feed a gather count 0. Instead the chunk
+    that is sent counts, which is equally long on all ranks: while the gather is in flight or, if chunks are packed into
+    one buffer, while they are packed. A reduced gradient counts as the longest part of any rank.
+
+    Returns:
+        The given storages in their order, some with other sizes, followed by the chunks.
+    """
+    uncounted: dict[fx.Node, None] = {}
+    chunks: list[Storage] = []
+    for start in filter(_gathers_parameters, order):
+        copies = dataflow.copy_in(start)
+        even = all(chunk.is_even for chunk in meta.chunks(start))
+        if copies is None or even or nodes.is_quantized_gather(start):  # a quantized gather reads the rows in place
+            continue
+        uncounted |= dict.fromkeys(_own_copies(start))
+        packed = next((node for node in copies if node.target is torch.ops.aten.cat.default), None)
+        sent = [node for node in nodes.sent_by(start) if node is packed or not traits.is_packing(node)]
+        values = [meta.tensor_value(node) for node in sent]
+        nbytes = sum(payload_bytes(value.shape, value.dtype) for value in values)
+        waits = () if packed is not None else tuple(nodes.waits_of(start))
+        chunks.append(Storage(nbytes, packed or start, waits))
+    counted = (0 if one.first in uncounted else _reduced_bytes(one) for one in storages)
+    return [replace(one, nbytes=nbytes) for one, nbytes in zip(storages, counted, strict=True)] + chunks
+
+
+def _own_copies(start: fx.Node) -> list[fx.Node]:
+    return [node for node in dataflow.copy_in(start) or [] if not traits.is_packing(node)]
+
+
+def _reduced_bytes(storage: Storage) -> int:
+    """Bytes of the longest chunk if a reducing marker allocated the storage, else its own size."""
+    node = storage.first
+    if not nodes.is_reduce_grad(node) or not (args := ReduceArgs.of(node)).layout.is_sharded:
+        return storage.nbytes
+    shape = tuple(hint_of(size) or 0 for size in args.layout.shape)
+    return replace(args.layout, shape=shape).grad_chunk.numel() * args.dtype.itemsize
 
 
 def _gathers_parameters(node: fx.Node) -> bool:
     return nodes.is_gather(node) and bool(meta.parameters(node)) and nodes.wait_of(node) is not None
 
 
-def _feeds_parameter(placeholder: fx.Node) -> bool:
-    """Whether the input is a parameter's shard or handle, which the model holds."""
-    return any(nodes.is_communication(user) or nodes.is_low_rank(user) for user in placeholder.users)
-
-
 def _in_flight(started: fx.Node) -> list[fx.Node]:
-    """What a collective reads until it is waited for."""
+    """The nodes that a collective reads until it is waited for."""
     start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started
     return start.all_input_nodes if nodes.is_start(start) else []
 
@@ -108,27 +141,29 @@ class _Open:
     held: bool
     readers: dict[fx.Node, None] = field(default_factory=dict[fx.Node, None])
     outlives: bool = False
+    device_type: str = ""
 
 
 class Finder:
-    """Finds the storages of programs that follow one another, such as the graphs of a step.
+    """Finds the storages of consecutive programs, such as the graphs of a step.
 
-    A value lies where the schema of its call says; else where its fake value shares a storage with an input's; else in
-    a new one. A collective in flight holds what it reads up to its wait, and fills its result from its start on.
+    A value lies in the storage of an argument if the schema of its call says so, or if its fake value shares a storage
+    with an input's; otherwise in a new storage. A collective holds what it reads until its wait, and its result exists
+    from its start on.
 
     Attributes:
-        unknown: nodes whose size only the data will tell; they count as 0 bytes.
+        unknown: nodes whose size depends on data; they count as 0 bytes.
     """
 
     def __init__(self) -> None:
         self.unknown: list[str] = []
         self._found: list[_Open] = []
-        # For each item of a node's value (a tensor is one item) the storages it lies in.
+        # For each item of a node's value (a tensor is one item), the storage it lies in.
         self._places: dict[fx.Node, list[list[_Open]]] = {}
         self._aliases: dict[Any, tuple[int | None, ...]] = {}
 
     def enter(self, inputs: Iterable[fx.Node], owned: Collection[fx.Node] = ()) -> None:
-        """The inputs of a graph, held by somebody else where not owned; those that view one storage share it."""
+        """Add the inputs of a graph, held elsewhere unless owned; views of one storage share it."""
         known: dict[int, _Open] = {}
         for node in inputs:
             self._places[node] = self._placed(node, known, held=node not in owned)
@@ -136,7 +171,7 @@ class Finder:
                 self.keep([node])
 
     def enter_backward(self, inputs: Iterable[fx.Node], saved: Sequence[Any]) -> None:
-        """The inputs of a backward graph: sizes, then the tensors that forward has saved, then tangents."""
+        """Add the inputs of a backward graph: sizes, then the tensors that forward has saved, then tangents."""
         tensors = iter([node for node in saved if isinstance(node, fx.Node) and isinstance(meta.value(node), Tensor)])
         known: dict[int, _Open] = {}
         for node in inputs:
@@ -146,7 +181,7 @@ class Finder:
                 self.keep([node])
 
     def run(self, order: Iterable[fx.Node]) -> None:
-        """The calls of a graph, each behind its inputs."""
+        """Add the calls of a graph, each after its inputs."""
         for node in order:
             if node.op == "placeholder":
                 continue
@@ -159,74 +194,76 @@ class Finder:
                 self._places[node] = [[next(behind) for _ in _tensors(item)] for item in items]
             elif nodes.is_wait(node):
                 started = cast(fx.Node, node.args[0])
-                self._places[node] = self._places[started]  # which the fake values do not tell
+                self._places[node] = self._places[started]  # fake values do not show this aliasing
                 for source in _in_flight(started):
                     self._read(source, node)
             elif node.op != "output":
                 self._call(node)
 
     def keep(self, values: Iterable[Any]) -> None:
-        """Values that are not released."""
+        """Mark values as never freed."""
         for node in values:
-            for storage in self._behind(node) if isinstance(node, fx.Node) else ():
+            for storage in self._storages_of(node) if isinstance(node, fx.Node) else ():
                 storage.outlives = True
 
     def is_held(self, node: fx.Node) -> bool:
-        """Whether somebody else holds what a node yields, or it is not a tensor."""
-        behind = self._behind(node)
+        """Whether a node's value is held elsewhere, or is not a tensor."""
+        behind = self._storages_of(node)
         return not behind or any(storage.held for storage in behind)
 
     def lies_in(self) -> dict[fx.Node, tuple[int, ...]]:
-        """Positions in `storages()` of each node met."""
+        """Indices into `storages()` for each node seen."""
         numbers = {storage: number for number, storage in enumerate(self._found)}
-        return {node: tuple(numbers[storage] for storage in self._behind(node)) for node in self._places}
+        return {node: tuple(numbers[storage] for storage in self._storages_of(node)) for node in self._places}
 
     def storages(self) -> list[Storage]:
-        """All of them, held ones and empty ones included, in the order in which they were met."""
-        return [Storage(one.nbytes, one.first, tuple(one.readers), one.outlives, one.held) for one in self._found]
+        """All storages, including held and empty ones, in the order in which they were found."""
+        has_accelerator = any(one.device_type not in ("cpu", "") for one in self._found)
+        return [
+            Storage(
+                *(one.nbytes, one.first, tuple(one.readers), one.outlives, one.held),
+                space=_copied_to(one.first) or ("host" if has_accelerator and one.device_type == "cpu" else "device"),
+            )
+            for one in self._found
+        ]
 
     def _read(self, source: fx.Node, reader: fx.Node) -> None:
-        for storage in self._behind(source):
+        for storage in self._storages_of(source):
             storage.readers[reader] = None
 
     def _call(self, node: fx.Node) -> None:
         known = {
             key: storage
             for source in node.all_input_nodes
-            for key, storage in zip(_keys(meta.value(source)), self._behind(source), strict=True)
+            for key, storage in zip(_keys(meta.value(source)), self._storages_of(source), strict=True)
         }
         constant = node.op == "get_attr"  # the module holds it
         self._places[node] = self._placed(node, known, held=constant, shared=self._shared(node))
         if remaining := remaining_bytes(node):
             self._found.append(_Open(remaining, node, held=False, outlives=True))
-        if nodes.is_kept_gather(node) and OPEN in node.args:
-            self.keep([node])  # for the rest of the window
-        if node.target is torch.ops.zgraph.add_difference.default and node.args[-1]:
-            self.keep([node])  # for the next difference
+        if traits.outlives_graph(node):
+            self.keep([node])
 
     def _shared(self, node: fx.Node) -> Sequence[_Open | None]:
-        """For each result of a call the storage that its schema says it lies in.
+        """For each result of a call, the storage that it lies in according to the schema.
 
-        The fake values alone do not tell: a pass may have given the node another input than it was traced with.
+        Fake values are not enough: a pass may have given the node another input than it was traced with.
         """
         if node.target not in self._aliases:
-            may_copy = isinstance(node.target, OpOverload) and str(node.target.overloadpacket) in _MAY_COPY
-            self._aliases[node.target] = () if may_copy else alias_positions(node.target)
+            self._aliases[node.target] = traits.shared_arguments(node)
         shared: list[_Open | None] = []
         for position in self._aliases[node.target]:
             source = node.args[position] if position is not None and position < len(node.args) else None
-            shared.append(self._behind(source)[0] if isinstance(source, fx.Node) else None)
-        if node.target is torch.ops.aten._unsafe_view.default:  # whose schema does not say so
-            return self._behind(node.all_input_nodes[0])[:1]
+            shared.append(self._storages_of(source)[0] if isinstance(source, fx.Node) else None)
         return shared
 
-    def _behind(self, node: fx.Node) -> list[_Open]:
+    def _storages_of(self, node: fx.Node) -> list[_Open]:
         return [storage for item in self._places.get(node, ()) for storage in item]
 
     def _placed(
         self, node: fx.Node, known: dict[int, _Open], *, held: bool, shared: Sequence[_Open | None] = ()
     ) -> list[list[_Open]]:
-        """Where a value lies: where its schema says, else in a storage known by its fake one, else in a new one."""
+        """The storage of a value: by the schema of its call, else by the storage of its fake value, else a new one."""
         value = meta.value(node)
         items = value if isinstance(value, tuple | list) else [value]
         if len(shared) == 1:  # one result, which may be a list of views
@@ -245,13 +282,23 @@ class Finder:
             size = storage_bytes(value)
             if size is None:
                 self.unknown.append(node.name)
-            known[key] = _Open(size or 0, node, held)
+            known[key] = _Open(size or 0, node, held, device_type=value.device.type)
             self._found.append(known[key])
         return known[key]
 
 
+def _copied_to(node: fx.Node) -> MemorySpace | None:
+    """The memory space that a copy on its own lane writes to; None for any other node."""
+    lane = meta.lane(node)
+    if lane is None:
+        return None
+    if lane == DISK:  # from where the way leads to the host
+        return "host" if any(meta.lane(source) == DISK for source in node.all_input_nodes) else "disk"
+    return "host" if lane == DEVICE_TO_HOST else "device"
+
+
 def storage_bytes(value: Tensor) -> int | None:
-    """Bytes of the storage behind a fake tensor, by the hints of symbolic sizes; None where there is no hint."""
+    """Bytes of a fake tensor's storage, using the hints of symbolic sizes; None without hints."""
     if value.layout == torch.strided:
         return hint_of(value.untyped_storage().nbytes())
     numel = hint_of(value.numel())

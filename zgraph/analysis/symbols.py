@@ -1,4 +1,4 @@
-"""Which sizes of a graph are symbols: those of its groups, and its own."""
+"""Symbols for the sizes in a graph: the sizes of its groups, and its own symbolic sizes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 from torch import fx
 
 from zgraph.analysis.sizes import size_hint, tensors_of
-from zgraph.graph import meta, nodes
+from zgraph.graph import dataflow, meta, nodes
+from zgraph.graph.operator_arguments import layout_of
 from zgraph.graph.traffic import transfers_of
-from zgraph.runtime.groups import group_size, group_stride, reduction_group
+from zgraph.runtime.groups import group_size, group_stride
 from zgraph.torch_compat.fake_values import size_expression
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """Which sizes of a graph are symbols.
+    """Symbols for the sizes in a graph.
 
     Attributes:
-        groups: symbol of a group's size, by its name.
-        sizes: present value of each symbol, by its name.
-        scale: of nodes whose result grows or shrinks with a group: by how much, 1 at present.
-        world_of: symbol behind the number of ranks that a node sums over.
+        groups: symbol of each group's size, by group name.
+        sizes: present value of each symbol, by symbol name.
+        scale: factor by which the result of a node grows or shrinks with the size of a group; 1 at present.
+        world_of: symbol of the number of ranks that a node sums over.
     """
 
     groups: dict[str, sympy.Symbol]
@@ -44,8 +45,8 @@ class Symbols:
                 found.add_group(nodes.group_of(node))
                 found.add_start(node)
             elif nodes.is_marker(node):
-                replicas, group_name = cast("tuple[str, str]", node.args[-2:])
-                for each in (replicas, group_name, reduction_group(group_name)):
+                layout = layout_of(node)
+                for each in (layout.replica_group, layout.gather_group, layout.reduce_group):
                     found.add_group(each)
         return found
 
@@ -65,33 +66,32 @@ class Symbols:
         return self.groups.get(group_name, 1)
 
     def add_start(self, start: fx.Node) -> None:
-        """Follow what a collective carries into the copies before and behind it."""
+        """Scale the copies before and after a collective with the size of its group."""
         symbol = self.groups.get(nodes.group_of(start))
-        if (
-            symbol is None or not meta.parameters(start) or nodes.is_all_reduce(start)
-        ):  # all of it on any number of ranks
+        # An all_reduce carries everything on any number of ranks.
+        if symbol is None or not meta.parameters(start) or nodes.is_all_reduce(start):
             return
         now = next(transfers_of(start)).payload_bytes
-        whole = shard = next(transfers_of(start, self.size_of)).payload_bytes / sympy.Integer(now)
+        full = shard = next(transfers_of(start, self.size_of)).payload_bytes / sympy.Integer(now)
         world = group_size(nodes.group_of(start))
         if nodes.is_gather(start):
-            whole = shard * symbol / world
-            copies = nodes.copy_in(start) or []
+            full = shard * symbol / world
+            copies = dataflow.copy_in(start) or []
             for node in [*copies, *(source for copy in copies for source in copy.all_input_nodes)]:
                 self.scale.setdefault(node, shard)
             for node in nodes.sent_by(start):
                 self.scale.setdefault(node, shard)
             for wait in nodes.waits_of(start):
-                self.scale.update(dict.fromkeys((wait, *nodes.results_of(wait)), whole))
+                self.scale.update(dict.fromkeys((wait, *nodes.results_of(wait)), full))
             return
-        shard = whole * world / symbol
+        shard = full * world / symbol
         wait = nodes.wait_of(start)
         if wait is None:
             return
         if nodes.is_reduce_scatter(start):
             self._follow(wait, shard)
         else:
-            self.scale[wait] = whole
+            self.scale[wait] = full
             for total in wait.users:
                 if nodes.is_sum_ranks(total):
                     self.world_of[total] = symbol

@@ -1,4 +1,4 @@
-"""A cost model that runs each kernel once, on this machine, instead of estimating it."""
+"""A cost model that times each kernel on this machine instead of estimating it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from torch import Tensor, fx, nn
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.fx.node import map_arg
 
-from zgraph.analysis.cost import COMPUTE, CostModel, NodeCost
+from zgraph.analysis.cost import CostModel, NodeCost
 from zgraph.analysis.hardware import Hardware
 from zgraph.graph import meta, nodes, operator_arguments
+from zgraph.graph.lanes import COMPUTE
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import attach_state
 from zgraph.torch_compat.fake_values import hint_of, without_fake_mode
 from zgraph.torch_compat.groups import default_store, is_distributed_ready, is_fake_world
 from zgraph.torch_compat.operators import arguments_by_name
 
-_ENOUGH_US = 2_000.0  # of running one kernel again and again
+_ENOUGH_US = 2_000.0  # total time for which one kernel is repeated
 _MOST_CALLS = 50
-# Namespaces of operators that neither communicate nor keep state; others might.
+# Namespaces whose operators neither communicate nor keep state; others may.
 _HARMLESS = ("aten", "prims")
 
 
 class TimedCosts(CostModel):
-    """As `CostModel`, but compute costs what it takes here; collectives and copies between devices are estimated.
+    """A `CostModel` whose compute is timed; collectives and copies between devices are estimated.
 
-    Operators run as in eager mode, on random values of the shapes at hand: what a compiler fuses takes less. Each
-    operator with its sizes is timed once by the first rank that comes to it, whose time the store of the default group
-    gives to all others, so that all plan alike. What cannot be run is estimated, and so are operators of other
-    libraries, which may communicate.
+    Operators run as in eager mode, on random values of the right shapes; fused kernels take less time. Each operator is
+    timed once for each set of sizes, by the first rank that needs it, and shared through the store of the default
+    group, so that all ranks make the same plan. Operators that cannot be run, and operators of other libraries, which
+    may communicate, are estimated.
 
     Args:
         hardware: this machine, as `zgraph.calibrate` finds it.
-        store: where ranks share their times; None: that of the default group, if there is one.
+        store: store through which ranks share times; None: that of the default group, if there is one.
     """
 
     def __init__(self, hardware: Hardware, store: Store | None = None) -> None:
@@ -60,12 +61,12 @@ class TimedCosts(CostModel):
             return _timed_us(node, estimate_us)
         key = hashlib.sha256(repr(_described(node)).encode()).hexdigest()
         if not self.store.check([key]):
-            self.store.compare_set(key, "", repr(_timed_us(node, estimate_us)))  # or a faster rank's stays
+            self.store.compare_set(key, "", repr(_timed_us(node, estimate_us)))  # the first rank's time stays
         return float(self.store.get(key))
 
 
 def _described(node: fx.Node) -> tuple[str, Any]:
-    """What the time of a call depends on, the same on all ranks: not whose signs are drawn, or which rows rebuilt."""
+    """Everything that the time of a call depends on; the same on all ranks, so without ranks in its arguments."""
     named = arguments_by_name(node)
     own: tuple[str, ...] = ()
     if nodes.is_quantize(node) or nodes.is_dequantize_sum(node):
@@ -86,12 +87,12 @@ def _timed_us(node: fx.Node, estimate_us: float) -> float:
     try:
         with without_fake_mode(), torch.no_grad(), _random_state_kept():
             return _median_us(_call(node))
-    except Exception:  # an operator that minds its values; the estimate is left
+    except Exception:  # an operator that rejects random values: keep the estimate
         return estimate_us
 
 
 def _random_state_kept() -> AbstractContextManager[None]:
-    """Keep the random state of the CPU and of this rank's device; for all devices torch would warn."""
+    """Preserve the random state of the CPU and of this rank's device; torch would warn if asked for all devices."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return torch.random.fork_rng(devices=[])
@@ -99,7 +100,7 @@ def _random_state_kept() -> AbstractContextManager[None]:
 
 
 def _call(node: fx.Node) -> Callable[[], object]:
-    """The operator on values of its own."""
+    """The call of a node's operator, on new values."""
     made: dict[fx.Node, Any] = {}
     if nodes.is_quantize(node):
         made |= {handle: _new_handle() for handle in operator_arguments.QuantizeArgs.of(node).handles}
@@ -118,7 +119,7 @@ def _call(node: fx.Node) -> Callable[[], object]:
 
 
 def _new_handle() -> Tensor:
-    """A handle without a parameter; its state is dropped together with it."""
+    """A handle without a parameter; its state is dropped together with the handle."""
     handle = make_handle("")
     attach_state(handle, nn.Module(), "")
     return handle
@@ -126,7 +127,7 @@ def _new_handle() -> Tensor:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the time of a kernel depends on, of one of its tensors; symbolic sizes by their present values."""
+    """Properties of a tensor argument that the time of a kernel depends on, with present values of symbolic sizes."""
 
     sizes: tuple[int | None, ...]
     strides: tuple[int | None, ...]
@@ -162,7 +163,7 @@ def _median_us(run: Callable[[], object]) -> float:
 
 
 def _timed(run: Callable[[], object], calls: int) -> float:
-    """Microseconds of one of so many calls in a row."""
+    """Microseconds per call, over so many calls in a row."""
     _settle()
     started = time.perf_counter()
     for _ in range(calls):

@@ -1,14 +1,15 @@
-"""What an operator allocates beside its results: while it runs, while it is in flight, and for longer.
+"""Transient memory of operators, in addition to their results: while they run, and while they are in flight.
 
-The figures are those of CPU kernels in torch 2.13, each measured by a test; CUDA's are in `cuda_workspace.py`. An
-operator that is not in the table counts as one without workspace. Buffers of a fixed size of some KiB are left out, and
-so is what oneDNN takes to repack the operands of narrow matrix products, which depends on the processor; so does
-attention in bf16, which repacks keys and values on one with AMX.
+The figures are those of CPU kernels in torch 2.13, each verified by a test; those of CUDA are in `cuda_workspace.py`.
+An operator that is not in the table counts as having no workspace. Not counted are buffers of a fixed size of a few
+KiB, and buffers that depend on the processor: oneDNN's for repacking operands of narrow matrix products, and those of
+bf16 attention, which repacks keys and values on processors with AMX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,16 +24,17 @@ from zgraph.torch_compat.fake_values import hint_of
 from zgraph.torch_compat.operators import OpOverload, is_binary, written_arguments
 
 aten = torch.ops.aten
+AT_ONCE = 2  # concurrent collectives of a gloo group; a third waits for a thread (torch 2.11 - 2.13)
 
 
 def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None = None) -> int:
-    """What a call allocates and frees again before it returns, at its highest point beside its results.
+    """Peak bytes that a call allocates in addition to its results, and frees before it returns.
 
     Args:
-        node: with fake values for itself and its arguments.
-        threads: of the CPU kernels; some take a buffer for each.
-        device_type: on which it will run, such as "cuda" where tensors of the CPU stand for those of a planned GPU.
-            None: that of its values.
+        node: call with fake values for itself and its arguments.
+        threads: number of threads of CPU kernels, some of which take a buffer for each.
+        device_type: device on which it will run, such as "cuda" if CPU tensors stand for those of a planned GPU. None:
+            that of its values.
     """
     if not isinstance(node.target, OpOverload):
         return 0
@@ -48,9 +50,9 @@ def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None 
 
 
 def staging_bytes(started: fx.Node) -> int:
-    """What the backend allocates for a collective while it is in flight, beside its result.
+    """Bytes that the backend allocates for a collective in flight, in addition to its result.
 
-    gloo scatters sums out of a copy of what it is given; messages (`zgraph.runtime.collectives`) need nothing.
+    gloo's reduce_scatter copies its input; point-to-point transfers (`zgraph.runtime.collectives`) copy nothing.
 
     Args:
         started: the start, or one result of a start that has several.
@@ -63,18 +65,60 @@ def staging_bytes(started: fx.Node) -> int:
 
 
 def remaining_bytes(node: fx.Node) -> int:
-    """What a call leaves with the state of a parameter beside its results: stage 1's sum of a window's gradients."""
+    """Bytes that a call adds to a parameter's state, besides its results: the accumulated gradients of stage 1."""
     if node.target is not torch.ops.zgraph.accumulate_grad.default:
         return 0
     _, _, dtype, zero_stage, _ = cast("tuple[Any, ...]", node.args)
     return _bytes(_tensor(node, 0), dtype) if zero_stage == 1 else 0
 
 
+def transient_bytes(
+    graph: fx.Graph,
+    allocated_bytes: Callable[[int], int],
+    *,
+    threads: int = 1,
+    late_peers: bool = False,
+    device_type: str | None = None,
+) -> Iterator[int]:
+    """Transient bytes of each node, which storages do not include: workspace, and buffers that collectives stage.
+
+    Args:
+        graph: graph with fake values.
+        allocated_bytes: size that an allocator rounds a request to.
+        threads, device_type: as for `workspace_bytes`.
+        late_peers: whether staging buffers stay until the wait, as on a slow link, or end with the start.
+    """
+    at_once = AT_ONCE if late_peers else 0
+    in_flight: dict[fx.Node, tuple[str, int]] = {}  # group and staged bytes, by the node to wait for
+    for node in graph.nodes:
+        taken = _staged(in_flight.values(), at_once) if node.op != "placeholder" else 0
+        if nodes.is_wait(node):
+            in_flight.pop(node.all_input_nodes[0], None)
+        elif node.op == "call_function":
+            taken += allocated_bytes(workspace_bytes(node, threads=threads, device_type=device_type))
+            if nodes.is_start(node):
+                group_name = nodes.group_of(node)
+                works = {one: (group_name, allocated_bytes(staging_bytes(one))) for one in nodes.started_by(node)}
+                taken += sum(sorted(staged for _, staged in works.values())[-AT_ONCE:])
+                in_flight |= works
+        yield taken
+
+
+def _staged(in_flight: Iterable[tuple[str, int]], at_once: int) -> int:
+    """Bytes staged by the running collectives of each group, which are the oldest; the others are queued."""
+    running = Counter[str]()
+    total = 0
+    for group_name, staged in in_flight:
+        running[group_name] += 1
+        total += staged if running[group_name] <= at_once else 0
+    return total
+
+
 # --- CPU kernels ----------------------------------------------------------------------------------------------------
 
 
 def _attention(node: fx.Node, threads: int) -> int:
-    """A block of scores and a block of results for each thread, in fp32; narrow inputs need the scores once more."""
+    """For each thread a block of scores and one of results, in fp32; with narrow inputs another block of scores."""
     query = _tensor(node, 0)
     rows, columns = _attention_block(node, 0)
     wide = rows * columns + 2 * rows + rows * (hint_of(query.shape[3]) or 0)
@@ -99,7 +143,7 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int]:
 
 
 def _convolution(node: fx.Node, threads: int) -> int:
-    """oneDNN works in a layout of its own: copies of input and weight, then one of the result."""
+    """oneDNN uses its own layout: copies of input and weight, then one of the result."""
     if not _is_relaid(node, 0):
         return 0
     return max(_bytes(_tensor(node, 0)) + _bytes(_tensor(node, 1)), _bytes(meta.tensor_value(node)))
@@ -115,7 +159,7 @@ def _convolution_backward(node: fx.Node, threads: int) -> int:
 
 def _is_relaid(node: fx.Node, source: int) -> bool:
     value, weight = _tensor(node, source), _tensor(node, source + 1)
-    transposed = node.args[source + 6]  # of which torch makes another convolution
+    transposed = node.args[source + 6]  # torch turns it into another convolution
     return value.is_contiguous() and any(hint_of(size) != 1 for size in weight.shape[2:]) and not transposed
 
 
@@ -124,7 +168,7 @@ def _first_argument(node: fx.Node, threads: int) -> int:
 
 
 def _reduction(node: fx.Node, threads: int) -> int:
-    """Numbers are converted before they are summed, all of them at once."""
+    """The whole input is converted before it is summed."""
     source, result = _tensor(node, 0), meta.tensor_value(node)
     # The mean of everything sums narrow numbers in fp32.
     wide = accumulate_dtype(result.dtype) if node.target is aten.mean.default else result.dtype
@@ -132,7 +176,7 @@ def _reduction(node: fx.Node, threads: int) -> int:
 
 
 def _sum_ranks(node: fx.Node, threads: int) -> int:
-    """The total, where it is not the result itself, and the piece that is added to it, where it has to be converted."""
+    """The total, if it is not the result itself, and a converted piece, if pieces have to be converted."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     total, own = _bytes(result, wide), _bytes(result)
@@ -147,7 +191,7 @@ def _low_rank_left(node: fx.Node, threads: int) -> int:
 
 
 def _promotion(node: fx.Node) -> int:
-    """Operands of two types are converted to a common one, and so is a result that is written in place."""
+    """Operands of different types are converted to a common one, and so is a result that is written in place."""
     operands = [meta.value(given) for given in node.args[:2] if isinstance(given, fx.Node)]
     values = [value for value in operands if isinstance(value, Tensor)]  # a symbolic size is a number
     if len(values) < 2:
@@ -189,5 +233,5 @@ def _device(node: fx.Node) -> str:
 
 
 def _bytes(value: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Bytes of as many numbers, in another dtype; 0 where only the data will tell how many."""
+    """Bytes of a tensor's elements in another dtype; 0 if their number depends on data."""
     return (hint_of(value.numel()) or 0) * (dtype or value.dtype).itemsize

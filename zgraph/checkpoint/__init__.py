@@ -1,8 +1,8 @@
-"""Checkpoints that are complete or absent: written beside, renamed when whole, checked before anything is loaded.
+"""Checkpoints that are complete or absent: written under a hidden name, renamed when complete, checked before loading.
 
-A checkpoint is a directory that torch.distributed.checkpoint wrote, with a page `zgraph.json` that lists size and
-CRC-32 of every file. Any number of ranks can load it. Parameters and optimizer state have the names that torch's own
-`get_state_dict` gives ("model.<name>", "optimizer.state.<name>.<key>"), so torch's tools read it too.
+A checkpoint is a directory written by torch.distributed.checkpoint, with a file `zgraph.json` that lists size and
+CRC-32 of every other file. Any number of ranks can load it. Parameters and optimizer state have the names that torch's
+own `get_state_dict` gives ("model.<name>", "optimizer.state.<name>.<key>"), so torch's tools can read it too.
 """
 
 from zgraph.checkpoint.directory import latest_checkpoint

@@ -1,4 +1,4 @@
-"""Steps that all ranks take: what fails on one is raised on every one."""
+"""Running an action on all ranks, so that a failure on one is raised on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """`value` of every rank."""
+    """Gather the `value` of every rank."""
     if not is_distributed_ready():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -27,11 +27,11 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def together(who: str, action: Callable[[], Any], *, all: bool = False) -> Any:
-    """Run an action that does not communicate; where it fails on one rank, raise on every one, or the others hang.
+def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) -> Any:
+    """Run an action that does not communicate; if it fails on one rank, raise on every rank, so that none hangs.
 
     Returns:
-        What it returned here; with `all` a list of what it returned on each rank.
+        The action's result on this rank; with `all`, a list of the results of all ranks.
     """
     result, failure = None, None
     try:
@@ -52,10 +52,10 @@ def together(who: str, action: Callable[[], Any], *, all: bool = False) -> Any:
 
 @contextmanager
 def dcp_errors(who: str) -> Generator[None]:
-    """torch raises a BaseException on every rank, with each failing rank's own inside."""
+    """Turn torch's CheckpointException, a BaseException that holds the error of each failing rank, into ours."""
     try:
         with warnings.catch_warnings():
-            if not is_distributed_ready():  # one process is what was meant
+            if not is_distributed_ready():  # a single process is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is ")
             yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""The directory of a run: which of its checkpoints are complete, and the page that says what one consists of."""
+"""Directory of a run: which of its checkpoints are complete, and the manifest that lists the files of one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, cast
 
 import torch
 
-from zgraph.checkpoint.all_ranks import rank_and_world, together
+from zgraph.checkpoint.all_ranks import rank_and_world, run_on_all_ranks
 from zgraph.errors import CheckpointError
 
 FORMAT = "zgraph checkpoint"
 VERSION = 1
-PAGE = "zgraph.json"
+MANIFEST = "zgraph.json"
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a directory, or None. Every rank calls it, and gets what rank 0 sees.
+    """Find the newest complete checkpoint in a directory, or None. Every rank calls it and gets what rank 0 sees.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -35,12 +35,12 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
         found = complete_checkpoints(root)
         return str(found[-1][1]) if found else None
 
-    found = together("latest_checkpoint", look, all=True)[0]
+    found = run_on_all_ranks("latest_checkpoint", look, all=True)[0]
     return None if found is None else Path(found)
 
 
 def recover(root: Path) -> None:
-    """Put a checkpoint back whose replacement was killed between its two renames."""
+    """Restore a checkpoint whose replacement was interrupted between its two renames."""
     for hidden in root.glob(".step_*.replaced"):
         final = root / hidden.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -48,37 +48,37 @@ def recover(root: Path) -> None:
 
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints by step. One has its name, and its page, only from the rename on."""
+    """Complete checkpoints by step. Only the final rename gives one its name and its manifest."""
     if not root.is_dir():
         return []
     steps = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in root.iterdir()]
-    return sorted((int(match[1]), path) for match, path in steps if match and (path / PAGE).is_file())
+    return sorted((int(match[1]), path) for match, path in steps if match and (path / MANIFEST).is_file())
 
 
-def write_page(folder: Path, step: int, ranks: int, files: Mapping[str, Sequence[int]]) -> None:
-    """The last file of a checkpoint; `files` are [size, CRC-32] by name."""
-    page = {"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "torch": torch.__version__}
-    with (folder / PAGE).open("w") as stream:
-        json.dump({**page, "files": dict(sorted(files.items()))}, stream, indent=1)
+def write_manifest(folder: Path, step: int, ranks: int, files: Mapping[str, Sequence[int]]) -> None:
+    """Write the last file of a checkpoint; `files` are [size, CRC-32] by name."""
+    manifest = {"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "torch": torch.__version__}
+    with (folder / MANIFEST).open("w") as stream:
+        json.dump({**manifest, "files": dict(sorted(files.items()))}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def read_page(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(
             f"zgraph: there is no checkpoint {folder}; zgraph.latest_checkpoint finds the newest one."
         )
-    page = folder / PAGE
-    if not page.is_file():
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
         raise CheckpointError(
-            f"zgraph: {folder} is no complete checkpoint, {PAGE} is missing. Pass a directory that "
+            f"zgraph: {folder} is not a complete checkpoint, {MANIFEST} is missing. Pass a directory that "
             "zgraph.save_checkpoint returned (step_...), or load it with torch.distributed.checkpoint if that wrote it."
         )
     try:
-        found = json.loads(page.read_text())
+        found = json.loads(manifest.read_text())
     except ValueError as error:
-        raise CheckpointError(f"zgraph: {page} is damaged ({error}); resume from another checkpoint.") from error
+        raise CheckpointError(f"zgraph: {manifest} is damaged ({error}); resume from another checkpoint.") from error
     found = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     if found.get("format") != FORMAT or found.get("version") != VERSION:
         raise CheckpointError(
@@ -91,12 +91,12 @@ def read_page(folder: Path) -> dict[str, Any]:
         for entry in cast("dict[str, Any]", files).values()
     )
     if not sound or any(type(found.get(key)) is not int for key in ("step", "ranks")) or found["ranks"] < 1:
-        raise CheckpointError(f"zgraph: {page} is damaged, entries are missing; resume from another checkpoint.")
+        raise CheckpointError(f"zgraph: {manifest} is damaged, entries are missing; resume from another checkpoint.")
     return found
 
 
 def measure(path: Path) -> list[int]:
-    """Size in bytes and CRC-32."""
+    """Size of a file in bytes, and its CRC-32."""
     size, crc = 0, 0
     with path.open("rb") as stream:
         while part := stream.read(2**20):
@@ -105,7 +105,7 @@ def measure(path: Path) -> list[int]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names in a directory survive a power failure."""
+    """Flush a directory's entries to disk, so that they survive a power failure."""
     if os.name == "nt":
         return  # a directory cannot be opened there
     descriptor = os.open(path, os.O_RDONLY)

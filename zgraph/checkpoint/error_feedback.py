@@ -1,13 +1,12 @@
-"""What error feedback keeps, in checkpoints: each rank's own on the ranks that saved it, the mean of all on others.
+"""Error feedback in checkpoints: each rank restores its own on the ranks that saved, the mean of all on other numbers.
 
 Every kept tensor is stored as a DTensor [N, ...], of which each of the N ranks of the parameter's mesh writes a row.
-Counts and methods are stored with the rest of a rank's runtime state. Methods are compared as text and never looked up
-by the name that a checkpoint gives.
+Counts and methods are stored with the rest of a rank's runtime state. Methods are compared as text. Of a name that a
+checkpoint gives nothing is imported: it says which of the classes that are there has written a tensor, if one has.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,21 +18,20 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from zgraph.compression.low_rank import PREFIX, matrix_shape
-from zgraph.compression.methods import SCALE_DTYPE, CompressionMethod
+from zgraph.compression.low_rank import LowRank, matrix_shape
+from zgraph.compression.method_text import kind_of
+from zgraph.compression.methods import SCALE_DTYPE, BlockMethod
 from zgraph.compression.residual_codec import decode_error, encode_error
 from zgraph.errors import CheckpointError, ZgraphWarning
 from zgraph.runtime.chunks import chunk_rows, local_rows
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.error_feedback import Feedback
-from zgraph.runtime.groups import group_size
-from zgraph.sharding.scope import ParamSpec, ShardedParam, sharded_parameters
+from zgraph.sharding.scope import ShardedParam, sharded_parameters
 from zgraph.torch_compat.dtensor import sharded_rows
 
-KEY = "feedback"  # of their entries, in a checkpoint and in a rank's runtime state
-WHOLE = "first_hop"  # the slot whose error is of the whole gradient on every rank
+KEY = "feedback"  # names the entries, in a checkpoint and in a rank's runtime state
+UNSHARDED = "first_hop"  # slot whose error belongs to the unsharded gradient, on every rank
 SHOWN = 5  # names in one warning
-_OWN_METHODS = f'["{CompressionMethod.__module__}:'
 
 Tensors = dict[str, dict[str, dict[str, DTensor]]]  # by parameter, slot and name
 Sizes = Mapping[str, Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]]
@@ -43,10 +41,10 @@ Sizes = Mapping[str, Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]]
 
 
 def facts_of(module: nn.Module) -> dict[str, Any]:
-    """What is known of each parameter's errors: plain values, equal on all ranks."""
+    """Facts about each parameter's errors: plain values, equal on all ranks."""
     facts: dict[str, Any] = {}
-    for name, read in sharded_parameters(module).items():
-        feedbacks = read.state.feedbacks
+    for name, param in sharded_parameters(module).items():
+        feedbacks = param.state.feedbacks
         if feedbacks.by_slot:
             slots = {
                 slot: {
@@ -60,29 +58,30 @@ def facts_of(module: nn.Module) -> dict[str, Any]:
                 }
                 for slot, feedback in feedbacks.by_slot.items()
             }
-            facts[name] = {"loss_scale": feedbacks.loss_scale, "division": _division(read), "slots": slots}
+            facts[name] = {"loss_scale": feedbacks.loss_scale, "division": _division(param), "slots": slots}
     return facts
 
 
 def tensors_of(module: nn.Module, *, copies: bool) -> Tensors:
-    """The kept tensors themselves, or copies on the host, as this rank's rows of DTensors [N, ...]."""
+    """The kept tensors, or copies on the host, as this rank's rows of DTensors [N, ...]."""
     found: Tensors = {}
-    for name, read in sharded_parameters(module).items():
-        for slot, feedback in read.state.feedbacks.by_slot.items():
+    for name, param in sharded_parameters(module).items():
+        for slot, feedback in param.state.feedbacks.by_slot.items():
             for key, tensor in feedback.tensors.items():
                 row = tensor.detach().to("cpu", copy=True) if copies else tensor.detach()
-                mesh = read.sharded.device_mesh
+                mesh = param.sharded.device_mesh
                 found.setdefault(name, {}).setdefault(slot, {})[key] = sharded_rows(row[None], mesh, mesh.size())
     return found
 
 
-def _division(read: ShardedParam) -> dict[str, int | bool]:
-    """What decides which rank keeps the error of which elements."""
+def _division(param: ShardedParam) -> dict[str, int | bool]:
+    """Sizes that decide which rank keeps the error of which elements."""
+    layout = param.spec.layout
     return {
-        "ranks": read.sharded.device_mesh.size(),
-        "group": group_size(read.spec.group_name),
-        "replicas": group_size(read.spec.replicas),
-        "by_rows": read.spec.zero_stage > 0,
+        "ranks": param.sharded.device_mesh.size(),
+        "group": layout.world,
+        "replicas": layout.num_replicas,
+        "by_rows": layout.is_sharded,
     }
 
 
@@ -91,20 +90,20 @@ def _division(read: ShardedParam) -> dict[str, int | bool]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one reduction of a parameter has kept, and what becomes of it here.
+    """Error feedback of one reduction in a checkpoint, and how to restore it here.
 
     Attributes:
-        way: "own": each rank takes what the rank in its place kept; "cut": so, but cut for other chunks; "mean": every
-            rank takes the mean over the ranks that saved.
-        fact: of this slot, see `facts_of`.
-        ranks: that saved it.
-        sizes: of its tensors in the checkpoint, [ranks, ...], with their dtypes.
+        way: "own": each rank takes what the rank in its place kept; "cut": likewise, but cut into other chunks; "mean":
+            every rank takes the mean over the ranks that saved.
+        fact: facts of this slot, see `facts_of`.
+        ranks: number of ranks that saved it.
+        sizes: shapes of its tensors in the checkpoint, [ranks, ...], with their dtypes.
         numel, chunks: how the gradient is cut here.
     """
 
     name: str
     slot: str
-    read: ShardedParam
+    param: ShardedParam
     way: Literal["own", "cut", "mean"]
     fact: Mapping[str, Any]
     ranks: int
@@ -113,11 +112,11 @@ class Part:
     chunks: int
 
     def to_read(self) -> dict[str, DTensor]:
-        """New tensors on the host for this rank's share of the rows."""
-        return {key: empty_rows(self.read, size, dtype) for key, (size, dtype) in self.sizes.items()}
+        """Make new tensors on the host for this rank's share of the rows."""
+        return {key: empty_rows(self.param, size, dtype) for key, (size, dtype) in self.sizes.items()}
 
     def restored(self, tensors: Mapping[str, DTensor]) -> Feedback:
-        """The feedback to go on with. Ranks of the mesh call it together: a mean is summed over them."""
+        """Build the restored feedback. All ranks of the mesh call it, as a mean is summed over them."""
         local = {key: tensor.to_local() for key, tensor in tensors.items()}
         fact = self.fact
         kept = {key: rows[0] for key, rows in local.items()} if self.way == "own" else self._cut_anew(local)
@@ -125,39 +124,39 @@ class Part:
 
     def _cut_anew(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if _is_low_rank(self.fact):
-            # The factor is the same on all ranks; as a mean it may be rounded, and only its direction counts.
+            # The factor is equal on all ranks. Its mean may be rounded, but only its direction counts.
             sums = {key: self._summed(rows.sum(0)) for key, rows in local.items()}
             return {key: total / (self.ranks if key == "right" else self._divisor) for key, total in sums.items()}
-        numel = math.prod(self.read.spec.shape)
-        whole = torch.zeros(numel)
+        numel = self.param.spec.layout.numel
+        flat = torch.zeros(numel)
         for row in range(local["error"].shape[0]):
-            whole += flat_error({key: rows[row] for key, rows in local.items()}, self.fact["numel"], numel)
+            flat += flat_error({key: rows[row] for key, rows in local.items()}, self.fact["numel"], numel)
         if self.way == "mean":
-            whole = self._summed(whole) / self._divisor
+            flat = self._summed(flat) / self._divisor
         group = self.sizes["error"][0][-1]
-        return cut_error(whole, self.numel, self.chunks, group, quantized="error_scale" in local)
+        return cut_error(flat, self.numel, self.chunks, group, quantized="error_scale" in local)
 
     @property
     def _divisor(self) -> int:
-        """What the ranks together have not sent stays the same: a part of a mean, or of a sum."""
-        return self.ranks if self.read.spec.reduction == "mean" else self.read.sharded.device_mesh.size()
+        """Divisor with which the part of the mean, or sum, that the ranks together have not sent stays the same."""
+        return self.ranks if self.param.spec.reduction == "mean" else self.param.sharded.device_mesh.size()
 
-    def _summed(self, whole: Tensor) -> Tensor:
-        """The sum over the ranks of the mesh."""
-        mesh = self.read.sharded.device_mesh
-        whole = whole.to(mesh.device_type)
+    def _summed(self, flat: Tensor) -> Tensor:
+        """Sum over the ranks of the mesh."""
+        mesh = self.param.sharded.device_mesh
+        flat = flat.to(mesh.device_type)
         for group in mesh.get_all_groups():
             try:
-                dist.all_reduce(whole, group=group)
+                dist.all_reduce(flat, group=group)
             except RuntimeError as error:
                 about = [f"the errors of {self.name}"]
                 raise collective_error("all_reduce", about, group.group_name, error) from error
-        return whole
+        return flat
 
 
-def empty_rows(read: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTensor:
-    """[N, ...] for the N ranks that saved, on the host: each rank of the parameter's mesh here has a share of rows."""
-    mesh = read.sharded.device_mesh
+def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTensor:
+    """Make [N, ...] on the host for the N ranks that saved; each rank of the parameter's mesh here has some rows."""
+    mesh = param.sharded.device_mesh
     rows = size[0]
     for ranks, place in zip(mesh.shape, cast("Sequence[int]", mesh.get_coordinate()), strict=True):
         rows = local_rows(rows, ranks, place)
@@ -165,7 +164,7 @@ def empty_rows(read: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTen
 
 
 def sizes_in(metadata: Metadata) -> Sizes:
-    """The kept tensors that a checkpoint has, wherever in it."""
+    """Sizes of the kept tensors in a checkpoint, wherever in it they are."""
     found: dict[str, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] = {}
     paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
     for key, path in paths.items():
@@ -186,22 +185,22 @@ def sizes_of(tensors: Tensors) -> Sizes:
 
 
 def plan_restore(facts: Mapping[str, Any], sizes: Sizes, module: nn.Module) -> tuple[list[Part], list[str]]:
-    """What becomes of every error in a checkpoint; nothing is changed or read yet.
+    """Plan what becomes of every error in a checkpoint; nothing is changed or read yet.
 
     Returns:
-        Parts to restore; what is dropped, "weight (second_hop)" each.
+        Parts to restore; names of what is dropped, such as "weight (second_hop)".
 
     Raises:
         CheckpointError: tensors are missing or have the wrong shape, or the model compresses by another method.
     """
-    reads = sharded_parameters(module)
+    params = sharded_parameters(module)
     parts: list[Part] = []
     dropped: list[str] = []
     for name, about in facts.items():
         for slot, fact in about["slots"].items():
             found = sizes.get(name, {}).get(slot, {})
             _check_tensors(name, slot, about, fact, found)
-            part = _part(name, slot, about["division"], fact, found, reads.get(name))
+            part = _part(name, slot, about["division"], fact, found, params.get(name))
             if part is not None:
                 parts.append(part)
             elif found:
@@ -215,39 +214,32 @@ def _part(
     division: Mapping[str, Any],
     fact: Mapping[str, Any],
     sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
-    read: ShardedParam | None,
+    param: ShardedParam | None,
 ) -> Part | None:
-    """None: there is no place for it here."""
-    if read is None:
+    """Plan one slot; None if it cannot be restored here."""
+    if param is None:
         return None
-    here = _division(read)
+    here = _division(param)
     numel, chunks = fact["numel"], fact["chunks"]
     way: Literal["own", "cut", "mean"] = "own"
     if division != here and _is_low_rank(fact):
         if here["ranks"] == 1:
             return None  # nothing is sent
-        _check_factors(name, fact, sizes, read.spec.shape)
-        way = "own" if division["ranks"] == here["ranks"] else "mean"  # of the whole gradient, however it is split
+        _check_factors(name, fact, sizes, param.spec.layout.shape)
+        way = "own" if division["ranks"] == here["ranks"] else "mean"  # of the unsharded gradient, however it is split
     elif division != here:
-        if slot != WHOLE or here["group"] == 1:
-            return None  # it belongs to a part of the gradient that no rank has alone now, or nothing is sent
-        numel, chunks = _cut_here(read.spec)
+        if slot != UNSHARDED or here["group"] == 1:
+            return None  # it belongs to a part of the gradient that no single rank has now, or nothing is sent
+        numel, chunks = param.spec.layout.grad_chunk.numel(), here["group"]  # however many hops it travels
         same_ranks = division["ranks"] == here["ranks"]
         if sizes and not (same_ranks and (numel, chunks) == (fact["numel"], fact["chunks"])):
-            if not fact["method"].startswith(_OWN_METHODS):
+            kind = kind_of(fact["method"])
+            if kind is None or not issubclass(kind, BlockMethod):
                 return None  # only the method knows what its tensors mean
-            _check_error(name, fact, sizes, math.prod(read.spec.shape))
+            _check_error(name, fact, sizes, param.spec.layout.numel)
             way = "cut" if same_ranks else "mean"
-    _check_method(name, slot, fact, numel, chunks, read)
-    return Part(name, slot, read, way, fact, division["ranks"], sizes, numel, chunks)
-
-
-def _cut_here(spec: ParamSpec) -> tuple[int, int]:
-    """Elements of a chunk, and chunks, of the whole gradient, however many hops they travel."""
-    chunks, rows = group_size(spec.group_name), spec.shape[0]
-    if spec.zero_stage == 0:
-        return chunk_rows(math.prod(spec.shape), chunks), chunks
-    return chunk_rows(rows, chunks) * math.prod(spec.shape[1:]), chunks
+    _check_method(name, slot, fact, numel, chunks, param)
+    return Part(name, slot, param, way, fact, division["ranks"], sizes, numel, chunks)
 
 
 def _check_tensors(
@@ -275,7 +267,7 @@ def _check_tensors(
 def _check_error(
     name: str, fact: Mapping[str, Any], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], numel: int
 ) -> None:
-    """The tensors of zgraph's own methods, for they are about to be decoded."""
+    """Check the tensors of zgraph's own methods, which are about to be decoded."""
     shape, dtype = sizes.get("error", (torch.Size([]), torch.float32))
     groups = chunk_rows(fact["numel"], shape[-1]) if len(shape) == 4 and shape[-1] else -1
     wanted = {"error": ((fact["chunks"], groups), dtype)}
@@ -289,18 +281,18 @@ def _check_error(
         shown = {key: (list(size), dtype) for key, (size, dtype) in sizes.items()}
         raise CheckpointError(
             f"zgraph: the checkpoint keeps {shown} of {name} in {fact['chunks']} chunks of {fact['numel']} elements, "
-            "which is no error of a gradient of its shape; it is damaged, resume from another one."
+            "which is not the error of a gradient of its shape; it is damaged, resume from another one."
         )
 
 
 def _is_low_rank(fact: Mapping[str, Any]) -> bool:
-    return str(fact["method"]).startswith(PREFIX)
+    return kind_of(fact["method"]) is LowRank
 
 
 def _check_factors(
     name: str, fact: Mapping[str, Any], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], shape: Sequence[int]
 ) -> None:
-    """The tensors of a low-rank reduction, for they are about to be summed."""
+    """Check the tensors of a low-rank reduction, which are about to be summed."""
     found = {key: (list(size), dtype) for key, (size, dtype) in sizes.items()}
     error, right = (found.get(key, ([], torch.float32)) for key in ("error", "right"))
     fits = error[0][1:] == list(matrix_shape(shape)) and right[0][2:] == error[0][2:]
@@ -311,9 +303,9 @@ def _check_factors(
         )
 
 
-def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chunks: int, read: ShardedParam) -> None:
-    """Where the model has compressed already it is known by what."""
-    held = read.state.feedbacks.by_slot.get(slot)
+def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chunks: int, param: ShardedParam) -> None:
+    """Check that the method is the one by which the model compresses, if it has compressed already."""
+    held = param.state.feedbacks.by_slot.get(slot)
     if held is not None and (held.method, held.numel, held.chunks) != (fact["method"], numel, chunks):
         raise CheckpointError(
             f"zgraph: the checkpoint keeps an error of {name} that {fact['method']} left in {chunks} chunks of {numel} "
@@ -324,14 +316,13 @@ def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chu
 
 
 def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[tuple[Part, Feedback]]:
-    """Read the parts and make of them what is to be kept; the model is not changed. Every rank calls it.
+    """Read the parts and build the feedback to keep; the model is not changed. Every rank calls it.
 
-    Of what the ranks have kept no rank holds more than its own, and, where errors are cut anew, its share of those of
-    one parameter.
+    At any time a rank holds no more than its own errors and, where errors are cut anew, its share of one parameter's.
 
     Args:
         parts: from `plan_restore`.
-        read: fills new tensors, by parameter, slot and name, from the checkpoint; every rank calls it alike.
+        read: fills new tensors, by parameter, slot and name, from the checkpoint; all ranks call it alike.
     """
     own = [part for part in parts if part.way == "own"]
     restored: list[tuple[Part, Feedback]] = []
@@ -348,47 +339,47 @@ def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[t
 
 
 def put_back(module: nn.Module, facts: Mapping[str, Any], restored: Sequence[tuple[Part, Feedback]]) -> None:
-    """Keep what was restored, and nothing else."""
-    for name, read in sharded_parameters(module).items():
-        read.state.feedbacks.by_slot.clear()
+    """Put restored feedback into the model, and drop what it had."""
+    for name, param in sharded_parameters(module).items():
+        param.state.feedbacks.by_slot.clear()
         if name in facts and facts[name]["loss_scale"] is not None:
-            read.state.feedbacks.loss_scale = facts[name]["loss_scale"]
+            param.state.feedbacks.loss_scale = facts[name]["loss_scale"]
     for part, feedback in restored:
-        part.read.state.feedbacks.by_slot[part.slot] = feedback
+        part.param.state.feedbacks.by_slot[part.slot] = feedback
 
 
 def warn_of_dropped(dropped: Sequence[str]) -> None:
     if dropped:
         more = f" and {len(dropped) - SHOWN} more" if len(dropped) > SHOWN else ""
         warnings.warn(
-            "zgraph: errors that compression kept start as zeros, for they belong to a division among ranks that is "
-            f"no more: {', '.join(dropped[:SHOWN])}{more}. What they held of the last gradients is lost, once; to "
-            "keep it, load on as many ranks as saved the checkpoint.",
+            "zgraph: errors that compression kept start as zeros, because they belong to another division among ranks: "
+            f"{', '.join(dropped[:SHOWN])}{more}. What they held of the last gradients is lost, once; to keep it, load "
+            "on as many ranks as saved the checkpoint.",
             ZgraphWarning,
             stacklevel=3,
         )
 
 
-# --- kept errors as numbers -------------------------------------------------------------------------------------------
+# --- values of errors -------------------------------------------------------------------------------------------------
 
 
 def flat_error(kept: Mapping[str, Tensor], numel: int, total: int) -> Tensor:
-    """An error in the parameter's own element order, in fp32.
+    """Flatten an error into the parameter's element order, in fp32.
 
     Args:
         kept: "error" [chunks, groups, group], and "error_scale" [chunks, groups] where that is int8.
-        numel: elements of a chunk; what fills its last group up is left out.
-        total: elements of the parameter; what fills its last chunks up is left out.
+        numel: elements of a chunk; the padding of its last group is dropped.
+        total: elements of the parameter; the padding of its last chunks is dropped.
     """
     error = decode_error(kept["error"], kept["error_scale"]) if "error_scale" in kept else kept["error"]
     return error.flatten(1)[:, :numel].reshape(-1)[:total]
 
 
 def cut_error(flat: Tensor, numel: int, chunks: int, group: int, *, quantized: bool) -> dict[str, Tensor]:
-    """The inverse of `flat_error`; in int8 as the kernels keep errors."""
+    """Inverse of `flat_error`; in int8 if the kernels keep errors so."""
     groups = chunk_rows(numel, group)
-    whole = torch.nn.functional.pad(flat, (0, chunks * numel - flat.numel())).view(chunks, numel)
-    error = torch.nn.functional.pad(whole, (0, groups * group - numel)).view(chunks, groups, group)
+    by_chunk = torch.nn.functional.pad(flat, (0, chunks * numel - flat.numel())).view(chunks, numel)
+    error = torch.nn.functional.pad(by_chunk, (0, groups * group - numel)).view(chunks, groups, group)
     if not quantized:
         return {"error": error.contiguous()}
     codes, scale = encode_error(error)

@@ -1,4 +1,4 @@
-"""`load_checkpoint`: everything is checked and read before anything is changed."""
+"""`load_checkpoint`: checks and reads everything before it changes anything."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from zgraph.checkpoint import error_feedback as error_feedback
-from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, together
-from zgraph.checkpoint.directory import PAGE, measure, read_page
+from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, run_on_all_ranks
+from zgraph.checkpoint.directory import MANIFEST, measure, read_manifest
 from zgraph.checkpoint.optimizer_names import group_names, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_metadata
@@ -33,13 +33,13 @@ SHOWN = 5  # names of a kind in one error
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What `load_checkpoint` has loaded.
+    """A checkpoint that `load_checkpoint` has loaded.
 
     Attributes:
         path: its directory.
-        step: as it was saved.
-        ranks: how many ranks saved it.
-        extra: what this rank saved as `extra`; where the number of ranks has changed, what rank r modulo `ranks` did.
+        step: step under which it was saved.
+        ranks: number of ranks that saved it.
+        extra: what this rank saved as `extra`; if the number of ranks has changed, what rank r modulo `ranks` saved.
     """
 
     path: Path
@@ -51,18 +51,18 @@ class Checkpoint:
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Checkpoint:
     """Load what `save_checkpoint` wrote, on any number of ranks. Every rank calls it.
 
-    On as many ranks as saved it the run continues bitwise; see `runtime_state` for others. Nothing is loaded unless all
-    can be: names, shapes, dtypes and the size and CRC-32 of every file are checked first, then all is read into new
+    With the same number of ranks the run continues bitwise; see `runtime_state` for other numbers. Everything is loaded
+    or nothing: names, shapes, dtypes and the size and CRC-32 of every file are checked first, then all is read into new
     tensors, and only then copied. Nothing stored is executed (see `SafeReader`).
 
     Args:
         path: a checkpoint, such as `latest_checkpoint` returns.
-        model: built and sharded as the saved one was; the mesh may be another.
-        optimizer: with the same groups. None: what the checkpoint has of one is left alone.
+        model: built and sharded as the saved one was; the mesh may differ.
+        optimizer: with the same groups. None: the checkpoint's optimizer state is ignored.
 
     Raises:
         CheckpointError: it is incomplete, damaged, of another model or of another format version; raised on all ranks,
-            whichever found it, with model and optimizer unchanged.
+            whichever found out, with model and optimizer unchanged.
     """
     folder = Path(path).absolute()
     module = without_compile(model)
@@ -74,18 +74,18 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
                 "zgraph.load_checkpoint: a no_sync window is open, whose gradients are of the old values; run the last "
                 "forward and backward outside of no_sync first."
             )
-        page = read_page(folder)
+        manifest = read_manifest(folder)
         metadata = read_metadata(folder)
         wanted = _wanted(folder, metadata, module, optimizer)
-        wanted[f"rank.{rank % page['ranks']}"] = None
+        wanted[f"rank.{rank % manifest['ranks']}"] = None
         _check_kinds(folder, metadata, wanted)
-        return page, metadata, wanted, json.dumps(page)
+        return manifest, metadata, wanted, json.dumps(manifest)
 
-    inspected = together("load_checkpoint", inspect)
-    page, metadata, wanted, text = inspected
+    inspected = run_on_all_ranks("load_checkpoint", inspect)
+    manifest, metadata, wanted, text = inspected
     if len(set(gathered(zlib.crc32(text.encode())))) > 1:
         raise CheckpointError(f"zgraph.load_checkpoint: ranks see different checkpoints in {folder}; share the folder.")
-    together("load_checkpoint", lambda: _check_files(folder, metadata, page["files"], rank, world))
+    run_on_all_ranks("load_checkpoint", lambda: _check_files(folder, metadata, manifest["files"], rank, world))
 
     def fill(tensors: dict[str, Any]) -> None:
         with dcp_errors("load_checkpoint"):
@@ -95,7 +95,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     fill(wanted)
 
     def prepare() -> tuple[dict[str, Any], dict[str, Any] | None, list[error_feedback.Part], list[str]]:
-        own = decode(wanted[f"rank.{rank % page['ranks']}"], f"what rank {rank % page['ranks']} kept in {folder}")
+        own = decode(
+            wanted[f"rank.{rank % manifest['ranks']}"], f"what rank {rank % manifest['ranks']} kept in {folder}"
+        )
         RuntimeState(module).check(own["runtime"])
         optimizer_state = None
         if optimizer is not None:
@@ -103,19 +105,19 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         facts = own["runtime"].get(error_feedback.KEY, {})
         return own, optimizer_state, *error_feedback.plan_restore(facts, error_feedback.sizes_in(metadata), module)
 
-    own, optimizer_state, parts, dropped = together("load_checkpoint", prepare)
+    own, optimizer_state, parts, dropped = run_on_all_ranks("load_checkpoint", prepare)
     errors = error_feedback.read_parts(parts, lambda tensors: fill({error_feedback.KEY: tensors}))
     prefix = "model."
     module.load_state_dict({key.removeprefix(prefix): wanted[key] for key in wanted if key.startswith(prefix)})
     if optimizer is not None and optimizer_state is not None:
         optimizer.load_state_dict(optimizer_state)
-    RuntimeState(module).restore(own["runtime"], page["ranks"], errors)
+    RuntimeState(module).restore(own["runtime"], manifest["ranks"], errors)
     error_feedback.warn_of_dropped(dropped)
-    return Checkpoint(path=folder, step=page["step"], ranks=page["ranks"], extra=own["extra"])
+    return Checkpoint(path=folder, step=manifest["step"], ranks=manifest["ranks"], extra=own["extra"])
 
 
 class _Opened(SafeReader):
-    """Reads several times from a checkpoint whose table of contents is known."""
+    """Reader for several loads from one checkpoint, whose metadata is read once."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -126,7 +128,7 @@ class _Opened(SafeReader):
 
 
 def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """New tensors for all that is to be read, by name in the checkpoint. Names must agree with the model's."""
+    """Make new tensors for everything to read, by name in the checkpoint; names must agree with the model's."""
     held = metadata.state_dict_metadata
     wanted: dict[str, Any] = {
         f"model.{name}": _new_like(value) if isinstance(value, Tensor) else None
@@ -170,7 +172,7 @@ def _new_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _check_kinds(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
-    """Tensors must be tensors in the checkpoint, of the same shape and dtype."""
+    """Check that tensors are tensors in the checkpoint too, of equal shape and dtype."""
     wrong: list[str] = []
     for key, value in wanted.items():
         entry = metadata.state_dict_metadata.get(key)
@@ -205,10 +207,10 @@ def _refuse_model(folder: Path, found: Mapping[str, Sequence[str]]) -> NoReturn:
 
 
 def _check_files(folder: Path, metadata: Metadata, files: Mapping[str, Sequence[int]], rank: int, world: int) -> None:
-    """Compare the files with what was written, before anything is loaded. Ranks share the reading for checksums."""
+    """Compare the files with what was written, before anything is loaded. Ranks share the work of checksums."""
     needed = {info.relative_path for info in metadata.storage_data.values()}
     for name in sorted(needed - files.keys()):
-        raise CheckpointError(f"zgraph: {folder / PAGE} does not list {name}; resume from another checkpoint.")
+        raise CheckpointError(f"zgraph: {folder / MANIFEST} does not list {name}; resume from another checkpoint.")
     for position, name in enumerate(sorted(files)):
         path, (written, crc) = folder / name, files[name]
         if name != os.path.basename(name) or not path.is_file():
@@ -226,7 +228,7 @@ def _check_files(folder: Path, metadata: Metadata, files: Mapping[str, Sequence[
 
 
 def entry_paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
-    """Entries of the optimizer, with the places they had: ("optimizer", "state", "head.weight", "exp_avg")."""
+    """Entries of the optimizer with their paths, such as ("optimizer", "state", "head.weight", "exp_avg")."""
     paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
     return {
         key: path
@@ -243,7 +245,7 @@ def restored_state(
     optimizer: Optimizer,
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The optimizer's state dict out of what was read."""
+    """Build the optimizer's state dict from what was read."""
     names = group_names(module, optimizer)
     tree = _nested({path[1:]: loaded[key] for key, path in entry_paths(metadata).items()})
     saved: list[dict[str, Any]] = tree["param_groups"]
@@ -274,7 +276,7 @@ def _shown(names: Any) -> str:
 
 
 def _nested(flat: Mapping[tuple[str | int, ...], Any]) -> Any:
-    """Dicts and lists out of values by path; a number in a path is a place in a list."""
+    """Build dicts and lists from values by path; a number in a path is an index in a list."""
     if () in flat:
         return flat[()]
     branches: dict[str | int, dict[tuple[str | int, ...], Any]] = {}

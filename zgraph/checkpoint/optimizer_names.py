@@ -1,4 +1,4 @@
-"""Optimizer state by the names of parameters instead of numbers, as torch's `get_state_dict` has it."""
+"""Optimizer state under names of parameters instead of numbers, as in torch's `get_state_dict`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from zgraph.torch_compat.modules import local_parameters
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of each group's parameters."""
+    """Names of the parameters in each group."""
     names = {id(parameter): name.replace(COMPILED, "") for name, parameter in module.named_parameters()}
     groups: list[list[str]] = []
     for position, group in enumerate(optimizer.param_groups):
-        strange = [list(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
-        if strange:
+        unknown = [list(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+        if unknown:
             raise CheckpointError(
-                f"zgraph: group {position} of the optimizer holds {len(strange)} tensors that are no parameters of the "
-                f"model, the first of shape {strange[0]}; pass the model that it steps, and create it after "
+                f"zgraph: group {position} of the optimizer holds {len(unknown)} tensors that are not parameters of "
+                f"the model, the first of shape {unknown[0]}; pass the model that it steps, and create it after "
                 "zgraph.shard."
             )
         groups.append([names[id(parameter)] for parameter in group["params"]])
@@ -32,7 +32,7 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[int, str]:
-    """An optimizer's state dict numbers its parameters."""
+    """Map the numbers that an optimizer's state dict gives parameters to their names."""
     return {
         index: name
         for group, own in zip(groups, names, strict=True)
@@ -41,7 +41,7 @@ def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence
 
 
 def ignored_states(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state of parameters that each rank steps for itself."""
+    """Optimizer state of ignored parameters, which each rank steps by itself."""
     ignored = _ignored_names(module)
     saved = optimizer.state_dict()
     by_index = names_by_index(saved["param_groups"], group_names(module, optimizer))
@@ -57,8 +57,8 @@ def _ignored_names(module: nn.Module) -> frozenset[str]:
         id(local_parameters(part)[attribute])
         for part in module.modules()
         if (state := state_of(part)) is not None
-        for attribute, read in state.by_attribute.items()
-        if read.spec.ignored
+        for attribute, param in state.by_attribute.items()
+        if param.spec.ignored
     }
     return frozenset(
         name.replace(COMPILED, "") for name, parameter in module.named_parameters() if id(parameter) in ignored

@@ -1,4 +1,4 @@
-"""What a run must remember besides parameters and optimizer: random numbers, and what each rank keeps for itself."""
+"""State of a run besides parameters and optimizer: random generators, and what each rank keeps for itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint import error_feedback as error_feedback
-from zgraph.checkpoint.all_ranks import gathered, together
+from zgraph.checkpoint.all_ranks import gathered, run_on_all_ranks
 from zgraph.checkpoint.safe_reader import decode, encode, read_metadata
 from zgraph.errors import CheckpointError
 from zgraph.runtime.error_feedback import Feedback
@@ -28,31 +28,30 @@ from zgraph.torch_compat.modules import local_parameters
 
 
 def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None = None) -> RuntimeState:
-    """What is neither parameter nor optimizer, as a `Stateful` for torch.distributed.checkpoint.
+    """State that is neither parameter nor optimizer, as a `Stateful` for torch.distributed.checkpoint.
 
         dcp.save({"model": ..., "optimizer": ..., "runtime": zgraph.runtime_state(model)}, checkpoint_id=path)
         dcp.load({..., "runtime": zgraph.runtime_state(model, load_from=path)}, checkpoint_id=path)
 
     It holds, for each rank: the state of the random generators (torch's on CPU and on the current CUDA device, Python's
     `random`), the values of `ignored` parameters, the buffers that differ between ranks (running statistics, say),
-    the tensors that passes keep for a parameter, and what compression has not sent yet (its error feedback).
-    `save_checkpoint` includes it.
+    the tensors that passes keep for a parameter, and the error feedback of compression. `save_checkpoint` includes it.
 
-    When the number of ranks has changed, rank r takes what rank r modulo the saved number had. Where this is not the
-    same rank, its generators are seeded with a hash of that state and r: equal in each repetition, different on each
-    rank. Tensors that passes keep are dropped on all ranks, for they belong to the old division. Of the error
-    that compression keeps of whole gradients each rank takes the mean over the ranks that saved, cut and quantized for
-    the new division (also on as many ranks where another stage cuts it otherwise: there each rank its own): what the
-    ranks together have not sent is preserved up to that quantization. Errors of a second hop and of gathered means,
-    those of a method of your own, and any where nothing is sent any more are dropped, which a `ZgraphWarning` says.
-    A saved error of another method than the one that compresses is refused: by the load where the model has
-    compressed already, else by its first reduction.
+    When the number of ranks has changed, rank r takes what rank r modulo the saved number had. Where that is another
+    rank, its generators are seeded with a hash of that state and r: equal in every repetition, different on every rank.
+    Tensors that passes keep are dropped on all ranks, because they belong to the old division of parameters. Errors of
+    unsharded gradients are preserved: each rank takes the mean over the ranks that saved, cut and quantized for the new
+    division, so that what all ranks together have not sent stays the same up to that quantization. (With the same
+    number of ranks and another stage each rank takes its own error, cut anew.) Dropped, with a `ZgraphWarning`, are
+    errors of a second hop and of gathered means, those of a compression method of your own, and all errors if nothing
+    is sent any more. An error that another method has saved is refused: by the load if the model has compressed
+    already, else by its first reduction.
 
-    The errors are entries of their own, "feedback.<parameter>.<slot>.<tensor>", of which each rank writes and reads its
-    row: DCP only reads entries that the model has too, and only at equal N. `load_from` tells it of those in a
-    checkpoint; without it, a load that leaves them out is an error. All rows that this rank is to read, up to
-    ceil(N saved / N) per parameter, are in memory at the same time; `load_checkpoint` reads one parameter after the
-    other where errors are cut anew.
+    Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>", of which each rank writes and reads its row:
+    DCP only reads entries that the model has too, and only for equal N. `load_from` tells it which ones a checkpoint
+    has; without it, a load that leaves them out is an error. All rows that this rank reads, up to ceil(N saved / N) per
+    parameter, are in memory at the same time; `load_checkpoint` reads one parameter after the other where errors are
+    cut anew.
 
     Args:
         model: sharded or not, compiled or not. Every rank calls `state_dict` and `load_state_dict`, which communicate.
@@ -71,8 +70,8 @@ class RuntimeState:
     def state_dict(self) -> dict[str, Any]:
         """{"ranks": bytes, "feedback": {...}}.
 
-        "ranks" is one entry for all ranks, so that it loads on any number of them. "feedback" is there if there is any:
-        copies on the host, or new tensors for what is to be loaded.
+        "ranks" is one entry for all ranks, so that any number of them can load it. "feedback" exists if there is any:
+        copies on the host, or new tensors to load into.
         """
         if self.load_from is None:
             errors = error_feedback.tensors_of(self.model, copies=True)
@@ -84,7 +83,7 @@ class RuntimeState:
         """Restore this rank's part.
 
         Raises:
-            CheckpointError: an entry is damaged, missing, or of another model; nothing has changed then.
+            CheckpointError: an entry is damaged, missing, or of another model; nothing has been changed.
         """
         errors: error_feedback.Tensors = state_dict.get(error_feedback.KEY, {})
 
@@ -95,25 +94,25 @@ class RuntimeState:
             facts = own.get(error_feedback.KEY, {})
             return own, len(ranks), *error_feedback.plan_restore(facts, error_feedback.sizes_of(errors), self.model)
 
-        own, ranks, parts, dropped = together("runtime_state", prepare)
+        own, ranks, parts, dropped = run_on_all_ranks("runtime_state", prepare)
         restored = [(part, part.restored(errors[part.name][part.slot] if part.sizes else {})) for part in parts]
         self.restore(own, ranks, restored)
         error_feedback.warn_of_dropped(dropped)
 
     def _errors_to_load(self, path: Path) -> error_feedback.Tensors:
-        found = together("runtime_state", lambda: error_feedback.sizes_in(read_metadata(path)))
-        reads = sharded_parameters(self.model)
+        found = run_on_all_ranks("runtime_state", lambda: error_feedback.sizes_in(read_metadata(path)))
+        params = sharded_parameters(self.model)
         return {
             name: {
-                slot: {key: error_feedback.empty_rows(reads[name], *size) for key, size in kept.items()}
+                slot: {key: error_feedback.empty_rows(params[name], *size) for key, size in kept.items()}
                 for slot, kept in slots.items()
             }
             for name, slots in found.items()
-            if name in reads
+            if name in params
         }
 
     def own(self) -> dict[str, Any]:
-        """This rank's part, plain values and CPU tensors. Every rank calls it: buffers are compared."""
+        """This rank's part: plain values and CPU tensors. Every rank calls it, to compare buffers."""
         places = self._places()
         digests = {name: _digest(tensor) for name, tensor in self.model.state_dict().items() if _is_plain(tensor)}
         differing = [name for name in digests if any(other.get(name) != digests[name] for other in gathered(digests))]
@@ -127,10 +126,10 @@ class RuntimeState:
         }
 
     def check(self, own: Any) -> None:
-        """Refuse what `restore` could not restore.
+        """Check that `restore` can restore it.
 
         Raises:
-            CheckpointError: it is of another model.
+            CheckpointError: it belongs to another model.
         """
         places, parameters = self._places(), self._parameter_states()
         for name, tensor in own["local"].items():
@@ -142,13 +141,13 @@ class RuntimeState:
         for name in own["kept"]:
             if name not in parameters:
                 raise CheckpointError(
-                    f"zgraph: the checkpoint keeps runtime tensors for {name}, which is no sharded parameter of this "
-                    "model; load it into the model that was saved."
+                    f"zgraph: the checkpoint keeps runtime tensors for {name}, which is not a sharded parameter of "
+                    "this model; load it into the model that was saved."
                 )
 
     @torch.no_grad()
     def restore(self, own: Any, ranks: int, errors: Sequence[tuple[error_feedback.Part, Feedback]]) -> None:
-        """Put back what `own` returned on the rank that this one takes after, when there were `ranks`."""
+        """Restore what `own` returned, on the rank that this rank takes over from, out of `ranks` that saved."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         places = self._places()
         for name, tensor in own["local"].items():
@@ -162,19 +161,19 @@ class RuntimeState:
         _restore_random(own["random"], None if rank < ranks else rank)
 
     def _places(self) -> dict[str, Tensor]:
-        """Buffers, and parameters of which each rank has its own values, by name in the state dict."""
+        """Buffers, and parameters with values of their own on each rank, by name in the state dict."""
         ignored = {
             id(local_parameters(part)[attribute])
             for part in self.model.modules()
             if (state := state_of(part)) is not None
-            for attribute, read in state.by_attribute.items()
-            if read.spec.ignored
+            for attribute, param in state.by_attribute.items()
+            if param.spec.ignored
         }
         entries = self.model.state_dict(keep_vars=True).items()
         return {name: tensor.detach() for name, tensor in entries if _is_plain(tensor) or id(tensor) in ignored}
 
     def _parameter_states(self) -> dict[str, ParameterState]:
-        return {name: read.state for name, read in sharded_parameters(self.model).items()}
+        return {name: param.state for name, param in sharded_parameters(self.model).items()}
 
 
 def _is_plain(value: object) -> bool:

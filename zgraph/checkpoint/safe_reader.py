@@ -1,8 +1,8 @@
-"""Reading checkpoints of torch.distributed.checkpoint without running what they contain.
+"""Reading checkpoints of torch.distributed.checkpoint without executing anything that they contain.
 
 torch's own reader unpickles the file `.metadata` and every entry that is not a tensor, so a checkpoint from elsewhere
-can run any code. Here `.metadata` is unpickled into inert stand-ins, which are checked and copied into torch's classes
-one by one; nothing a pickle names is ever called. The other entries go through torch's weights-only loader.
+can run arbitrary code. Here `.metadata` is unpickled into inert stand-ins, which are checked and copied into torch's
+classes one by one; nothing that a pickle names is ever called. Other entries go through torch's weights-only loader.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class SafeReader(FileSystemReader):
         dcp.load(state, storage_reader=zgraph.SafeReader(path), planner=zgraph.SafePlanner())
 
     Raises:
-        CheckpointError: from the load, where `.metadata` is damaged or names something it has no use for. Inside
-            torch's CheckpointException, as everything that happens in a load.
+        CheckpointError: from the load, if `.metadata` is damaged or names something that no checkpoint needs. It comes
+            inside torch's CheckpointException, as every error of a load does.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's table of contents."""
+        """Read the checkpoint's table of contents."""
         rank = kwargs.get("rank")
         metadata = read_metadata(Path(self.path), METADATA if rank is None else f"__{rank}{METADATA}")
         cast(StorageMeta, metadata.storage_meta).load_id = self.load_id
@@ -76,7 +76,7 @@ class SafePlanner(DefaultLoadPlanner):
     """torch's DefaultLoadPlanner, except that entries may only hold tensors, plain values and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Written anew out of what was admitted: what torch then loads without a check is our own.
+        # Rewritten from what the safe loader admitted, because torch loads these bytes without a check.
         written = io.BytesIO()
         torch.save(torch.load(value, map_location="cpu", weights_only=True), written)
         written.seek(0)
@@ -84,7 +84,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _StandIn:
-    """Takes the place of one of torch's classes: holds what the pickle says its state is."""
+    """Takes the place of one of torch's classes, and holds the state that the pickle gives it."""
 
     kind = ""
 
@@ -105,7 +105,7 @@ class _Reader(pickle.Unpickler):
     def __init__(self, stream: Any, path: Path) -> None:
         super().__init__(stream)
         self.path = path
-        # New classes for each read: a pickle can set attributes of a class it names.
+        # New classes for each read: a pickle can set attributes of a class that it names.
         self.stand_ins: dict[tuple[str, str], type[_StandIn]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -127,7 +127,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
-    """The table of contents of a DCP checkpoint, unpickled without calling anything that it names.
+    """Read the table of contents of a DCP checkpoint without calling anything that it names.
 
     Raises:
         CheckpointError: the file is missing, damaged or not what DCP writes.
@@ -149,7 +149,7 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
 
 
 class _Converter:
-    """Stand-ins to torch's classes, each field checked."""
+    """Converts stand-ins to torch's classes, checking each field."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -227,10 +227,10 @@ class _Converter:
 
 
 def decode(data: bytes, where: str) -> Any:
-    """What `encode` encoded: tensors, numbers, strings and containers of them, nothing else.
+    """Decode what `encode` encoded: tensors, numbers, strings and containers of them, nothing else.
 
     Raises:
-        CheckpointError: it holds something else, or is damaged.
+        CheckpointError: the data holds something else, or is damaged.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -242,14 +242,14 @@ def decode(data: bytes, where: str) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """Plain values (see `check_plain`) as bytes."""
+    """Encode plain values (see `check_plain`) as bytes."""
     written = io.BytesIO()
     torch.save(value, written)
     return written.getvalue()
 
 
 def check_plain(value: Any, where: str, refuse: Callable[[str], NoReturn]) -> None:
-    """Refuse what a weights-only load would refuse, before it is stored."""
+    """Refuse, before it is stored, what a weights-only load would refuse."""
     if isinstance(value, dict):
         for key, entry in cast("dict[Any, Any]", value).items():
             check_plain(key, f"a key of {where}", refuse)

@@ -1,4 +1,4 @@
-"""`save_checkpoint`: written beside, and renamed when it is complete."""
+"""`save_checkpoint`: writes under a hidden name, and renames when complete."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from zgraph.checkpoint import error_feedback as error_feedback
-from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, together
-from zgraph.checkpoint.directory import complete_checkpoints, measure, recover, sync_directory, write_page
+from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, run_on_all_ranks
+from zgraph.checkpoint.directory import complete_checkpoints, measure, recover, sync_directory, write_manifest
 from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import METADATA, check_plain, encode
@@ -36,40 +36,39 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/step_<step>`: model, optimizer, runtime state (see `runtime_state`) and `extra`.
 
-    Every rank calls it.
-
-    Files are written and fsynced in a hidden directory beside, which is renamed at the end: whenever the run is killed,
-    a checkpoint is there completely or not at all. All ranks write into the same file system.
+    Every rank calls it. Files are written and fsynced in a hidden directory next to the final one, which is renamed at
+    the end: whenever the run is killed, a checkpoint exists completely or not at all. All ranks write to the same file
+    system.
 
     Args:
-        directory: made where it is missing; holds the checkpoints of one run.
+        directory: holds the checkpoints of one run; created if missing.
         model: sharded or not, compiled or not.
-        optimizer: of the model's parameters. Gradients are not saved: call after a step, not inside a `no_sync` window.
+        optimizer: steps the model's parameters. Gradients are not saved: call after a step, not in a `no_sync` window.
         step: names the checkpoint; a complete one of the same step is replaced.
-        extra: what else to remember, such as a scheduler's state_dict or the data position. May differ between ranks.
+        extra: anything else to save, such as a scheduler's state_dict or the data position. May differ between ranks.
             Plain tensors, numbers, strings, None, and dicts, lists and tuples of them.
-        keep: complete checkpoints that stay, the newest ones.
+        keep: how many complete checkpoints to keep, the newest ones.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
         ValueError: an option cannot be honoured.
-        CheckpointError: it could not be written; raised on all ranks, whichever failed. Earlier ones are untouched.
+        CheckpointError: it could not be written; raised on all ranks, whichever failed. Earlier checkpoints are intact.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"zgraph.save_checkpoint: step={step} must not be negative, and keep={keep} at least 1.")
     root = Path(directory).absolute()
     final, partial = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
     module = without_compile(model)
-    state = together("save_checkpoint", lambda: _state_to_save(module, optimizer, dict(extra or {})))
+    state = run_on_all_ranks("save_checkpoint", lambda: _state_to_save(module, optimizer, dict(extra or {})))
     rank, ranks = rank_and_world()
     if len(set(steps := gathered(step))) > 1:
         raise CheckpointError(f"zgraph.save_checkpoint: ranks save different steps {steps}; pass the same everywhere.")
     own: dict[str, Any] = {"runtime": RuntimeState(module).own(), "extra": dict(extra or {})}
     own["optimizer"] = {} if optimizer is None else ignored_states(module, optimizer)
     state["rank"] = {str(rank): encode(own)}
-    errors = error_feedback.tensors_of(module, copies=False)  # written before anyone trains on
+    errors = error_feedback.tensors_of(module, copies=False)  # written before training goes on
     if errors:
         state[error_feedback.KEY] = errors
 
@@ -77,14 +76,14 @@ def save_checkpoint(
         if rank == 0:
             root.mkdir(parents=True, exist_ok=True)
             recover(root)
-            for left_over in root.glob(".step_*"):  # by a run that was killed
+            for left_over in root.glob(".step_*"):  # from a run that was killed
                 shutil.rmtree(left_over)
             partial.mkdir()
 
     def finish(files: list[dict[str, list[int]]]) -> None:
         if rank != 0:
             return
-        write_page(partial, step, ranks, {name: entry for of_rank in files for name, entry in of_rank.items()})
+        write_manifest(partial, step, ranks, {name: entry for of_rank in files for name, entry in of_rank.items()})
         sync_directory(partial)
         if final.exists():
             final.rename(root / f".{final.name}.replaced")
@@ -92,20 +91,20 @@ def save_checkpoint(
         sync_directory(root)
         for _, old in complete_checkpoints(root)[:-keep]:
             hidden = root / f".{old.name}.old"
-            old.rename(hidden)  # first: half deleted it would look complete
+            old.rename(hidden)  # first, because half deleted it would look complete
             shutil.rmtree(hidden)
         shutil.rmtree(root / f".{final.name}.replaced", ignore_errors=True)
 
-    together("save_checkpoint", prepare)
+    run_on_all_ranks("save_checkpoint", prepare)
     with dcp_errors("save_checkpoint"):
         save(state, storage_writer=FileSystemWriter(partial), no_dist=not is_distributed_ready())
     names = [f"__{rank}_*.distcp", *([METADATA] if rank == 0 else [])]
-    files = together(
+    files = run_on_all_ranks(
         "save_checkpoint",
         lambda: {path.name: measure(path) for name in names for path in partial.glob(name)},
         all=True,
     )
-    together("save_checkpoint", lambda: finish(files))
+    run_on_all_ranks("save_checkpoint", lambda: finish(files))
     return final
 
 

@@ -1,1 +1,1 @@
-"""What a pass is, and what runs passes: pipeline, verification, partition, agreement, the budget."""
+"""The pass interface and everything that runs passes: pipeline, verification, partition, agreement, the budget."""

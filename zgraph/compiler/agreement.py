@@ -36,7 +36,7 @@ class Signature:
     """A graph's collectives, in a form that equal graphs share on all ranks.
 
     Attributes:
-        direction: "forward", "backward" or "inference".
+        direction: "forward", "backward", "inference" or "step".
         entries: what must be equal.
         names: the parameters behind each entry, for people; equal blocks may differ in them.
         ranks: everybody in the groups involved.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
-import torch
 from torch import fx
 
 from zgraph.analysis.liveness import MemoryCurve
-from zgraph.graph import meta, nodes
-from zgraph.runtime.chunks import payload_bytes
-from zgraph.runtime.groups import group_size
+from zgraph.graph import meta
 
 TRIES = 4  # before the most frugal plan
 STEP = 32  # the part of a budget by which a target is lowered at least, from the second try on
@@ -39,65 +37,21 @@ def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
     return LEAST if peak_of(LEAST) <= budget_bytes else None
 
 
-def smallest_feasible(peak_of: Callable[[int], int], known: dict[int, int]) -> int:
+def smallest_feasible(peak_of: Callable[[int], int]) -> int:
     """A budget that `fit` keeps, and so small that it does not keep one of a byte less, as far as was searched.
 
     Args:
         peak_of: as for `fit`.
-        known: what it has returned so far, by argument; more is added.
     """
-
-    def remembered(target: int) -> int:
-        if target not in known:
-            known[target] = peak_of(target)
-        return known[target]
-
-    least = remembered(LEAST)
+    peak_of = cache(peak_of)
+    least = peak_of(LEAST)
     for _ in range(SEARCHES):
-        target = fit(remembered, least - 1)
+        target = fit(peak_of, least - 1)
         if target is None:
             break
-        peak = remembered(target)
-        least = peak if fit(remembered, peak) is not None else least - 1
+        peak = peak_of(target)
+        least = peak if fit(peak_of, peak) is not None else least - 1
     return least
-
-
-def agreed_peak(curve: MemoryCurve) -> int:
-    """The peak as all ranks count it, the highest of any.
-
-    Ranks hold different numbers of a parameter's rows, and pad them or not on their way into a gather.
-    """
-    during = list(curve.bytes_during)
-    place_of = {node: place for place, node in enumerate(curve.nodes)}
-    ranges = {entry.node: entry for entry in curve.ranges if not entry.held}
-    for start in curve.nodes:
-        copies = nodes.copy_in(start) if nodes.is_gather(start) else None
-        wait = nodes.wait_of(start)
-        if (
-            copies is None
-            or wait is None
-            or nodes.is_quantized_gather(start)  # which reads the rows where they are
-            or all(_is_even(chunk.rows, chunk.group_names) for chunk in meta.chunks(start))
-        ):
-            continue
-        packed = next((node for node in copies if node.target is torch.ops.aten.cat.default), None)
-        for node in copies:
-            if node in ranges and not nodes.is_packing(node):
-                for place in range(ranges[node].first, ranges[node].last + 1):
-                    during[place] -= ranges[node].bytes
-        if packed is not None:
-            first = last = place_of[packed]
-        else:
-            first, last = place_of[start], max(map(place_of.__getitem__, nodes.waits_of(start)))
-        sent = [node for node in nodes.sent_by(start) if node is packed or not nodes.is_packing(node)]
-        chunk_bytes = sum(payload_bytes(chunk.shape, chunk.dtype) for chunk in map(meta.tensor_value, sent))
-        for place in range(first, last + 1):
-            during[place] += chunk_bytes
-    return max(during, default=0)
-
-
-def _is_even(rows: int, group_names: tuple[str, ...]) -> bool:
-    return rows % group_size(group_names[0]) == 0
 
 
 def explain(curve: MemoryCurve, count: int = 5) -> str:

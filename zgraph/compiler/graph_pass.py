@@ -19,13 +19,12 @@ from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
 Phase = Literal["joint", "graph"]
-Direction = Literal["joint", "forward", "backward", "inference"]
+Direction = Literal["joint", "forward", "backward", "inference", "step"]
 
 
 class Fact(StrEnum):
     """What holds of a graph after a pass has run. A pass of your own may use any other string."""
 
-    TARGET_SET = "target_set"
     GATHERS_DEDUPED = "gathers_deduped"
     LIFETIMES_CHOSEN = "lifetimes_chosen"
     GATHERS_QUANTIZED = "gathers_quantized"
@@ -38,53 +37,42 @@ class Fact(StrEnum):
     OVERLAP_SCHEDULED = "overlap_scheduled"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """What a pass may know and leave behind; one for each compiled frame, shared by all its passes.
+    """What a pass may know of the frame that is compiled. Passes read it; what they leave in it is for people.
 
     Attributes:
-        direction: of the graph at hand; "joint" before the partition.
+        direction: of the graph at hand; "joint" before the partition, "step" for a whole training step.
         graphs: the graphs of this frame by direction, so that one plan can cover forward and backward.
-        parameters: name of the parameter behind each marker's handle, by placeholder name of the joint graph.
         user_outputs: how many outputs of the joint and forward graph are the user's; the others are gradients, or
             saved for backward. None in inference.
-        budget_bytes: what a step may hold at any moment of what it allocates; see `zgraph.passes.SetTarget`. None: no
-            limit.
-        target_bytes: what to plan for instead, where graphs that were planned for the budget itself hold more.
-        split: how the joint graph will be split into forward and backward, to be tried on a copy. None in inference.
+        split: how the joint graph will be split into forward and backward, to be tried on a copy. None in inference,
+            and for whole steps, which are not split.
         decomposed: whether operators were taken apart for Inductor, so that results are close to eager torch's and not
             the same bits.
-        cost_of: what a call costs, in any graph; the same on all ranks, for plans follow from it. None: unknown, and a
-            pass that plans by it is refused.
-        hardware: of each rank, the same on all, by which plans are made; None: unknown.
+        hardware: of each rank, the same on all, by which plans are made; None: the pipeline has no `zgraph.Target`.
+        cost_of: what a call costs there, in any graph; the same on all ranks, for plans follow from it. None: unknown.
+        sharing: what the lanes of these costs take from one another.
+        plan_bytes: what a step may hold at any moment of what it allocates: the target's budget, or less where graphs
+            that were planned for the budget itself hold more. None: no limit.
         machine: the preset that the ranks' GPUs are, the same on all; passes without other hardware look at its links.
             None: unknown.
-        sharing: what the lanes of these costs take from one another.
-        limits: that the order of the final graphs keeps to; None: it was made by rules, which know no costs.
         planned_backend: what the groups of a planned cluster stand for; a real group knows better.
         notes: what passes had to say, as (pass, direction, text); shown in dumps and reports.
     """
 
     direction: Direction = "joint"
-    graphs: dict[Direction, fx.GraphModule] = field(default_factory=dict[Direction, fx.GraphModule])
-    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    graphs: Mapping[Direction, fx.GraphModule] = field(default_factory=dict[Direction, fx.GraphModule])
     user_outputs: int | None = None
-    budget_bytes: int | None = None
-    target_bytes: int | None = None
     split: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]] | None = None
     decomposed: bool = False
-    cost_of: Callable[[fx.Node], NodeCost] | None = None
     hardware: Hardware | None = None
-    machine: Hardware | None = None
+    cost_of: Callable[[fx.Node], NodeCost] | None = None
     sharing: Sharing = field(default_factory=Sharing)
-    limits: Limits | None = None
+    plan_bytes: int | None = None
+    machine: Hardware | None = None
     planned_backend: str = "gloo"
     notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])
-
-    @property
-    def plan_bytes(self) -> int | None:
-        """What passes plan for."""
-        return self.budget_bytes if self.target_bytes is None else self.target_bytes
 
     def note(self, graph_pass: GraphPass, text: str) -> None:
         """Leave a line for the reader of the dump, such as why a pass did nothing."""
@@ -126,12 +114,14 @@ class GraphPass:
     Attributes:
         name: in errors and dumps.
         phase: "joint" passes see forward and backward in one graph before the partition; "graph" passes run on the
-            forward and the backward graph, or on the one graph of inference. In inference all passes run on that graph.
+            forward and the backward graph, or on the one graph of inference. In inference all passes run on that graph,
+            as they do on the graph of a whole training step.
         requires: facts that an earlier pass must provide.
         provides: facts that hold afterwards.
         conflicts: facts that must not hold yet.
-        counts_after: optimizer steps: until then the backward runs that was planned without this pass. Only for passes
-            of phase "graph" that change nothing but the backward graph.
+        from_step: optimizer step from which on it counts: before, the backward runs that was planned without this pass.
+            Only passes of phase "graph" that leave forward as it is may have one.
+        needs_target: whether it plans by costs, and is refused in a pipeline without a `zgraph.Target`.
     """
 
     name: ClassVar[str] = "unnamed"
@@ -141,8 +131,16 @@ class GraphPass:
     conflicts: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def counts_after(self) -> int:
+    def from_step(self) -> int:
         return 0
+
+    @property
+    def needs_target(self) -> bool:
+        return False
+
+    def limits(self, ctx: PassContext) -> Limits | None:
+        """Limits within which the pass orders graphs by costs; None: it goes by rules, or does not order them."""
+        return None
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         """Rewrite gm.graph in place; say truthfully whether anything changed."""

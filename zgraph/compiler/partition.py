@@ -1,6 +1,6 @@
 """Split a joint graph by torch's partitioner, and settle what it does to random operators that backward repeats.
 
-An operator that draws and is computed again (activation checkpointing) is wrapped by torch, so that backward draws with
+A random operator that is recomputed (activation checkpointing) is wrapped by torch, so that backward draws with
 the state of the generator that forward had: forward returns the state, and backward takes it as an input.
 """
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.analysis.sizes import size_hint
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, traits
 from zgraph.torch_compat.aot import may_be_written, min_cut_partition, rng_state_operators
-from zgraph.torch_compat.operators import OpOverload, argument_of
+from zgraph.torch_compat.operators import OpOverload
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -27,10 +27,10 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
         joint: tagged by passes; changed as the partitioner changes it.
         inputs, kwargs: what AOTAutograd hands to a partitioner.
     """
-    _hide_drawless(joint.graph)
+    _hide_zero_dropout(joint.graph)
     forward, backward = min_cut_partition(joint, inputs, **kwargs)
     for gm in (joint, forward, backward):
-        _show_drawless(gm)
+        _restore_zero_dropout(gm)
     _settle_states(forward, backward, kwargs["num_fwd_outputs"])
     return forward, backward
 
@@ -38,26 +38,19 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
 # --- attention without dropout ----------------------------------------------------------------------------------------
 
 
-def draws_nothing(node: fx.Node) -> bool:
-    """Whether an operator is tagged as random and has a `dropout_p` of zero: attention then asks no generator."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    return argument_of(node, "dropout_p") == 0
-
-
-def drawless(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+def zero_dropout(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Stands in a joint graph for an operator that is tagged as random and draws nothing, while the graph is split."""
     return operator(*args, **kwargs)
 
 
-def _hide_drawless(graph: fx.Graph) -> None:
-    for node in nodes.call_functions(graph, draws_nothing):
+def _hide_zero_dropout(graph: fx.Graph) -> None:
+    for node in nodes.call_functions(graph, traits.has_zero_dropout):
         node.args = (cast(OpOverload, node.target), *node.args)
-        node.target = drawless
+        node.target = zero_dropout
 
 
-def _show_drawless(gm: fx.GraphModule) -> None:
-    found = list(nodes.call_functions(gm.graph, lambda node: node.target is drawless))
+def _restore_zero_dropout(gm: fx.GraphModule) -> None:
+    found = list(nodes.call_functions(gm.graph, lambda node: node.target is zero_dropout))
     for node in found:
         operator, *args = node.args
         assert isinstance(operator, OpOverload)

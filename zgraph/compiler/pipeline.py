@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
+from zgraph.compiler.target import Target
 from zgraph.compiler.verify import Snapshot, Where, check_values, verify
 from zgraph.errors import PreconditionError
 from zgraph.graph import meta
 
-Observer = Callable[[GraphPass, Direction, fx.Graph], None]
+Observer = Callable[[GraphPass | None, PassContext, fx.Graph], None]  # no pass: a graph as it was before any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +36,28 @@ class Pipeline:
 
     Args:
         passes: such as `zgraph.passes.presets.default()`, edited.
+        target: what the passes plan for. None: they go by rules, and one that plans by costs is refused.
         replay_all: after each phase, replay whole graphs on fake values, not only the nodes that a pass has changed:
             finds a pass that alters a recorded value in place. Slower; for the tests of a pass.
 
     Raises:
-        PreconditionError: a pass requires what no earlier one provides, or conflicts with what one provides.
-        ValueError: an entry is not a pass.
+        PreconditionError: a pass requires what no earlier one provides, or conflicts with what one provides; or it
+            needs a target that the pipeline lacks.
+        ValueError: passes is not a list, or an entry is not a pass.
     """
 
     passes: tuple[GraphPass, ...]
+    target: Target | None = None
     replay_all: bool = False
-    _facts: dict[Phase, dict[str, None]] = field(init=False, repr=False, compare=False)
 
-    def __init__(self, passes: Iterable[GraphPass], *, replay_all: bool = False) -> None:
+    def __init__(self, passes: Iterable[GraphPass], *, target: Target | None = None, replay_all: bool = False) -> None:
+        if not isinstance(passes, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"zgraph.Pipeline: {getattr(passes, '__name__', passes)!r} is not a list of passes; write one, "
+                "such as [SinkWaits()], or call the preset: zgraph.passes.presets.default()."
+            )
         object.__setattr__(self, "passes", tuple(passes))
+        object.__setattr__(self, "target", target)
         object.__setattr__(self, "replay_all", replay_all)
         self._check_contracts()
 
@@ -56,13 +65,18 @@ class Pipeline:
         """The passes of one phase, in order."""
         return (entry for entry in self.passes if entry.phase == phase)
 
-    def without(self, left_out: Callable[[GraphPass], bool]) -> Pipeline:
-        """The same pipeline without some passes.
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Optimizer steps from which on some pass counts, the first ones included."""
+        return tuple(sorted({0, *(entry.from_step for entry in self.passes)}))
+
+    def at(self, step: int) -> Pipeline:
+        """The passes that count in an optimizer step.
 
         Raises:
-            PreconditionError: another pass requires one of them.
+            PreconditionError: one of them requires a pass that counts only later.
         """
-        return Pipeline((entry for entry in self.passes if not left_out(entry)), replay_all=self.replay_all)
+        return replace(self, passes=[entry for entry in self.passes if entry.from_step <= step])
 
     def _check_contracts(self) -> None:
         for entry in self.passes:
@@ -71,6 +85,10 @@ class Pipeline:
                     f"zgraph.Pipeline: {entry!r} is not a pass; list instances of zgraph.GraphPass, such as "
                     "SinkWaits()."
                 )
+        if self.target is not None and not isinstance(self.target, Target):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"zgraph.Pipeline: target is a {type(self.target).__name__}; write zgraph.Target(hardware=...)."
+            )
         held: dict[str, str] = {}
         for entry in [*self.of("joint"), *self.of("graph")]:
             missing = [fact for fact in sorted(entry.requires) if fact not in held]
@@ -86,6 +104,13 @@ class Pipeline:
                         "before it."
                     )
             held |= dict.fromkeys(sorted(entry.provides), entry.name)
+        for entry in self.passes if self.target is None else ():
+            if entry.needs_target:
+                raise PreconditionError(
+                    f"{entry.name} plans by costs, and the pipeline has no target; write zgraph.Pipeline([...], "
+                    "target=zgraph.Target(hardware=zgraph.calibrate())), or take passes that go by rules, such as "
+                    "those of zgraph.passes.presets.default()."
+                )
 
     def run(
         self, phase: Phase, ctx: PassContext, graphs: dict[Direction, fx.GraphModule], observe: Observer
@@ -94,7 +119,7 @@ class Pipeline:
 
         Args:
             phase: "joint" or "graph".
-            ctx: handed to the passes; its direction is set before each run.
+            ctx: handed to the passes, each time with the graphs and the direction of the one at hand.
             graphs: rewritten in place.
             observe: called after each verified pass, for dumps.
 
@@ -107,11 +132,11 @@ class Pipeline:
         for entry in self.of(phase):
             facts |= dict.fromkeys(sorted(entry.provides))
             for direction, gm in graphs.items():
-                ctx.direction = direction
+                here = replace(ctx, direction=direction, graphs=graphs)
                 started = time.perf_counter()
-                changed = self._run_one(entry, direction, gm, ctx, facts)
+                changed = self._run_one(entry, gm, here, facts)
                 seconds = time.perf_counter() - started
-                observe(entry, direction, gm.graph)
+                observe(entry, here, gm.graph)
                 yield PassRun(
                     name=entry.name,
                     direction=direction,
@@ -122,15 +147,13 @@ class Pipeline:
         for direction, gm in graphs.items() if self.replay_all else ():
             check_values(gm.graph.nodes, Where(pass_name=f"a pass of phase {phase}", direction=direction))
 
-    def _run_one(
-        self, entry: GraphPass, direction: Direction, gm: fx.GraphModule, ctx: PassContext, facts: Iterable[str]
-    ) -> bool:
-        where = Where(pass_name=entry.name, direction=direction)
+    def _run_one(self, entry: GraphPass, gm: fx.GraphModule, ctx: PassContext, facts: Iterable[str]) -> bool:
+        where = Where(pass_name=entry.name, direction=ctx.direction)
         before = Snapshot.of(gm.graph)
         try:
             changed = entry.run(gm, ctx)
         except Exception as error:
-            error.add_note(f"zgraph: while {entry.name} ran on the {direction} graph")
+            error.add_note(f"zgraph: while {entry.name} ran on the {ctx.direction} graph")
             raise
         if not isinstance(changed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise where.error(f"run returned {changed!r}; return True if the graph changed, else False.")
@@ -142,7 +165,7 @@ class Pipeline:
             before,
             facts,
             where,
-            user_outputs=ctx.user_outputs if direction == "forward" else None,
+            user_outputs=ctx.user_outputs if ctx.direction == "forward" else None,
         )
         return changed
 

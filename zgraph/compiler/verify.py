@@ -11,9 +11,9 @@ from torch import fx
 
 from zgraph.compiler.graph_pass import Direction, Fact
 from zgraph.errors import VerifyError
-from zgraph.graph import meta, nodes, operator_arguments
+from zgraph.graph import meta, nodes, operator_arguments, traits
 from zgraph.graph.text import neighbourhood
-from zgraph.torch_compat.operators import is_higher_order, returns_alias, written_arguments
+from zgraph.torch_compat.operators import is_higher_order, written_arguments
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,11 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
     What the user's own outputs keep alive anyway may be saved too.
     """
     outputs = nodes.returned_by(graph)
-    kept = [_gather_behind(out) for out in outputs[:user_outputs] if isinstance(out, fx.Node)]
+    kept = [_source_gather(out) for out in outputs[:user_outputs] if isinstance(out, fx.Node)]
     for out in outputs[user_outputs:]:
         if not isinstance(out, fx.Node):
             continue
-        source = _gather_behind(out)
+        source = _source_gather(out)
         if source is not None and source not in kept:
             raise where.error(
                 f"{out.name} saves the gathered {', '.join(meta.parameters(source))} for backward; put "
@@ -221,20 +221,20 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
             between = between.next
 
 
-def _gather_behind(node: fx.Node) -> fx.Node | None:
+def _source_gather(node: fx.Node) -> fx.Node | None:
     """The gather that a value is a view, cast or copy of."""
     while True:
         if nodes.is_unshard(node):
             return (
                 node
-                if operator_arguments.UnshardArgs.of(node).zero_stage > 0 and not meta.is_tagged_saved(node)
+                if operator_arguments.UnshardArgs.of(node).layout.is_sharded and not meta.is_tagged_saved(node)
                 else None
             )
         if nodes.is_wait(node):
             start = nodes.start_of(node)
             releases = nodes.is_gather(start) and meta.parameters(start) and not meta.is_tagged_saved(start)
             return start if releases else None
-        if not nodes.is_reshaping(node) or not node.all_input_nodes:
+        if not traits.is_reshaping(node) or not node.all_input_nodes:
             return None
         node = node.all_input_nodes[0]
 
@@ -242,7 +242,7 @@ def _gather_behind(node: fx.Node) -> fx.Node | None:
 def _buffer_of(node: fx.Node) -> fx.Node:
     """The node whose memory this one is a view of."""
     while node.args and isinstance(node.args[0], fx.Node):
-        if not (returns_alias(node.target) or getattr(node.target, "__name__", "") == "getitem"):
+        if not (traits.is_view(node) or nodes.is_getitem(node)):
             break
         node = node.args[0]
     return node

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +14,6 @@ from torch import Tensor
 from zgraph.runtime.chunks import MIB
 
 FACTOR_DTYPE = torch.float32  # of factors and errors, whatever gradients come in
-PREFIX = "LowRank("  # of what `LowRank.kept_as` writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class LowRank:
     Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD", arXiv 1905.13727, algorithms 1 and 2.
     """
 
+    name: ClassVar[str] = "LowRank"  # by which checkpoints know it
     rank: int = 4
     least_saving: float = 2.0
     bucket_bytes: int = 16 * MIB
@@ -61,8 +63,8 @@ class LowRank:
 
     @property
     def kept_as(self) -> str:
-        """What the kept tensors depend on, as text."""
-        return f"{PREFIX}rank={self.rank})"
+        """Properties that the state depends on, in the form of `method_text`."""
+        return json.dumps([self.name, {"rank": self.rank}])
 
     def pays(self, shape: Sequence[int], sent_bytes: int) -> bool:
         """Whether factors save enough.
@@ -122,7 +124,7 @@ class FactorLayout:
     rank: int
 
     def batches(self) -> list[Batch]:
-        """In the order in which sizes first occur."""
+        """Batches of equal size, in the order in which sizes first occur."""
         alike: dict[tuple[int, int], list[int]] = {}
         for member, size in enumerate(zip(self.rows, self.columns, strict=True)):
             alike.setdefault(size, []).append(member)
@@ -167,12 +169,12 @@ def orthonormalize_work(layout: FactorLayout) -> tuple[int, int]:
     for batch in layout.batches():
         numbers = len(batch.members) * batch.rows  # of one row of P^T, over the whole batch
         for before in range(layout.rank):
-            again = 2 if before else 0  # times that the rows before are taken away
-            launches += _OWN_LAUNCHES + again * _AWAY_LAUNCHES
-            moved += (_OWN_PASSES + again * (5 + 6 * before)) * numbers * FACTOR_DTYPE.itemsize
+            projections = 2 if before else 0  # how often the earlier rows' components are subtracted
+            launches += _OWN_LAUNCHES + projections * _PROJECTION_LAUNCHES
+            moved += (_OWN_PASSES + projections * (5 + 6 * before)) * numbers * FACTOR_DTYPE.itemsize
     return launches, moved
 
 
 # For each row its scaling, its length before and after, and its division: kernels, and how often they read or write it.
-# Then the kernels that take the rows before away from it: it is read or written five times, and each of those six.
-_OWN_LAUNCHES, _OWN_PASSES, _AWAY_LAUNCHES = 22, 15, 8
+# Then the kernels that subtract its components along the earlier rows: they access it five times, each of those six.
+_OWN_LAUNCHES, _OWN_PASSES, _PROJECTION_LAUNCHES = 22, 15, 8

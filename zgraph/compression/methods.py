@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import importlib
-import json
-import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +18,7 @@ Hops = Literal[1, 2, "auto"]
 
 @dataclass(frozen=True)
 class RngKey:
-    """What the random numbers of one reduction depend on, beside the rank that draws them.
+    """Key of the random numbers of one reduction, which may also depend on the rank that draws them.
 
     Attributes:
         step: how many reductions of the parameter came before.
@@ -34,31 +30,46 @@ class RngKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionMethod:
-    """Base class: subclass it, at the top level of a module, as a frozen dataclass whose fields are numbers, strings,
-    bools or dtypes.
+class CompressionMethod(ABC):
+    """Interface of all methods to graphs, checkpoints and payloads: how many bytes it sends, and what state it keeps.
 
-    A gradient is cut into equal chunks, one for each rank of the group. `quantize` turns them into bytes, which one
-    all_to_all exchanges with those of other gradients, and `dequantize_sum` sums the chunks that all ranks have sent to
-    this one. Neither may communicate.
+    A gradient is cut into equal chunks, one for each rank of the group. They are turned into bytes, which one
+    all_to_all exchanges with those of other gradients, and the chunks that all ranks have sent to this one are summed:
+    by kernels for a `BlockMethod`, by itself for a `TensorMethod`. Both are frozen dataclasses whose fields are
+    numbers, strings, bools or dtypes.
+
+    Attributes:
+        name: registers the class: graphs and checkpoints know it by this, whatever the class and its module are called.
+            A subclass has one of its own.
     """
+
+    name: ClassVar[str]
 
     @property
     def reset_interval(self) -> int:
         """Optimizer steps after which what is kept starts as zeros again; 0: never."""
         return 0
 
+    @abstractmethod
     def sections(self, numel: int) -> tuple[int, ...]:
         """Bytes that stand for a chunk of `numel` elements, section by section: codes, then scales, say.
 
         Sections of equal place in different gradients of a bucket lie side by side.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how many bytes it sends")
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of what a rank keeps for a gradient of `chunks` chunks; it starts as zeros."""
         return {}
 
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMethod(CompressionMethod):
+    """Base class of methods that are written in tensor operations: subclass it for one of your own.
+
+    Neither `quantize` nor `dequantize_sum` may communicate.
+    """
+
+    @abstractmethod
     def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: RngKey, rank: int) -> Sequence[Tensor]:
         """The bytes to send.
 
@@ -70,8 +81,8 @@ class CompressionMethod:
         Returns:
             [chunks, bytes] uint8 for each section.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no quantize")
 
+    @abstractmethod
     def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: RngKey) -> Tensor:
         """The sum of what all ranks have sent.
 
@@ -83,18 +94,11 @@ class CompressionMethod:
         Returns:
             [numel] fp32.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no dequantize_sum")
-
-    def check(self) -> None:
-        """Refuse options that do not fit; called when built."""
-
-    def __post_init__(self) -> None:
-        self.check()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMethod(CompressionMethod):
-    """What the methods of zgraph share: integer codes, and a bf16 scale for each group of elements.
+    """Base of zgraph's own methods: integer codes, and a bf16 scale for each group of elements, made by kernels.
 
     Attributes:
         bits: of a code: 2, 4 or 8.
@@ -103,7 +107,7 @@ class BlockMethod(CompressionMethod):
             quantization errors of equal gradients cancel in the mean.
         clip_search: of a few clipping levels take the one which loses least.
         error_dtype: in which the error is kept: torch.int8, with a scale for each group, or torch.float32.
-        error_device: where the error is kept: None beside the gradient, or "cpu".
+        error_device: device of the error-feedback state: None for the gradient's, or "cpu".
     """
 
     bits: int = 4
@@ -145,7 +149,7 @@ class BlockMethod(CompressionMethod):
         error = {"error": ((chunks, groups, self.group), self.error_dtype)}
         return error if self.error_dtype.is_floating_point else error | {"error_scale": ((chunks, groups), SCALE_DTYPE)}
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         name = type(self).__name__
         if self.bits not in BITS:
             raise ValueError(f"zgraph.passes.{name}: bits={self.bits} do not fill whole bytes; write 2, 4 or 8.")
@@ -183,6 +187,7 @@ class LoCo(BlockMethod):
     it is clipped, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
     """
 
+    name: ClassVar[str] = "LoCo"
     beta: float = 0.8
     reset_every: int = 1024
     hops: Hops = "auto"
@@ -195,8 +200,8 @@ class LoCo(BlockMethod):
     def reset_interval(self) -> int:
         return self.reset_every
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ValueError(f"zgraph.passes.LoCo: beta={self.beta}; write a number from 0 up to, not including, 1.")
         if self.reset_every < 0:
@@ -214,6 +219,7 @@ class ErrorFeedback(BlockMethod):
     Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847.
     """
 
+    name: ClassVar[str] = "ErrorFeedback"
     rotate: bool = False
 
     @property
@@ -225,6 +231,7 @@ class ErrorFeedback(BlockMethod):
 class NoFeedback(BlockMethod):
     """Plain codes; what they lose is lost."""
 
+    name: ClassVar[str] = "NoFeedback"
     rotate: bool = False
     clip_search: bool = False
 
@@ -253,45 +260,3 @@ class TwoHop:
             raise ValueError(
                 f"zgraph.passes.TwoHop: ranks_per_host={self.ranks_per_host}; write how many ranks share a host."
             )
-
-
-def to_text(method: CompressionMethod) -> str:
-    """A method as text, which a graph can hold and `from_text` reads.
-
-    Raises:
-        ValueError: its class cannot be found by name, or a field is nothing that can be written down.
-    """
-    kind = type(method)
-    place = f"{kind.__module__}:{kind.__qualname__}"
-    if getattr(sys.modules[kind.__module__], kind.__qualname__, None) is not kind:
-        raise ValueError(
-            f"zgraph: the compression method {place} cannot be found by its name, as compiled graphs must; define it "
-            "at the top level of its module."
-        )
-    fields = {
-        field.name: _written(kind, field.name, getattr(method, field.name)) for field in dataclasses.fields(method)
-    }
-    return json.dumps([place, fields])
-
-
-@functools.cache
-def from_text(text: str) -> CompressionMethod:
-    """The method that `to_text` has written."""
-    place, fields = json.loads(text)
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)(**{key: _read(value) for key, value in fields.items()})
-
-
-def _written(kind: type, name: str, value: object) -> object:
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if value is None or isinstance(value, int | float | str):
-        return value
-    raise ValueError(
-        f"zgraph: {kind.__name__}.{name} is a {type(value).__name__}, which a compiled graph cannot hold; a "
-        "compression method has fields that are numbers, strings, bools or dtypes."
-    )
-
-
-def _read(value: Any) -> Any:
-    return getattr(torch, value["dtype"]) if isinstance(value, dict) else value

@@ -61,7 +61,7 @@ class BucketLayout:
 
 
 def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
-    """What a collective carries of a chunk, as `meta.set_chunks` is told; [] where only the method knows.
+    """The chunks that a collective carries, for `meta.set_chunks`; [] if only the method knows.
 
     A stretch travels as a chunk of its own.
     """

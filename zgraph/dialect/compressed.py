@@ -1,17 +1,17 @@
-"""The operators of compressed reductions and gathers; their kernels are in `zgraph.codegen.compressed_kernels`.
+"""Operators of compressed reductions and gathers; their kernels are in `zgraph.codegen.compressed_kernels`.
 
     payload, draw = quantize_grads([grad, ...], [handle, ...], ...)     a row of bytes for each rank of the group
-    received = wait(all_to_all(payload))                                a row of each rank
+    received = wait(all_to_all(payload))                                a row from each rank
     shard, ... = dequantize_sum(received, draw, ...)
 
-`quantize_grads` reads and updates what the parameters keep behind their handles, as `accumulate_grad` does. `draw` is
+`quantize_grads` reads and updates the state attached to the parameters' handles, as `accumulate_grad` does. `draw` is
 the number of the reduction, on the host: ranks count alike, so each knows which signs the others have drawn.
 
     payload = quantize_shards([shard, ...], ...)                        one row, for all ranks
     received = wait(all_gather(payload))
-    whole = dequantize_shards(received, ...)                            for each parameter, when it is needed
+    unsharded = dequantize_shards(received, ...)                        for each parameter, when it is needed
 
-These two are functions of their arguments: gathered again, a parameter is the same.
+These two depend on their arguments alone: a parameter that is gathered twice is the same both times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zgraph.compression.methods import from_text
+from zgraph.compression.method_text import from_text
 from zgraph.compression.payload import BucketLayout
 
 torch.library.define(
@@ -52,7 +52,7 @@ torch.library.define(
 
 @functools.cache
 def layout_of(method: str, numels: tuple[int, ...], world: int, stretches: int) -> BucketLayout:
-    """The layout that operators with these arguments mean."""
+    """Layout for these arguments of an operator."""
     return BucketLayout(from_text(method), numels, world, stretches)
 
 
@@ -70,21 +70,21 @@ def _(
     salt: int,
     window: str,
 ) -> tuple[Tensor, Tensor]:
-    """Codes for every rank of a group, and what they cost kept for the next reduction.
+    """Quantize gradients for every rank of a group, and keep the error for the next reduction.
 
     Args:
-        grads: contiguous, any shape and floating-point dtype; what one lacks to `stretches * world * numel` elements
-            counts as zeros.
-        handles: of their parameters.
-        errors: what `load_errors` returned, where what is kept lies on the host; written to, and stored there again.
-        method: as `zgraph.compression.methods.to_text` writes it.
-        slot: of the parameter's several reductions, which this is.
+        grads: contiguous, any shape and floating-point dtype; one with fewer than `stretches * world * numel` elements
+            is padded with zeros.
+        handles: handles of their parameters.
+        errors: results of `load_errors`, for state that is kept on the host; written to, and stored there afterwards.
+        method: as `zgraph.compression.method_text.to_text` writes it.
+        slot: which of the parameter's reductions this is.
         numels, world, stretches: see `BucketLayout`.
         rank, salt: see `zgraph.compression.methods.RngKey`.
-        window: where the backward stands in its window, see runtime/window.py.
+        window: position of the backward in its window, see runtime/window_state.py.
 
     Returns:
-        [world * payload_bytes] uint8; [1] int64 on the host, how many reductions came before.
+        [world * payload_bytes] uint8; [1] int64 on the host, the number of earlier reductions.
     """
     payload = layout_of(method, tuple(numels), world, stretches).payload_bytes
     return grads[0].new_empty((world * payload,), dtype=torch.uint8), torch.empty((1,), dtype=torch.int64, device="cpu")
@@ -94,16 +94,16 @@ def _(
 def _(
     handles: Sequence[Tensor], method: str, slot: str, numels: Sequence[int], chunks: int, device: torch.device
 ) -> list[Tensor]:
-    """Copies of what the parameters keep on the host, for the next reduction of their gradients.
+    """Copy state that is kept on the host to the device, for the next reduction of the parameters' gradients.
 
     Args:
-        handles: of the parameters.
+        handles: handles of the parameters.
         method, slot, numels: as in `quantize_grads`.
-        chunks: of a gradient, `stretches * world` there.
-        device: where they are needed.
+        chunks: chunks of a gradient, `stretches * world` there.
+        device: where the copies are needed.
 
     Returns:
-        Of each parameter the tensors of its state, one parameter after the other.
+        Tensors of each parameter's state, one parameter after the other.
     """
     specs = [from_text(method).state(numel, chunks) for numel in numels]
     return [torch.empty(shape, dtype=dtype, device=device) for spec in specs for shape, dtype in spec.values()]
@@ -121,14 +121,14 @@ def _(
     divisor: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Sums, in fp32 and in rank order, of what all ranks have sent, divided once.
+    """Decode what all ranks have sent, sum it in fp32 and in rank order, and divide once.
 
     Args:
         received: [world * payload_bytes] uint8, by rank.
-        draw: what `quantize_grads` returned.
+        draw: result of `quantize_grads`.
         method, numels, world, stretches, salt: as there.
-        divisor: of the sums.
-        dtype: of the results.
+        divisor: what the sums are divided by.
+        dtype: dtype of the results.
 
     Returns:
         [stretches * numel] for each gradient.
@@ -146,12 +146,12 @@ def _(
     salt: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """What each rank has sent, rank after rank: the other end of a compressed all_gather.
+    """Decode what each rank has sent, rank after rank: the receiving end of a compressed all_gather.
 
     Args:
         received: [world * payload_bytes] uint8, by rank, each the payload of `quantize_grads` for a world of one.
         draw, method, numels, world, salt: as in `dequantize_sum`.
-        dtype: of the results.
+        dtype: dtype of the results.
 
     Returns:
         [world * numel] for each tensor.
@@ -160,19 +160,19 @@ def _(
 
 
 def shard_bytes(method: str, numel: int) -> int:
-    """Bytes that stand for a shard of `numel` elements in the payload of a gather: a payload of its own."""
+    """Bytes of a shard of `numel` elements in the payload of a gather, where it is a payload of its own."""
     return layout_of(method, (numel,), 1, 1).payload_bytes
 
 
 @torch.library.register_fake("zgraph::quantize_shards")
 def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -> Tensor:
-    """Codes of this rank's shards, for every rank of a group.
+    """Quantize this rank's shards, for every rank of a group.
 
     Args:
-        shards: any shape and floating-point dtype; what one lacks to `numel` elements counts as zeros.
-        method: as `zgraph.compression.methods.to_text` writes it; it keeps nothing.
-        numels: of the longest shard of any rank, for each parameter.
-        rank: in the group; which signs, where the method rotates. They are the same at every call.
+        shards: any shape and floating-point dtype; padded with zeros to `numel` elements.
+        method: as `zgraph.compression.method_text.to_text` writes it; it keeps nothing.
+        numels: elements of the longest shard of any rank, for each parameter.
+        rank: this rank in the group; chooses the signs where the method rotates, the same ones in every call.
 
     Returns:
         [sum of `shard_bytes`] uint8, parameter by parameter, so that each can be decoded alone.
@@ -182,16 +182,16 @@ def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -
 
 @torch.library.register_fake("zgraph::dequantize_shards")
 def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype: torch.dtype) -> Tensor:
-    """One parameter, out of what all ranks have sent.
+    """Decode one parameter from what all ranks have sent.
 
     Args:
         received: [world * payload bytes] uint8, by rank.
         method, numel: as in `quantize_shards`.
-        offset: of this parameter in a rank's payload, in bytes.
+        offset: where this parameter starts in a rank's payload, in bytes.
         world: number of ranks.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
-        [world * numel], the padding still on.
+        [world * numel], padding included.
     """
     return received.new_empty((world * numel,), dtype=dtype)

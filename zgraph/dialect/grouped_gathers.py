@@ -1,22 +1,22 @@
-"""Gathers side by side: one start, one wait, and one kernel that casts all members to what travels.
+"""Grouped gathers: one start, one wait, and one kernel that casts all members to the dtype that travels.
 
-On NCCL such a group is one launch, whose kernel occupies multiprocessors for as long as it runs. Why copy engines do
-not carry it instead, by symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (2.28):
+On NCCL such a group is one launch, whose kernel occupies multiprocessors for as long as it runs. Copy engines could
+carry it instead, through symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (2.28). They do not, because:
 
-- Both need what is sent, and NCCL what is received too, at equal offsets of windows that all ranks have registered
+- Both need what is sent, and NCCL also what is received, at equal offsets of windows that all ranks have registered
   together (ncclCommWindowRegister; torch's `rendezvous`). A gathered parameter lies where the caching allocator has
   room, which differs between ranks that hold different numbers of rows, and registering is a collective: a rank that
-  compiles or grows alone would hang the others, as a lone collective does.
-- `symm_mem._low_contention_all_gather` does without for results. It copies what is sent into a workspace that grows
-  with the largest member, with a rendezvous at each growth, and puts a barrier of all ranks before and after each
-  member; one member at a time, inside one host.
+  compiles, or allocates more, alone would hang the others.
+- `symm_mem._low_contention_all_gather` does not need this for results. But it copies what is sent into a workspace that
+  grows with the largest member, with a rendezvous each time it grows, and puts a barrier of all ranks before and after
+  each member; one member at a time, within one host.
 
-The way that fits here is an arena for each frame: live ranges of gathered parameters, which ranks agree on
-(`storages.agreed_storages`), give offsets that are equal on all of them; the arena is allocated and registered once,
-after the agreement on collectives and before the first call; the start becomes an all_gather of views on a
-communicator whose `cta_policy` is zero, and the wait stays. It has to be shown on GPUs that a window is not written
-while a slower rank still reads what lay there before, and that copy engines beat the kernel for the sizes at hand.
-Without one neither can be, so there is no such mode, and `Hardware` has no field that chooses it.
+What would fit here is an arena for each frame. Live ranges of gathered parameters, on which ranks agree
+(`storages.as_all_ranks_count`), give offsets that are equal on all of them. The arena is allocated and registered once,
+after the agreement on collectives and before the first call; the start becomes an all_gather of views on a communicator
+whose `cta_policy` is zero, and the wait stays. Two things would have to be shown on several GPUs: that no window is
+written while a slower rank still reads its previous contents, and that copy engines beat the kernel at these sizes.
+Neither has been, so there is no such mode, and `Hardware` has no field that chooses it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from zgraph.torch_compat.operators import copy_each, zero_each
 
 
 def cast_each(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Copy each rank's rows into a chunk of its own, in another dtype and filled up with zeros: one kernel for all.
+    """Copy shards into chunks of another dtype, padded with zeros, in one kernel for all of them.
 
     Args:
-        shards: [n, ...] this rank's rows, at most as many as its chunk has.
-        rows: of each chunk.
-        dtype: of the chunks.
+        shards: [n, ...] this rank's rows of each parameter; n is at most the rows of its chunk.
+        rows: rows of each chunk.
+        dtype: dtype of the chunks.
 
     Returns:
-        [rows, ...] of each, contiguous.
+        [rows, ...] for each shard, contiguous.
     """
     chunks = _empty_chunks(shards, rows, dtype)
     pairs = [(chunk[: len(shard)], shard) for chunk, shard in zip(chunks, shards, strict=True) if shard.numel()]
@@ -54,7 +54,7 @@ def cast_each(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype)
 
 @torch.library.custom_op("zgraph::cast_shards", mutates_args=())
 def cast_shards(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """As `cast_each`."""
+    """Operator for `cast_each`."""
     return cast_each(shards, rows, dtype)
 
 
@@ -67,14 +67,13 @@ def _empty_chunks(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dt
     return [shard.new_empty((count, *shard.shape[1:]), dtype=dtype) for shard, count in zip(shards, rows, strict=True)]
 
 
-# As `_c10d_functional::wait_tensor` it returns what it is given and does not say so; hence no `custom_op`, which would
-# refuse that.
+# Like `_c10d_functional::wait_tensor` it returns its argument without declaring the alias, which `custom_op` refuses.
 torch.library.define("zgraph::wait_group", "(Tensor[] started) -> Tensor[]")
 
 
 @torch.library.impl("zgraph::wait_group", "CompositeExplicitAutograd")
 def wait_group(started: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a grouped gather, usable, whoever has started it."""
+    """Wait for the results of a grouped gather, however it was started."""
     for one in started:
         wait(one)
     return list(started)

@@ -1,11 +1,11 @@
-"""The operators of low-rank reductions; their kernels are in `zgraph.codegen.low_rank_kernels`.
+"""Operators of low-rank reductions; their kernels are in `zgraph.codegen.low_rank_kernels`.
 
     left, delta, ... = low_rank_left([grad, ...], [handle, ...], ...)       M Q, and M = gradient + error
     basis, right = low_rank_right(mean of left, [delta, ...], ...)          P orthonormal, and M^T P
     mean, ... = low_rank_means(basis, mean of right, ...)                   P Q^T, or this rank's rows of it
 
-Between them the factors are reduced like replicated gradients. What the parameters keep behind their handles is read by
-the first, and replaced by the second (the error) and the third (Q).
+Between them the factors are reduced like replicated gradients. The first operator reads the state attached to the
+parameters' handles; the second replaces the error in it, the third Q.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ torch.library.define(
 
 
 def layout_of(rows: Sequence[int], columns: Sequence[int], rank: int) -> FactorLayout:
-    """The layout that operators with these arguments mean."""
+    """Layout for these arguments of an operator."""
     return FactorLayout(tuple(rows), tuple(columns), rank)
 
 
@@ -40,13 +40,13 @@ def layout_of(rows: Sequence[int], columns: Sequence[int], rank: int) -> FactorL
 def _(
     grads: Sequence[Tensor], handles: Sequence[Tensor], rows: Sequence[int], columns: Sequence[int], rank: int
 ) -> list[Tensor]:
-    """Gradients with their errors, and their products with the right factors of the last step.
+    """Add errors to gradients, and multiply by the right factors of the last step.
 
     Args:
         grads: any shape of rows * columns elements, any floating-point dtype.
-        handles: of their parameters.
-        rows, columns: of the matrices that they are.
-        rank: of the factors.
+        handles: handles of their parameters.
+        rows, columns: sizes of the gradients as matrices.
+        rank: rank of the factors.
 
     Returns:
         left [rank * sum(rows)] fp32, see `FactorLayout`; then for each batch [matrices, rows, columns] fp32.
@@ -68,11 +68,11 @@ def _(
     columns: Sequence[int],
     rank: int,
 ) -> list[Tensor]:
-    """Orthonormal left factors, this rank's right ones; the error becomes what their product lacks.
+    """Orthonormalize the left factors and compute this rank's right ones; the error becomes what their product misses.
 
     Args:
-        left: what the ranks' `low_rank_left` give together.
-        deltas: what this rank's gave; they become the errors and are not to be read again.
+        left: results of `low_rank_left`, reduced over the ranks.
+        deltas: this rank's other results of `low_rank_left`; they become the errors and must not be read afterwards.
         handles, rows, columns, rank: as there.
 
     Returns:
@@ -94,15 +94,15 @@ def _(
     dtype: torch.dtype,
     window: str,
 ) -> list[Tensor]:
-    """Rows of the products, and the right factors kept for the next step.
+    """Multiply the factors, and keep the right ones for the next step.
 
     Args:
-        basis: what `low_rank_right` returned.
-        right: the mean, or sum, of what it returned on all ranks.
+        basis: result of `low_rank_right`.
+        right: mean, or sum, of its other results on all ranks.
         handles, rows, columns, rank: as there.
-        first_rows, kept_rows: of each matrix this rank's part; rows behind the last are zeros.
-        dtype: of the results.
-        window: where the backward stands in its window, see runtime/window.py.
+        first_rows, kept_rows: this rank's part of each matrix; rows past the last one are zeros.
+        dtype: dtype of the results.
+        window: position of the backward in its window, see runtime/window_state.py.
 
     Returns:
         [kept_rows, columns] for each matrix.

@@ -8,24 +8,24 @@ from torch import Tensor
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 
 
-def divisor_beside(total: Tensor, divisor: int) -> Tensor:
-    """The number of ranks as a tensor by which a sum is divided as IEEE says, on every device.
+def divisor_like(total: Tensor, divisor: int) -> Tensor:
+    """Make a tensor of the number of ranks, by which every device divides a sum with correct IEEE rounding.
 
-    On CUDA torch multiplies by the reciprocal of a number, and Inductor by that of a constant: another result for 3, 5,
-    6, 7 ... ranks.
+    On CUDA torch multiplies by the reciprocal of a Python number, and Inductor by that of a constant: another result
+    for 3, 5, 6, 7 ... ranks.
     """
     return torch.full((), divisor, dtype=total.dtype, device=total.device)
 
 
 def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """What `zgraph::sum_ranks` computes, by torch's own operators: one rank's piece after the other."""
+    """Compute `zgraph::sum_ranks` with torch's operators, adding one rank's piece after the other."""
     wide = accumulate_dtype(received.dtype)
     first, *others = received.unflatten(0, (world, -1))
     total = first + others.pop(0) if others and received.dtype == wide else first.to(wide, copy=True)
     for piece in others:
         total += piece
     if divisor > 1:
-        total /= divisor_beside(total, divisor)
+        total /= divisor_like(total, divisor)
     return total.to(dtype)
 
 
@@ -33,13 +33,13 @@ def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -
 def sum_ranks(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
     """Sum equal pieces in rank order and divide once: the order of summation that every lowering must reproduce.
 
-    The one place that divides what ranks have sent as numbers, also where a backend has summed it: then a world of 1.
+    Every division of uncompressed gradients happens here, also of what a backend has summed: then `world` is 1.
 
     Args:
         received: [world * n, ...] pieces of rank 0, 1, ... one after the other.
         world: number of ranks N.
-        divisor: of the sum: how many ranks a mean is over; 1 where it is none, or where a further sum follows.
-        dtype: of the result.
+        divisor: number of ranks that a mean is over; 1 for a sum, or where another sum follows.
+        dtype: dtype of the result.
 
     Returns:
         [n, ...] in `dtype`; summed in fp32 (fp64 for fp64 input), divided once.

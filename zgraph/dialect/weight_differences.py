@@ -1,13 +1,13 @@
-"""The operators of gathers that send what has changed in a parameter since the last one.
+"""Operators of gathers that send how a parameter has changed since the last gather.
 
-    difference = weight_difference(shard, handle, ...)                  this rank's rows less its copy of them
+    difference = weight_difference(shard, handle, ...)                  this rank's rows minus its copy of them
     ...                                                                 quantized, gathered, dequantized
-    whole = add_difference(step, handle, ...)                           the copy, and what all ranks have sent
+    unsharded = add_difference(step, handle, ...)                       the copy plus what all ranks have sent
 
-What quantization loses of a difference is part of the next one: the copy never drifts from the parameter.
+What quantization loses of one difference is part of the next one, so the copy does not drift from the parameter.
 
-Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.1. We differ in sending nothing but zeros where nothing
-has changed.
+Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.1. We differ in sending only zeros where nothing has
+changed.
 """
 
 from __future__ import annotations
@@ -28,37 +28,36 @@ from zgraph.torch_compat.groups import resolve_group
 
 @torch.library.custom_op("zgraph::weight_difference", mutates_args=())
 def weight_difference(shard: Tensor, handle: Tensor, numel: int, dtype: torch.dtype, group_name: str) -> Tensor:
-    """What every rank's copy of the parameter lacks of this rank's shard.
+    """Compute this rank's shard minus what every rank's copy of the parameter has in its place.
 
-    Where there is no copy yet, the parameter is gathered whole, here and now, and the difference is zero: once for each
-    parameter, on all ranks alike.
+    The first call for a parameter gathers the copy uncompressed, on all ranks alike, and its difference is zero.
 
     Args:
         shard: this rank's rows.
-        handle: of the parameter, whose state keeps the copy.
-        numel: of the longest shard of any rank.
-        dtype: of the copy.
-        group_name: of the group over which the parameter is sharded.
+        handle: handle of the parameter, whose state keeps the copy.
+        numel: elements of the longest shard of any rank.
+        dtype: dtype of the copy.
+        group_name: name of the group over which the parameter is sharded.
 
     Returns:
         [numel] fp32.
 
     Raises:
-        ZgraphError: the copy is one of another dtype, or of another number of ranks.
+        ZgraphError: the copy has another dtype, or was made for another number of ranks.
     """
     group = resolve_group(group_name)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     state = state_behind(handle)
     if state.weight_copy is None:
         own = pad_rows(shard.reshape(-1).to(dtype), numel)
-        whole = wait(start_all_gather(own, world, group_name))
-        state.weight_copy = WeightCopy(whole, shard.clone(), shard)
+        unsharded = wait(start_all_gather(own, world, group_name))
+        state.weight_copy = WeightCopy(unsharded, shard.clone(), shard)
     copy = state.weight_copy
-    if (copy.whole.numel(), copy.whole.dtype) != (world * numel, dtype):
+    if (copy.unsharded.numel(), copy.unsharded.dtype) != (world * numel, dtype):
         raise ZgraphError(
-            f"zgraph: {name_of(handle)} keeps a copy of {copy.whole.numel()} elements of {copy.whole.dtype} to send "
-            f"differences from, and is now gathered as {world * numel} of {dtype}. Compile all that reads it with one "
-            "param_dtype and one mesh."
+            f"zgraph: {name_of(handle)} keeps a copy of {copy.unsharded.numel()} elements of {copy.unsharded.dtype} to "
+            f"send differences from, and is now gathered as {world * numel} of {dtype}. Compile all that reads it with "
+            "one param_dtype and one mesh."
         )
     return copy.difference(shard, numel, rank)
 
@@ -70,24 +69,24 @@ def _(shard: Tensor, handle: Tensor, numel: int, dtype: torch.dtype, group_name:
 
 @torch.library.custom_op("zgraph::add_difference", mutates_args=())
 def add_difference(step: Tensor, handle: Tensor, dtype: torch.dtype, stays: bool) -> Tensor:
-    """The parameter, after the differences that all ranks have sent.
+    """Add the differences that all ranks have sent to the copy of the parameter.
 
     Args:
         step: [N * numel] fp32.
-        handle: of the parameter, whose state keeps the copy.
-        dtype: of the copy.
-        stays: whether the result is the copy from which further differences are taken. Not inside a window, whose
-            other forwards add the same codes again, nor where nothing is trained.
+        handle: handle of the parameter, whose state keeps the copy.
+        dtype: dtype of the copy.
+        stays: whether the result becomes the copy from which further differences are taken. False inside a window,
+            whose other forwards add the same codes to it, and where nothing is trained.
 
     Returns:
-        [N * numel] in `dtype`; where it stays, not to be written to.
+        [N * numel] in `dtype`; not to be written to if it stays.
     """
     copy = state_behind(handle).weight_copy
     assert copy is not None, "weight_difference has made it"
-    whole = copy.plus(step)
+    unsharded = copy.plus(step)
     if stays:
-        copy.become(whole)
-    return whole.view(whole.shape)  # a tensor of its own: autograd writes on what an operator returns
+        copy.become(unsharded)
+    return unsharded.view(unsharded.shape)  # a new tensor: autograd writes to what an operator returns
 
 
 @add_difference.register_fake

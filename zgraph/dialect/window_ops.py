@@ -1,4 +1,4 @@
-"""The operators of accumulation windows: parameters stay gathered, gradients wait to be reduced."""
+"""Operators of accumulation windows: parameters stay gathered, gradients wait to be reduced."""
 
 from __future__ import annotations
 
@@ -6,42 +6,32 @@ import torch
 from torch import Tensor
 
 from zgraph.runtime.collectives import start_all_gather
-from zgraph.runtime.window_state import ALONE, OPEN, state_behind
-
-
-def keeps_gathered(zero_stage: int, window: str) -> bool:
-    """Whether gathered parameters outlive the call, for the other forwards of the window."""
-    return zero_stage in (1, 2) and window != ALONE
-
-
-def gradients_wait(zero_stage: int, window: str) -> bool:
-    """Whether gradients are summed on each rank until the closing backward."""
-    return zero_stage in (0, 1) and window != ALONE
+from zgraph.runtime.window_state import OPEN, state_behind
 
 
 @torch.library.custom_op("zgraph::all_gather_kept", mutates_args=())
 def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -> Tensor:
-    """Start gathering a parameter, unless the window has gathered it already; needs a wait like any start.
+    """Start gathering a parameter, unless the window has gathered it already; needs a wait, as every start does.
 
     Args:
         chunk: [n, ...] this rank's padded rows.
-        handle: of the parameter, whose state keeps the result.
+        handle: handle of the parameter, whose state keeps the result.
         world: number of ranks N.
-        window: "open" leaves the result with the state, "closing" takes it away.
-        group_name: of the group.
+        window: "open" keeps the result in the state, "closing" removes it.
+        group_name: name of the group that gathers.
 
     Returns:
         [N * n, ...], shared by all forwards of the window.
     """
     kept = state_behind(handle).kept
-    whole = kept.get(chunk.dtype)
-    if whole is None:
-        whole = start_all_gather(chunk, world, group_name)
+    unsharded = kept.get(chunk.dtype)
+    if unsharded is None:
+        unsharded = start_all_gather(chunk, world, group_name)
     if window == OPEN:
-        kept[chunk.dtype] = whole
+        kept[chunk.dtype] = unsharded
     else:
         kept.clear()
-    return whole.view(whole.shape)  # a tensor of its own: autograd writes on what an operator returns
+    return unsharded.view(unsharded.shape)  # a new tensor: autograd writes to what an operator returns
 
 
 @all_gather_kept.register_fake
@@ -51,17 +41,17 @@ def _(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -
 
 @torch.library.custom_op("zgraph::accumulate_grad", mutates_args=())
 def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: int) -> Tensor:
-    """Let a whole gradient wait for the closing backward.
+    """Let an unsharded gradient wait for the closing backward.
 
     Args:
-        grad: [*shape] of this rank alone.
-        handle: of the parameter, whose state keeps the sum.
-        dtype: of the sum, the parameter's own.
+        grad: [*shape], of this rank alone.
+        handle: handle of the parameter, whose state keeps the sum.
+        dtype: dtype of the sum, the parameter's own.
         zero_stage: 0 or 1.
-        rows: of this rank's shard.
+        rows: rows of this rank's shard; 0 at stage 0.
 
     Returns:
-        What goes into `.grad` meanwhile: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
+        What goes into `.grad` until then: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
     """
     return state_behind(handle).add(grad, dtype, zero_stage)
 
@@ -73,7 +63,7 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: i
 
 @torch.library.custom_op("zgraph::add_accumulated", mutates_args=())
 def add_accumulated(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-    """The last gradient of a window and all that have waited, summed: [*shape] in `dtype`."""
+    """Sum the last gradient of a window and all that have waited: [*shape] in `dtype`."""
     return state_behind(handle).take(grad, dtype, zero_stage)
 
 

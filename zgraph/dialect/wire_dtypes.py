@@ -1,4 +1,4 @@
-"""Which dtype gradients, their sums and their means have on the way."""
+"""Dtypes in which gradients travel, are summed, and their means travel back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def accumulate_dtype(wire: torch.dtype) -> torch.dtype:
-    """Sums over ranks run in fp32, or in fp64 when that is what travels."""
+    """Dtype of sums over ranks: fp32, or fp64 where that is what travels."""
     return torch.float64 if wire == torch.float64 else torch.float32
 
 
 def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype a gradient travels in: the one asked for, but never wider than it is.
+    """Dtype in which a gradient travels: the one asked for, but never wider than the gradient.
 
-    The sum is fp32 on arrival, so widening before the wire would send zeros and change no bit of the result.
+    The sum is fp32 on arrival, so widening before would send zeros and change no bit of the result.
     """
     if asked is None or asked.itemsize > grad.itemsize:
         return grad
@@ -23,14 +23,14 @@ def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def mean_dtype_of(
     grad: torch.dtype, dtype: torch.dtype, wire_dtype: torch.dtype | None, asked: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype in which ranks gather a mean of which each has made a part.
+    """Dtype in which ranks gather a mean when each has computed a part of it.
 
-    The one asked for, else the one in which gradients are asked to travel, else the gradient's own; never wider than
-    the result, since widening changes no bit.
+    The one asked for, else the one asked for gradients, else the gradient's own; never wider than the result, since
+    widening changes no bit.
 
     Args:
-        grad: of the whole gradient, before it travels.
-        dtype: of the result.
+        grad: dtype of the unsharded gradient, before it travels.
+        dtype: dtype of the result.
         wire_dtype, asked: options of `zgraph.shard`.
     """
     found = asked or wire_dtype or grad

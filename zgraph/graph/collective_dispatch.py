@@ -1,4 +1,4 @@
-"""What runs in place of the functional collectives of a graph: which of `zgraph.runtime.collectives` starts each."""
+"""Collective dispatch: which function of `zgraph.runtime.collectives` runs in place of each functional collective."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from zgraph.runtime import collectives
 from zgraph.torch_compat.groups import resolve_group
 
 
-def starter_of(start: fx.Node, number: int, ranks_per_host: int = 1) -> Any:
-    """A function of the node's arguments, or the operator itself where the backend is to run it.
+def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1) -> Any:
+    """A function of the node's arguments that starts the collective, or the operator itself if the backend runs it.
 
     Args:
-        start: of a collective.
-        number: among the starts of its graph.
+        start: start of a collective.
+        number: its number among the starts of its graph.
         ranks_per_host: of the machine, the same on all ranks.
     """
     if nodes.is_all_gather(start):
-        if _by_node(start, ranks_per_host):
-            return _by_node_starter(number, ranks_per_host)
+        if _is_hierarchical(start, ranks_per_host):
+            return _dispatch_hierarchical_gather(number, ranks_per_host)
         return collectives.bind(collectives.start_all_gather, number)
     if nodes.is_grouped_gather(start):
         return collectives.bind(collectives.start_grouped_gather, number)
@@ -31,35 +31,39 @@ def starter_of(start: fx.Node, number: int, ranks_per_host: int = 1) -> Any:
     return start.target
 
 
-def _by_node_starter(number: int, ranks_per_host: int) -> Callable[[Tensor, int, str], Tensor]:
-    start = collectives.start_gather_by_host
+def _dispatch_hierarchical_gather(number: int, ranks_per_host: int) -> Callable[[Tensor, int, str], Tensor]:
+    start = collectives.start_hierarchical_gather
 
-    def start_gather_by_host(shard: Tensor, world: int, group_name: str) -> Tensor:
+    def start_hierarchical_gather(shard: Tensor, world: int, group_name: str) -> Tensor:
         return start(shard, world, group_name, number, ranks_per_host)
 
-    return start_gather_by_host
+    return start_hierarchical_gather
 
 
 def order_of_waits(graph: fx.Graph, ranks_per_host: int = 1) -> list[str]:
-    """What all ranks have to agree on beside the order of starts: a line for each wait of a gather by node.
+    """A line for each wait of a hierarchical gather: all ranks must agree on these as on the order of starts.
 
-    Such a gather ends when its peers wait for it. A rank that waits for it before it starts an exchange, and another
-    that waits for that exchange first, would wait forever.
+    A hierarchical gather ends only when its peers wait for it. If one rank waits for it before starting an exchange,
+    and another first waits for that exchange, both wait forever.
     """
     found: list[str] = []
     numbers: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if nodes.is_start(node):
             numbers[node] = len(numbers)
-        elif nodes.is_wait(node) and (start := nodes.start_of(node)) in numbers and _by_node(start, ranks_per_host):
+        elif (
+            nodes.is_wait(node)
+            and (start := nodes.start_of(node)) in numbers
+            and _is_hierarchical(start, ranks_per_host)
+        ):
             found.append(
                 f"gather {numbers[start]} by hosts of {ranks_per_host} ranks is waited for after {len(numbers)} starts"
             )
     return found
 
 
-def _by_node(start: fx.Node, ranks_per_host: int) -> bool:
+def _is_hierarchical(start: fx.Node, ranks_per_host: int) -> bool:
     if ranks_per_host == 1 or not nodes.is_all_gather(start):
         return False
     group, device = resolve_group(nodes.group_of(start)), meta.tensor_value(start).device
-    return collectives.uses_messages(group, device) and collectives.goes_by_host(group, ranks_per_host)
+    return collectives.uses_point_to_point(group, device) and collectives.is_hierarchical(group, ranks_per_host)

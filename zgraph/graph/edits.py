@@ -1,4 +1,4 @@
-"""Edits that several passes make: nodes are moved, left out and put into an order."""
+"""Graph edits that several passes share: moving, removing and reordering nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, names and meta included, to be changed freely; the values in the meta are shared."""
+    """A copy of a graph that can be changed freely, with the same names and meta; values in the meta are shared."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(gm.graph, {}))
     output.meta = dict(output_of(gm.graph).meta)
@@ -23,7 +23,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def drop_unchanging_views(node: fx.Node) -> None:
-    """Let the readers of views that change nothing read the node itself."""
+    """Replace views that change nothing by the node that they view."""
     for user in list(node.users):
         if user.target is aten.view.default and meta.same_layout(meta.value(node), meta.value(user)):
             drop_unchanging_views(user)
@@ -32,7 +32,7 @@ def drop_unchanging_views(node: fx.Node) -> None:
 
 
 def restore_order(graph: fx.Graph) -> None:
-    """Move every node that stands before one of its inputs to just behind the last of them; all others stay."""
+    """Move every node that stands before one of its inputs to just after the last of them; all others stay."""
     order = order_of(graph)
     missing = {node: len(node.all_input_nodes) for node in order}
     ready = [(position, node) for node, position in order.items() if not missing[node]]
@@ -63,7 +63,7 @@ def move_before(node: fx.Node, anchor: fx.Node) -> None:
 
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
-    """Erase those candidates that nobody uses, users first; inputs of the graph stay."""
+    """Erase unused candidates, users first; inputs of the graph stay."""
     for node in sorted(candidates, key=order_of(graph).__getitem__, reverse=True):
         if not node.users and node.op == "call_function":
             graph.erase_node(node)

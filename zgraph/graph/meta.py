@@ -1,22 +1,22 @@
-"""Typed access to `node.meta`; no other file spells a key."""
+"""Typed access to `node.meta`; no other file uses its keys."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zgraph.graph.lanes import Lane
 from zgraph.torch_compat.fake_values import fake_mode_of
 
 if TYPE_CHECKING:
     from zgraph.runtime.chunks import Chunk
-
-Lane = Literal["host_to_device", "device_to_host", "disk"]
 
 _VALUE = "val"
 _PARAMETERS = "zgraph_parameters"
@@ -29,18 +29,19 @@ _CHUNKS = "zgraph_chunks"
 _LANE = "zgraph_lane"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
+_PART = "zgraph_part"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
 # between two of them (it saves what lies on such a border).
 _GATHER_REGION = 1 << 30
 
 
 def value(node: fx.Node) -> Any:
-    """The fake value of a node, or None where nobody has left one."""
+    """The fake value of a node; None if it has none."""
     return node.meta.get(_VALUE)
 
 
 def tensor_value(node: fx.Node) -> Tensor:
-    """The fake tensor of a node that is known to have one."""
+    """The fake value of a node that is known to yield a tensor."""
     found = value(node)
     assert isinstance(found, Tensor), f"{node.name} has no tensor in its meta"
     return found
@@ -66,23 +67,43 @@ def set_parameters(node: fx.Node, names: Sequence[str], handle_names: Sequence[s
 
 
 def chunks(node: fx.Node) -> tuple[Chunk, ...]:
-    """What each rank's part of a collective is made of; () where no pass has said it."""
+    """The contents of each rank's part of a collective; () if no pass has recorded them."""
     return cast("tuple[Chunk, ...]", node.meta.get(_CHUNKS, ()))
 
 
 def set_chunks(start: fx.Node, found: Sequence[Chunk]) -> None:
-    """Say what a collective carries, from which its bytes on any number of ranks follow."""
+    """Record what a collective carries, so that its bytes on any number of ranks can be derived."""
     start.meta[_CHUNKS] = tuple(found)
 
 
 def lane(node: fx.Node) -> Lane | None:
-    """The copy engine that a node occupies; None where devices and operator tell."""
+    """The copy engine that a node occupies, if it was recorded; None: devices and operator tell."""
     return cast("Lane | None", node.meta.get(_LANE))
 
 
 def set_lane(node: fx.Node, occupied: Lane) -> None:
-    """Say that a node copies between device, host and disk: fake CPU tensors of a planned GPU do not show it."""
+    """Record that a node copies between device, host and disk, which fake CPU tensors of a planned GPU do not show."""
     node.meta[_LANE] = occupied
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module in whose forward the node, or the node that it differentiates, was called; "" if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
+    # L['self'].blocks[0].up, L['fn'].blocks.0.up: what was compiled, and the way from there
+    names = re.sub(r"\['?(\w+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).split(".")
+    return ".".join(name for name in names if name not in ("", "_modules"))
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line of user code that the node comes from, such as "train.py:12 in forward"."""
+    frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
+    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)] or frames
+    return "{}:{} in {}".format(*own[-1]) if own else ""
+
+
+_FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)')
+_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 
 
 def label(node: fx.Node) -> str:
@@ -92,35 +113,35 @@ def label(node: fx.Node) -> str:
 
 
 def tag_recompute(node: fx.Node) -> None:
-    """Make the partitioner compute the node again in backward instead of saving it."""
+    """Make the partitioner recompute the node in backward instead of saving it."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta[_REGION] = _GATHER_REGION
 
 
 def lifetime(node: fx.Node) -> object:
-    """What the partitioner is told of a node: save it, or compute it again; None where it may choose."""
+    """The instruction to the partitioner for a node: save or recompute it; None if it may choose."""
     return node.meta.get(_RECOMPUTE)
 
 
 def inherit_lifetime(node: fx.Node, source: fx.Node) -> None:
-    """Tell the partitioner of a node what it is told of another."""
+    """Copy the instruction to the partitioner from another node."""
     for key in (_RECOMPUTE, _REGION, _PLANNED):
         if key in source.meta:
             node.meta[key] = source.meta[key]
 
 
 def is_tagged_by_others(node: fx.Node) -> bool:
-    """Whether somebody else has decided if the node is saved, such as the user's activation checkpointing."""
+    """Whether something else, such as the user's activation checkpointing, has decided whether the node is saved."""
     return _RECOMPUTE in node.meta and _PLANNED not in node.meta and not is_tagged_recompute(node)
 
 
-def tag_computed_again(node: fx.Node) -> None:
-    """Make the partitioner compute an activation again in backward; it borders on no region of anybody's."""
+def tag_recomputed_activation(node: fx.Node) -> None:
+    """Make the partitioner recompute an activation in backward; unlike `tag_recompute`, without a checkpoint region."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta[_PLANNED] = True
 
 
-def tag_kept(node: fx.Node) -> None:
+def tag_must_save(node: fx.Node) -> None:
     """Make the partitioner save the node for backward."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
     node.meta[_PLANNED] = True
@@ -131,7 +152,7 @@ def is_tagged_recompute(node: fx.Node) -> bool:
 
 
 def tag_saved(node: fx.Node) -> None:
-    """Say that forward may save this gathered parameter for backward; what replaces the node inherits it."""
+    """Allow forward to save this gathered parameter for backward; nodes that replace this one inherit the tag."""
     node.meta[_SAVED] = True
 
 
@@ -140,7 +161,7 @@ def is_tagged_saved(node: fx.Node) -> bool:
 
 
 def tag_at_use(node: fx.Node) -> None:
-    """Say that this start, or wait, stands where its result is needed to save memory: nobody is to move it."""
+    """Pin this start, or wait, to where its result is needed, which saves memory: passes must not move it."""
     node.meta[_AT_USE] = True
 
 
@@ -149,7 +170,7 @@ def is_tagged_at_use(node: fx.Node) -> bool:
 
 
 def tag_awaited(node: fx.Node) -> None:
-    """Say that compute of this graph waits for the reduction: no later one is to join it and make it late."""
+    """Record that compute of this graph waits for the reduction, so that no later one may join and delay its bucket."""
     node.meta[_AWAITED] = True
 
 
@@ -157,8 +178,18 @@ def is_tagged_awaited(node: fx.Node) -> bool:
     return _AWAITED in node.meta
 
 
+def set_part(node: fx.Node, number: int) -> None:
+    """Record in which forward or backward of a whole step a node ran: 0 a forward, 1 its backward, 2 the next, ..."""
+    node.meta[_PART] = number
+
+
+def part(node: fx.Node) -> int | None:
+    """The forward or backward of a whole step that a node belongs to; None outside of whole steps."""
+    return cast("int | None", node.meta.get(_PART))
+
+
 def evaluate(node: fx.Node) -> object:
-    """What the node yields on fake values, from its arguments' fake values.
+    """Run the node on the fake values of its arguments.
 
     Raises:
         KeyError: an argument has no value.
@@ -188,10 +219,10 @@ def create(
     like: fx.Node | None = None,
     name: str | None = None,
 ) -> fx.Node:
-    """A call_function node at the graph's insertion point, with its value, and the parameters of `like`."""
+    """Create a call_function node at the graph's insertion point, with its fake value and the parameters of `like`."""
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
     if like is not None:
-        for key in (_PARAMETERS, _HANDLES, _SAVED, _AWAITED, "nn_module_stack", "stack_trace"):
+        for key in (_PARAMETERS, _HANDLES, _SAVED, _AWAITED, _PART, "nn_module_stack", "stack_trace"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     set_value(node, evaluate(node))
@@ -201,8 +232,8 @@ def create(
 def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node | None = None) -> fx.Node:
     """The node's value in another dtype; the node itself where it has that dtype.
 
-    A pass runs after decompositions, and Inductor lowers only what they end in: `aten._to_copy`, which eager torch
-    records, would be taken for an operator that it does not know.
+    Passes run after decompositions, and Inductor lowers only operators that decompositions result in. It would not know
+    `aten._to_copy`, which eager torch records.
     """
     if tensor_value(node).dtype == dtype:
         return node

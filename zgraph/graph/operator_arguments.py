@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from zgraph.compression.low_rank import FactorLayout
 from zgraph.graph import meta
-from zgraph.graph.nodes import is_low_rank_left, is_quantize, is_quantize_shards, sent_by
+from zgraph.graph.nodes import is_low_rank_left, is_quantize, is_quantize_shards, is_unshard, sent_by
+from zgraph.runtime.shard_layout import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -20,24 +21,21 @@ class UnshardArgs:
 
     shard: fx.Node
     handle: fx.Node
-    shape: tuple[int, ...]
+    layout: ShardLayout
     dtype: torch.dtype
     wire_dtype: torch.dtype | None
     mean_dtype: torch.dtype | None
-    zero_stage: int
     reduction: str
     window: str
-    replicas: str
-    group_name: str
 
     @classmethod
     def of(cls, node: fx.Node) -> UnshardArgs:
-        shard, handle, shape, *rest = cast("tuple[Any, ...]", node.args)
-        return cls(shard, handle, tuple(shape), *rest)
+        shard, handle, shape, *policy = cast("tuple[Any, ...]", node.args)
+        return cls(shard, handle, *_unpacked(tuple(shape), *policy))
 
     @property
     def policy(self) -> tuple[object, ...]:
-        """Everything but the tensors: equal for two reads that one gather can serve."""
+        """All arguments except tensors; equal for two reads that can share a gather."""
         return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
 
 
@@ -47,18 +45,39 @@ class ReduceArgs:
 
     grad: fx.Node
     handle: fx.Node
+    layout: ShardLayout
     dtype: torch.dtype
     wire_dtype: torch.dtype | None
     mean_dtype: torch.dtype | None
-    zero_stage: int
     reduction: str
     window: str
-    replicas: str
-    group_name: str
 
     @classmethod
     def of(cls, node: fx.Node) -> ReduceArgs:
-        return cls(*cast("tuple[Any, ...]", node.args))
+        grad, handle, *policy = cast("tuple[Any, ...]", node.args)
+        return cls(grad, handle, *_unpacked(tuple(meta.tensor_value(grad).shape), *policy))
+
+    def flat(self) -> tuple[object, ...]:
+        """Arguments of a node: the inverse of `of`."""
+        layout = self.layout
+        policy = (self.dtype, self.wire_dtype, self.mean_dtype, layout.zero_stage, self.reduction, self.window)
+        return self.grad, self.handle, *policy, layout.replica_group, layout.gather_group
+
+
+def _unpacked(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    wire_dtype: torch.dtype | None,
+    mean_dtype: torch.dtype | None,
+    zero_stage: int,
+    reduction: str,
+    window: str,
+    replica_group: str,
+    gather_group: str,
+) -> tuple[Any, ...]:
+    """The arguments common to both markers, in the order of the fields here: the layout first."""
+    layout = ShardLayout(shape, zero_stage, replica_group, gather_group)
+    return layout, dtype, wire_dtype, mean_dtype, reduction, window
 
 
 @dataclass(frozen=True)
@@ -105,7 +124,7 @@ class DequantizeArgs:
 
 @dataclass(frozen=True)
 class LowRankArgs:
-    """What the three operators of a low-rank reduction have in common, by name."""
+    """Arguments common to the three operators of a low-rank reduction, by name."""
 
     handles: list[fx.Node]
     rows: list[int]
@@ -128,8 +147,13 @@ class LowRankArgs:
         return sum(rows * columns for rows, columns in zip(self.rows, self.columns, strict=True))
 
 
+def layout_of(marker: fx.Node) -> ShardLayout:
+    """The layout of the parameter that a marker works for."""
+    return UnshardArgs.of(marker).layout if is_unshard(marker) else ReduceArgs.of(marker).layout
+
+
 def methods_of(start: fx.Node) -> tuple[str, ...]:
-    """By what methods the bytes that a collective sends were made, as text; () for bytes that are numbers."""
+    """The compression methods of the bytes that a collective sends, as text; () if it sends plain numbers."""
     found: dict[str, None] = {}
     pending = sent_by(start)
     while pending:
@@ -138,7 +162,7 @@ def methods_of(start: fx.Node) -> tuple[str, ...]:
             found[QuantizeArgs.of(node).method] = None
         elif is_quantize_shards(node):
             found[str(node.args[1])] = None
-        elif _has_bytes(meta.value(node)):  # payloads side by side, or parts of them
+        elif _has_bytes(meta.value(node)):  # concatenated payloads, or parts of them
             pending.extend(node.all_input_nodes)
     return tuple(sorted(found))
 

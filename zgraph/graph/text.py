@@ -1,8 +1,9 @@
-"""Graphs as text: deterministic, without guards, and never an exception, whatever a pass has left in the graph."""
+"""Graphs as text: deterministic, without adding guards, and without exceptions, even for malformed graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,8 @@ from torch import fx
 from zgraph.graph import meta
 from zgraph.torch_compat.operators import OpOverload
 
-# Values whose repr() is the same in every run.
+# Types whose repr() is the same in every run.
+_SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
 _PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
 
 
@@ -33,38 +35,87 @@ def neighbourhood(node: fx.Node, distance: int = 10) -> str:
 
 
 def _node_text(node: fx.Node) -> str:
-    return safely(lambda: _node_text_unsafe(node), "<node that cannot be shown>")
+    return str(line_of(node))
 
 
-def _node_text_unsafe(node: fx.Node) -> str:
-    head = f"{node.name}: {value_text(meta.value(node))}"
-    if node.op == "placeholder":
-        return f"{head} = input"
-    if node.op == "output":
-        return f"return {_argument_text(node.args[0])}"
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The line of one node; `str` puts its parts together.
+
+    Attributes:
+        name: of the node.
+        value: that it yields; "" of the output, which yields nothing.
+        call: what makes it.
+        parameters: that it works for, "" for none.
+    """
+
+    name: str
+    value: str
+    call: str
+    parameters: str
+
+    def __str__(self) -> str:
+        if not self.value:
+            return self.call
+        return f"{self.name}: {self.value} = {self.call}" + (f"  # {self.parameters}" if self.parameters else "")
+
+
+def line_of(node: fx.Node) -> Line:
+    """The parts of a node's line; of a part that cannot be shown what it is, and never an exception."""
+    name = shown(lambda: str(node.name), node)
+    if getattr(node, "op", None) == "output":
+        return Line(name, "", shown(lambda: f"return {_argument_text(node.args[0])}", node), "")
+    value = shown(lambda: value_text(meta.value(node)), node)
+    if getattr(node, "op", None) == "placeholder":
+        return Line(name, value, "input", "")
+    return Line(name, value, shown(lambda: _call_text(node), node), parameters_text(node))
+
+
+def _call_text(node: fx.Node) -> str:
     args = [_argument_text(argument) for argument in node.args]
     args += [f"{key}={_argument_text(value)}" for key, value in node.kwargs.items()]
-    about = meta.parameters(node)
-    return f"{head} = {_target_text(node.target)}({', '.join(args)})" + (f"  # {', '.join(about)}" if about else "")
+    return f"{target_text(node.target)}({', '.join(args)})"
+
+
+def parameters_text(node: fx.Node) -> str:
+    """Names of the parameters that a node works for, joined by ", "."""
+    try:
+        names = meta.parameters(node)
+    except Exception:  # a node without meta
+        return unprintable(node)
+    return shown(lambda: ", ".join(names), names)
 
 
 def value_text(value: object) -> str:
-    """`f32[4, 8]`, with strides where they are not the usual ones and the device where it is not the CPU."""
+    """`f32[4, 8]`, with strides unless they are contiguous, and the device unless it is the CPU."""
+    return _value_text(value, ())
 
-    def show() -> str:
-        if isinstance(value, torch.Tensor):
-            # str() of a symbolic size shows its expression; comparing or hashing it would add a guard.
-            sizes = [str(size) for size in value.shape]
-            text = f"{dtype_text(value.dtype)}[{', '.join(sizes)}]"
-            strides = [str(stride) for stride in value.stride()]
-            if strides != _contiguous_strides(sizes):
-                text += f" strides ({', '.join(strides)})"
-            return text if value.device.type == "cpu" else f"{text} {value.device}"
-        if isinstance(value, tuple | list):
-            return f"({', '.join(value_text(item) for item in cast('Sequence[object]', value))})"
-        return "?" if value is None else type(value).__name__
 
-    return safely(show, "?")
+def _value_text(value: object, around: tuple[int, ...]) -> str:
+    """The same inside lists whose ids are given: a list that holds itself ends there."""
+    if isinstance(value, torch.Tensor):
+        return shown(lambda: _tensor_text(value), value)
+    if isinstance(value, tuple | list) and id(value) not in around:
+        items = cast("Sequence[object]", value)
+        inside = (*around, id(items))
+        return shown(lambda: f"({', '.join(_value_text(item, inside) for item in items)})", value)
+    if value is None:
+        return "?"
+    return type(value).__name__ if isinstance(value, _PLAIN | _SYMBOLS) else unprintable(value)
+
+
+def _tensor_text(value: torch.Tensor) -> str:
+    # str() of a symbolic size shows its expression; comparing or hashing it would add a guard.
+    text = f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
+    if strides := stride_text(value):
+        text += f" strides {strides}"
+    return text if value.device.type == "cpu" else f"{text} {value.device}"
+
+
+def stride_text(value: torch.Tensor) -> str:
+    """`(1, 8)`, or "" where a tensor is contiguous."""
+    strides = [str(stride) for stride in value.stride()]
+    return "" if strides == _contiguous_strides([str(size) for size in value.shape]) else f"({', '.join(strides)})"
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -86,32 +137,48 @@ def _contiguous_strides(sizes: list[str]) -> list[str] | None:
     return strides[::-1]
 
 
-def _target_text(target: object) -> str:
+def target_text(target: object) -> str:
+    """The name of a call's target: `aten.mm` for an operator."""
     if isinstance(target, OpOverload):  # shown as torch prints it, without the default overload
         return str(target).removesuffix(".default")
     # Not str() of an object: it may hold an address, which would differ from run to run.
-    return target if isinstance(target, str) else getattr(target, "__name__", None) or f"<{type(target).__name__}>"
+    return target if isinstance(target, str) else getattr(target, "__name__", None) or unprintable(target)
 
 
-def _argument_text(argument: Any) -> str:
+def _argument_text(argument: Any, around: tuple[int, ...] = ()) -> str:
     if isinstance(argument, fx.Node):
         return argument.name
-    if isinstance(argument, tuple | list):
-        inner = ", ".join(_argument_text(item) for item in cast("Sequence[Any]", argument))
-        return f"({inner})" if isinstance(argument, tuple) else f"[{inner}]"
+    if isinstance(argument, tuple | list | dict) and id(cast(object, argument)) not in around:
+        return shown(lambda: _container_text(argument, (*around, id(cast(object, argument)))), argument)
+    if isinstance(argument, _SYMBOLS):
+        return shown(lambda: str(argument), argument)
+    if argument is None or isinstance(argument, _PLAIN):
+        return shown(lambda: repr(argument), argument)
+    # An object of its own: its repr may hold an address, which would differ from run to run, or raise.
+    return unprintable(argument)
+
+
+def _container_text(argument: Any, around: tuple[int, ...]) -> str:
     if isinstance(argument, dict):
         pairs = cast("dict[Any, Any]", argument).items()
-        return "{" + ", ".join(f"{_argument_text(key)}: {_argument_text(value)}" for key, value in pairs) + "}"
-    if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return safely(lambda: str(argument), "?")
-    if argument is None or isinstance(argument, _PLAIN):
-        return repr(argument)
-    # An object of its own: its repr may hold an address, which would differ from run to run, or raise.
-    return f"<{type(argument).__name__}>"
+        items = [f"{_argument_text(key, around)}: {_argument_text(value, around)}" for key, value in pairs]
+        return f"{{{', '.join(items)}}}"
+    inner = ", ".join(_argument_text(item, around) for item in cast("Sequence[Any]", argument))
+    return f"({inner})" if isinstance(argument, tuple) else f"[{inner}]"
+
+
+def unprintable(thing: object) -> str:
+    """What stands where a thing cannot be shown."""
+    return f"<unprintable {type(thing).__name__}>"
+
+
+def shown(show: Callable[[], str], thing: object) -> str:
+    """The text about a thing, or what stands where it cannot be shown."""
+    return safely(show, unprintable(thing))
 
 
 def safely(show: Callable[[], str], fallback: str) -> str:
-    """The text, or the fallback: showing a graph must never be what fails."""
+    """The text, or the fallback if it raises: showing a graph must never fail."""
     try:
         return show()
     except Exception:

@@ -1,19 +1,18 @@
-"""What a graph's collectives send: the one place that knows the formulas."""
+"""Bytes that collectives send; all formulas are in this file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from zgraph.dialect.window_ops import gradients_wait, keeps_gathered
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
 from zgraph.graph import meta, nodes, operator_arguments
-from zgraph.runtime.chunks import Chunk, chunk_rows, payload_bytes
-from zgraph.runtime.groups import group_size, reduction_group
+from zgraph.runtime.chunks import Chunk, payload_bytes
+from zgraph.runtime.groups import group_size
 from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.fake_values import size_expression
 
@@ -23,14 +22,14 @@ class Transfer:
     """One collective of a graph.
 
     Attributes:
-        kind: the op's name, such as "all_gather_into_tensor"; a marker counts as the collectives of its eager kernel.
-        group_name, group_size: whom it talks to.
-        dtype: on the wire.
-        payload_bytes: what this rank hands in.
-        sent_bytes: what it sends, (N-1)/N of the whole: exact for all_to_all, the bandwidth optimum for the others.
-            Of an "all_gather_kept" only the first of a window sends it.
-        parameters: whom it works for.
-        methods: by which what it sends was compressed, see `zgraph.compression.methods.to_text`.
+        kind: name of the op, such as "all_gather_into_tensor"; a marker counts as the collectives of its eager kernel.
+        group_name, group_size: process group.
+        dtype: dtype that is sent.
+        payload_bytes: size of this rank's input.
+        sent_bytes: bytes that this rank sends, (N-1)/N of the total: exact for all_to_all, the bandwidth optimum for
+            the others. An "all_gather_kept" sends only the first time in a window.
+        parameters: names of the parameters it works for.
+        methods: compression methods of the payload, see `zgraph.compression.method_text.to_text`.
     """
 
     kind: str
@@ -44,7 +43,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """As many as it sends: chunks are padded to one size, and a ring hands on what it takes in."""
+        """As many bytes as it sends: chunks are padded to equal size, and a ring forwards what it receives."""
         return self.sent_bytes
 
 
@@ -58,12 +57,12 @@ def transfers(graph: fx.Graph) -> Iterator[Transfer]:
 
 
 def transfers_of(node: fx.Node, size_of: SizeOf = group_size) -> Iterator[Transfer]:
-    """The collectives that a start, or a marker's own kernel, runs.
+    """The collectives that a start, or the eager kernel of a marker, runs.
 
     Args:
         node: a start or a marker.
-        size_of: ranks of a group by its name. Where it gives symbols, sizes are expressions: exact for collectives
-            whose `meta.chunks` are known, right up to padding for others that carry parameters.
+        size_of: number of ranks of a group, by name. If it returns symbols, sizes are expressions: exact for
+            collectives with known `meta.chunks`, correct up to padding for others that carry parameters.
     """
     if nodes.is_unshard(node):
         yield from _unshard_transfers(node, size_of)
@@ -94,25 +93,22 @@ def _kind(node: fx.Node) -> str:
 
 def _unshard_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
     args = operator_arguments.UnshardArgs.of(node)
-    if args.zero_stage > 0 and group_size(args.group_name) > 1:
-        shape = (chunk_rows(args.shape[0], size_of(args.group_name)), *args.shape[1:])
-        kind = "all_gather_kept" if keeps_gathered(args.zero_stage, args.window) else "all_gather_into_tensor"
-        yield _transfer(node, kind, args.group_name, args.dtype, payload_bytes(shape, args.dtype), size_of)
+    layout = args.layout
+    if layout.is_gathered:
+        kind = "all_gather_kept" if layout.keeps_gathered(args.window) else "all_gather_into_tensor"
+        payload = layout.param_chunk.numel(size_of) * args.dtype.itemsize
+        yield _transfer(node, kind, layout.gather_group, args.dtype, payload, size_of)
 
 
 def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
     args = operator_arguments.ReduceArgs.of(node)
-    args = replace(args, group_name=reduction_group(args.group_name))
-    world, num_replicas = group_size(args.group_name), group_size(args.replicas)
-    waits = gradients_wait(args.zero_stage, args.window)
-    if world * num_replicas == 1 or (waits and args.window == OPEN):
+    layout = args.layout
+    waits = layout.gradients_wait(args.window)
+    if not layout.is_reduced or (waits and args.window == OPEN):
         return
-    grad = meta.tensor_value(args.grad)
-    grad_dtype = args.dtype if waits else grad.dtype
+    grad_dtype = args.dtype if waits else meta.tensor_value(args.grad).dtype
     wire = wire_dtype_of(grad_dtype, args.wire_dtype)
     mean = mean_dtype_of(grad_dtype, args.dtype, args.wire_dtype, args.mean_dtype)
-    rows = grad.numel() if args.zero_stage == 0 else grad.shape[0]
-    chunk = Chunk(rows, grad.numel() // max(1, rows), (args.group_name,))
 
     def exchange(chunk: Chunk, dtype: torch.dtype) -> Transfer:
         group_name = chunk.group_names[-1]
@@ -123,14 +119,13 @@ def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
         payload = chunk.numel(size_of) * mean.itemsize
         return _transfer(node, "all_gather_into_tensor", chunk.group_names[-1], mean, payload, size_of)
 
-    if world > 1:
-        yield exchange(chunk, wire)
-    if num_replicas > 1:
-        piece = replace(chunk, group_names=(args.group_name, args.replicas))
-        yield exchange(piece, wire_dtype_of(accumulate_dtype(wire), args.wire_dtype))
-        yield gather(piece)
-    if args.zero_stage == 0 and world > 1:
-        yield gather(chunk)
+    if layout.world > 1:
+        yield exchange(layout.grad_chunk, wire)
+    if layout.num_replicas > 1:
+        yield exchange(layout.replica_chunk, wire_dtype_of(accumulate_dtype(wire), args.wire_dtype))
+        yield gather(layout.replica_chunk)
+    if layout.world > 1 and not layout.is_sharded:
+        yield gather(layout.grad_chunk)
 
 
 def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, payload: Any, size_of: SizeOf) -> Transfer:

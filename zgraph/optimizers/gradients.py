@@ -1,7 +1,7 @@
-"""Where torch's own tools look at one rank's shards only: agreement on overflow, and the largest gradient entry.
+"""Drop-in replacements for `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`.
 
-`torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` work on sharded gradients but for two cases, which these two
-drop-in replacements mend.
+torch's own work on sharded gradients except in two cases, where they look at one rank's shards only: agreement on
+overflow, and the largest gradient entry.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from zgraph.errors import ZgraphError
 from zgraph.optimizers.local_norm import ShardedGradients
 from zgraph.runtime.collective_error import collective_error
 from zgraph.sharding.scope import sharded_parameters
@@ -27,11 +28,11 @@ from zgraph.torch_compat.dtensor import gradients_of
 class GradScaler(AgreeingGradScaler):
     """A `torch.amp.GradScaler` whose ranks all skip a step when any of them has found an inf or a NaN.
 
-    torch's own asks the other ranks only if the first gradient of the optimizer is sharded. Where that is a replicated
-    one (a scalar parameter, a part at stage 0), a rank whose shards overflow skips alone and halves its scale alone.
+    torch's own asks the other ranks only if the first gradient of the optimizer is sharded. If that one is replicated
+    (a scalar parameter, a part at stage 0), a rank whose shards overflow skips alone and halves its scale alone.
     Arguments and methods are those of `torch.amp.GradScaler`. Every rank must call them alike.
 
-    It tells each model that `zgraph.set_loss_scale` was given together with it when its scale changes, and which
+    Models that were passed to `zgraph.set_loss_scale` with this scaler are told when its scale changes, and which
     parameters' steps were dropped.
     """
 
@@ -41,13 +42,13 @@ class GradScaler(AgreeingGradScaler):
         self._found: list[tuple[torch.optim.Optimizer, list[Tensor]]] = []
 
     def follow(self, model: nn.Module) -> None:
-        """Tell a model from now on, as long as it lives."""
+        """Tell a model about scales and dropped steps from now on, as long as it lives."""
         self._models.add(model)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         found, self._found = self._found, []
         dropped: set[int] = set()
-        if self._models:  # else nobody asks, and reading the flags would wait for the device
+        if self._models:  # reading the flags waits for the device, so only if a model needs them
             for optimizer, flags in found:
                 if any(flag.item() for flag in flags):
                     dropped |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -63,8 +64,8 @@ class GradScaler(AgreeingGradScaler):
             return
         scale = float(self.get_scale())
         for model in self._models:
-            for read in sharded_parameters(model).values():
-                read.state.feedbacks.set_loss_scale(scale, dropped=id(read.sharded) in dropped)
+            for param in sharded_parameters(model).values():
+                param.state.feedbacks.set_loss_scale(scale, dropped=id(param.sharded) in dropped)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_models": None, "_found": []}  # models are not the scaler's to copy
@@ -91,13 +92,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, also with `norm_type=inf` where a rank holds no rows of a parameter.
+    """Clip like `torch.nn.utils.clip_grad_norm_`, also with `norm_type=inf` when a rank has no rows of a parameter.
 
-    torch's own raises there on that rank ("cannot compute the inf norm on an empty tensor"), and the others wait for
-    it. Other norms are torch's own.
+    torch's own raises on that rank ("cannot compute the inf norm on an empty tensor"), and the others wait for it.
+    Other norms equal torch's.
 
     Args:
-        parameters: of a sharded model; every rank passes the same ones.
+        parameters: parameters of a sharded model; the same on every rank.
         max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
 
     Returns:
@@ -122,7 +123,7 @@ def clip_grad_norm_(
         return norm
     grads = [_local(grad) for grad in found]
     first = everything[0]
-    dtype = first.dtype  # of the result: one that every rank knows, with or without rows
+    dtype = first.dtype  # of the result: known to every rank, with or without rows
     for parameter in everything[1:]:
         dtype = torch.promote_types(dtype, parameter.dtype)
     filled = [grad for grad in grads if grad.numel()]
@@ -132,6 +133,8 @@ def clip_grad_norm_(
         norms = total.new_empty(dist.get_world_size(group))
         try:
             all_gather(norms, total.view(1), group)
+        except ZgraphError:
+            raise  # a captured step refuses it
         except RuntimeError as error:
             raise collective_error("all_gather", ["the gradients' norm"], group.group_name, error) from error
         total = norms.amax()
@@ -157,7 +160,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
-    """The process groups of all mesh axes the tensors lie on, in the order in which they are first met."""
+    """Process groups of all mesh axes that the tensors lie on, in the order of first use."""
     groups: dict[str, dist.ProcessGroup] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):

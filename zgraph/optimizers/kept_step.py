@@ -1,7 +1,7 @@
-"""What an optimizer's step on local shards worked on, kept for the next one.
+"""Lists of tensors that an optimizer's step on local shards worked on, kept for the next step.
 
-From step to step only gradients are new tensors. Whether everything else is what it was is seen by comparing
-identities, list by list: a tenth of the time that it takes to put the same lists together parameter by parameter.
+From one step to the next only the gradients are new tensors. Comparing identities, list by list, shows whether
+everything else is the same, in a tenth of the time that building the lists parameter by parameter takes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ State = Mapping[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class GroupLists:
-    """What a step made of one parameter group."""
+    """Lists that a step made for one parameter group."""
 
     entries: tuple[list[Any], ...]  # parameters with gradients, their gradients, entries of their state
     flags: Any
 
 
 class StepOnShards(OptimizerOfLists):
-    """Base of an optimizer that works on local shards: notes the lists of its step, or takes those of a kept one.
+    """Base of optimizers that work on local shards: records the lists of a step, or uses those of a kept one.
 
-    Its subclasses have one of torch.optim's classes as their second base.
+    Subclasses have one of torch.optim's classes as their second base.
     """
 
     made: list[GroupLists]
@@ -57,7 +57,7 @@ class StepOnShards(OptimizerOfLists):
 
 
 class WatchedState(dict[Tensor, dict[str, Any]]):
-    """State by parameter that knows whether it was read by one: what nobody has read has the entries it had."""
+    """State by parameter that records whether any entry was looked up; if none was, the entries are unchanged."""
 
     was_read = False
 
@@ -68,12 +68,12 @@ class WatchedState(dict[Tensor, dict[str, Any]]):
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step on shards and, in `_Seen`, all that its lists follow from.
+    """A step on shards, with everything that its lists depend on in `_Seen`.
 
     Attributes:
         shards: local tensors of the parameters, by group.
-        state: of the shards, as the step left it.
-        lists: of the step, by group; without the gradients.
+        state: state of the shards after the step.
+        lists: lists of the step, by group; without the gradients.
     """
 
     shards: list[list[Tensor]]
@@ -83,7 +83,7 @@ class KeptStep:
     seen: _Seen
 
     def grads(self, optimizer: optim.Optimizer) -> list[Tensor] | None:
-        """Local gradients of the parameters that have one; None where the next step works on something else."""
+        """Local gradients of the parameters that have one; None if the next step works on other tensors."""
         seen, groups = self.seen, optimizer.param_groups
         parameters: list[Tensor] = list(chain.from_iterable(map(itemgetter("params"), groups)))
         if not _same(parameters, seen.parameters) or _options_of(groups) != seen.options:
@@ -101,7 +101,7 @@ class KeptStep:
         return locals_of(grads)
 
     def is_unchanged(self) -> bool:
-        """Whether the state holds the same tensors as before the step, which has changed them in place."""
+        """Whether the state holds the same tensors as before the step, changed in place."""
         return not self.state.was_read or _same(_entries_of(self.state.values()), self.entries)
 
 
@@ -137,7 +137,7 @@ class _SeenState:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the lists of a step follow from, beside the gradients' values."""
+    """Everything that the lists of a step depend on, except the gradients' values."""
 
     parameters: list[DTensor]
     shards: list[Tensor]
@@ -151,16 +151,16 @@ class _Seen:
 def keep_step(
     optimizer: optim.Optimizer, made: Sequence[GroupLists], taken: Sequence[Sequence[Tensor]], state: State
 ) -> KeptStep | None:
-    """Keep a step that has just been taken, the optimizer's own state brought up to date.
+    """Keep a step that has just been taken, once the optimizer's own state is up to date.
 
     Args:
-        optimizer: the user's own.
+        optimizer: the user's optimizer.
         made: lists of the step, by group.
-        taken: what the step took for the parameters of each group: tensors that hold their gradients.
-        state: of these, as the step left it.
+        taken: local tensors that the step used as parameters, by group; they hold the gradients.
+        state: state of these after the step.
 
     Returns:
-        None where the lists are not put together of parameters, gradients and state alone, all of them DTensors.
+        None if the lists hold anything but parameters, gradients and state, or if some of these are not DTensors.
     """
     groups = optimizer.param_groups
     parameters: list[Any] = [parameter for group in groups for parameter in group["params"]]
@@ -200,9 +200,9 @@ def keep_step(
 
 
 def _options_of(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """How many parameters each group has, and its options as far as lists depend on them: switches, and what is zero.
+    """Number of parameters in each group, and the options that decide about lists: switches, and which are zero.
 
-    Learning rates and their like may change from step to step.
+    Learning rates and the like may change from step to step.
     """
     return [(len(group["params"]), {key: _kind_of(value) for key, value in group.items()}) for group in groups]
 

@@ -1,7 +1,7 @@
-"""Optimizer steps on local shards: what DTensors would cost in every operator of every step is left out.
+"""Optimizer steps on local shards, without DTensor's overhead in every operator.
 
-An element-wise optimizer computes on each rank's rows alone, and DTensor dispatches to just that: the same kernels on
-the same local tensors, parameter by parameter, with the placements of every result worked out anew.
+An element-wise optimizer computes on each rank's rows alone. DTensor would dispatch to the same kernels on the same
+local tensors, but parameter by parameter, and work out the placements of every result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zgraph.torch_compat.dtensor import dtensor_like, local_of
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
 
-# Each element of a parameter is updated by its own gradient and state alone. (Muon, LBFGS and Adafactor are not so.)
+# Each element of a parameter is updated by its own gradient and state alone (unlike with Muon, LBFGS and Adafactor).
 _ELEMENT_WISE = frozenset(
     {
         optim.SGD,
@@ -35,25 +35,26 @@ _ELEMENT_WISE = frozenset(
         optim.ASGD,
     }
 )
-_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # of their state: plain tensors, whatever the parameter is
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # entries of state that are plain tensors for DTensors too
 
 
 def step_on_shards(optimizer: Optimizer) -> Optimizer:
-    """Let each `optimizer.step()` compute on this rank's shards, past DTensor's dispatch; results are the same bits.
+    """Make `optimizer.step()` compute on this rank's shards, bypassing DTensor's dispatch; results are the same bits.
 
-    The optimizer is changed by a pair of hooks and by nothing else: its class, parameters, groups, state, state dicts,
-    schedulers and scalers are what they were, state it makes is DTensors as before, and a step that raises leaves it
-    as it was. A step with a closure, of a differentiable optimizer, inside torch.compile, or of gradients that do not
-    lie like their parameters goes the ordinary way. A copy or an unpickled optimizer does, too: call this again.
+    Nothing but hooks is added to the optimizer: its class, parameters, groups, state, state dicts, schedulers and
+    scalers stay as they were, new state consists of DTensors as before, and a step that raises changes nothing. Steps
+    with a closure, of a differentiable optimizer, inside torch.compile, or with gradients that are placed unlike their
+    parameters run as usual, through DTensor. So do steps of a copied or unpickled optimizer, until this is called on
+    it.
 
     Args:
-        optimizer: one of torch.optim's element-wise ones, its parameters sharded by `zgraph.shard` or not.
+        optimizer: one of torch.optim's element-wise optimizers; its parameters are sharded by `zgraph.shard` or not.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ValueError: its class is another; a subclass may do as it likes in its step.
+        ValueError: it is of another class, or of a subclass, whose step may do anything.
     """
     if type(optimizer) not in _ELEMENT_WISE:
         known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
@@ -64,24 +65,24 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     stand_in = _StandIn(type(optimizer))
     optimizer.register_step_pre_hook(stand_in.enter)
     optimizer.register_step_post_hook(stand_in.leave)
-    optimizer.register_load_state_dict_pre_hook(stand_in.forget)
+    optimizer.register_load_state_dict_pre_hook(stand_in.drop_kept_step)
     return optimizer
 
 
 class _StandIn:
-    """An optimizer of the same class, whose step runs in the place of the user's own: it holds the local shards.
+    """An optimizer of the same class that holds the local shards, and whose step replaces the user's optimizer's.
 
-    torch.optim's step hooks may replace the arguments, of which the optimizer itself is the first (2.11 - 2.13).
+    torch.optim's step hooks may replace the arguments, the first of which is the optimizer (2.11 - 2.13).
     """
 
     def __init__(self, kind: type[optim.Optimizer]) -> None:
         self.kind = cast("type[StepOnShards]", type(f"{kind.__name__}OnShards", (StepOnShards, kind), {}))
         self.present: StepOnShards | None = None
-        self.taken: list[list[Tensor]] = []  # in the place of the parameters, by group
+        self.taken: list[list[Tensor]] = []  # shards in place of the parameters, by group
         self.kept: KeptStep | None = None
 
     def enter(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.present, self.taken = None, []  # of a step that raised
+        self.present, self.taken = None, []  # left over by a step that raised
         ordinary = args[0] is not optimizer or len(args) > 1 or kwargs or torch.compiler.is_compiling()
         if ordinary or optimizer.defaults.get("differentiable"):
             return None
@@ -123,15 +124,15 @@ class _StandIn:
         _take_over(optimizer, taken, made)
         self.kept = keep_step(optimizer, stand_in.made, taken, made)
 
-    def forget(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Let go of state that is about to be replaced."""
+    def drop_kept_step(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Release state that is about to be replaced."""
         self.kept = None
 
 
 def _take_over(
     optimizer: optim.Optimizer, taken: Sequence[Sequence[Tensor]], made: Mapping[Tensor, dict[str, Any]]
 ) -> None:
-    """Put what a step has made of the shards' state into the optimizer's own, as DTensors."""
+    """Copy the shards' state into the optimizer's own, as DTensors."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter, shard in zip(parameters, chain.from_iterable(taken), strict=True):
         if shard not in made:
@@ -139,7 +140,7 @@ def _take_over(
         known = optimizer.state[parameter]
         for key, value in made[shard].items():
             if _local(known.get(key)) is not value:
-                if isinstance(parameter, DTensor) and isinstance(value, Tensor) and key not in _SCALARS:
+                if isinstance(parameter, DTensor) and isinstance(value, Tensor) and key not in SCALARS:
                     value = dtensor_like(value, parameter)
                 known[key] = value
 
@@ -147,7 +148,7 @@ def _take_over(
 def _shards_of(
     optimizer: optim.Optimizer,
 ) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
-    """Local shards by group, with their gradients, and their state; None: they cannot be stepped alone."""
+    """Local shards by group, with their gradients, and their state; None if they cannot be stepped on their own."""
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     groups: list[list[Tensor]] = []
     for group in optimizer.param_groups:
@@ -157,7 +158,7 @@ def _shards_of(
             if isinstance(parameter, DTensor):
                 if any(placement.is_partial() for placement in parameter.placements):
                     return None
-                # Another tensor of the same storage: its gradient, and what is kept by it, end with this step.
+                # A new tensor over the same storage, whose gradient and state entries end with this step.
                 shard = local_of(parameter).detach()
                 grad = parameter.grad
                 if grad is not None:
@@ -167,7 +168,7 @@ def _shards_of(
             if parameter in optimizer.state:
                 known = optimizer.state[parameter]
                 for key, value in known.items():
-                    if isinstance(value, Tensor) and key not in _SCALARS and not _lies_like(value, parameter):
+                    if isinstance(value, Tensor) and key not in SCALARS and not _lies_like(value, parameter):
                         return None
                 state[shard] = {key: _local(value) for key, value in known.items()}
             shards.append(shard)

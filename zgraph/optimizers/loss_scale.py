@@ -1,4 +1,4 @@
-"""What compression must be told: of losses that are scaled, of steps that are dropped, of errors to be forgotten."""
+"""`zgraph.set_loss_scale` and `zgraph.reset_error_feedback`: what a training loop has to tell error feedback."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from zgraph.torch_compat.dynamo import without_compile
 
 
 def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> None:
-    """Tell the errors that compression keeps by what losses are multiplied: gradients of another scale need others.
+    """Tell error feedback by what losses are multiplied, so that kept errors have the scale of the next gradients.
 
         scaler = zgraph.GradScaler("cuda")
         zgraph.set_loss_scale(model, scaler)        # once; the scaler tells the model from then on
 
-    When the scale changes, the kept errors are multiplied by new / old: exact where that is a power of two. Of a step
-    that is dropped because of an overflow nothing remains in them: from the first call on each reduction keeps a copy
-    of the errors from before, until the step is known to count, which doubles what they take during a step.
+    When the scale changes, the kept errors are multiplied by new / old, which is exact for powers of two. A step that
+    is dropped because of an overflow leaves no trace in them: from the first call on, each reduction keeps a copy of
+    the previous errors until the step is known to count, which doubles their memory during a step.
 
     A `zgraph.GradScaler` tells the model in each `update()`, parameter by parameter, which steps its optimizers have
-    dropped, and it tells the scale that it loads. Of any other scale only this function knows: call it before the
-    first forward, and, with torch's own GradScaler, again after every `scaler.update()`. A smaller scale than the last
-    one then says that the last step was dropped; a step that is dropped at an equal scale cannot be told from one that
-    is taken, and leaves what it did to the errors.
+    dropped, and also tells a scale that it loads. Any other scale has to be passed to this function: call it before the
+    first forward and, with torch's own GradScaler, after every `scaler.update()`. A scale that is smaller than the last
+    one then means that the last step was dropped. A step that is dropped without a change of scale looks like one that
+    was taken, so its effect on the errors stays.
 
     Args:
         model: what `zgraph.shard` returned, compiled or not. Every rank calls it with the same scale.
-        scale: the factor of the losses to come, or a scaler that has one; a scaler that is not enabled has none.
+        scale: factor of the losses to come, or a scaler that has one; a disabled scaler has none.
 
     Raises:
         ValueError: nothing is sharded, or the scale is not a positive, finite number.
     """
-    reads = _reads_of(model, "set_loss_scale")
+    params = _params_of(model, "set_loss_scale")
     found: float | None
     if isinstance(scale, torch.amp.GradScaler):
         found = float(scale.get_scale()) if scale.is_enabled() else None
@@ -45,16 +45,16 @@ def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> Non
         raise ValueError(
             f"zgraph.set_loss_scale: scale={found}; losses are multiplied by a positive, finite number, such as 65536."
         )
-    for read in reads.values():
-        read.state.feedbacks.set_loss_scale(found)
+    for param in params.values():
+        param.state.feedbacks.set_loss_scale(found)
     if isinstance(scale, GradScaler):
         scale.follow(without_compile(model))
 
 
 def reset_error_feedback(model: nn.Module) -> None:
-    """Drop what compression has kept of earlier gradients: the errors start as zeros again, and so do their counts.
+    """Drop the errors that compression has kept; they and their counts start at zero.
 
-    Such as before another method compresses the gradients. What `set_loss_scale` has told stays.
+    Needed before another method compresses the gradients. The loss scale stays as it was set.
 
     Args:
         model: what `zgraph.shard` returned, compiled or not. Every rank calls it, or ranks would disagree on the random
@@ -63,17 +63,17 @@ def reset_error_feedback(model: nn.Module) -> None:
     Raises:
         ValueError: nothing is sharded.
     """
-    for read in _reads_of(model, "reset_error_feedback").values():
-        read.state.feedbacks.by_slot.clear()
-        read.state.weight_copy = None
+    for param in _params_of(model, "reset_error_feedback").values():
+        param.state.feedbacks.by_slot.clear()
+        param.state.weight_copy = None
 
 
-def _reads_of(model: nn.Module, caller: str) -> dict[str, ShardedParam]:
+def _params_of(model: nn.Module, caller: str) -> dict[str, ShardedParam]:
     module = without_compile(model)
-    reads = sharded_parameters(module)
-    if not reads:
+    params = sharded_parameters(module)
+    if not params:
         raise ValueError(
             f"zgraph.{caller}: nothing in this {type(module).__name__} is sharded, so nothing is compressed; call "
             "zgraph.shard first."
         )
-    return reads
+    return params

@@ -1,1 +1,1 @@
-"""What zgraph shows: dumps, the report of what was compiled, predictions and measurements."""
+"""Everything that zgraph shows: dumps, the report of what was compiled, predictions and measurements."""

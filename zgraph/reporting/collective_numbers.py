@@ -1,14 +1,15 @@
-"""Which parameters NCCL's collectives work for, by the numbers that torch's flight recorder gives them.
+"""Lists of the parameters of NCCL collectives, by the numbers that torch's flight recorder gives them.
 
-On NCCL nobody gets a `CollectiveError` by default: a wait only queues, and when a collective fails or times out, the
-watchdog thread of torch writes the flight recorder's dump and ends the process. The dump knows numbers and no names; so
-each compiled graph leaves a list of its collectives beside it, and at each call the number at which they begin:
+On NCCL there is no `CollectiveError` by default: a wait is only queued, and if a collective fails or times out, torch's
+watchdog thread writes the flight recorder's dump and ends the process. The dump has numbers instead of names. Each
+compiled graph therefore writes a list of its collectives to the same directory, and at each call the number at which
+they begin:
 
-    process 4711, graph 0/0 forward, on group 0 its last call began behind collective 0000001234
+    process 4711, graph 0/0 forward, on group 0 its last call began after collective 0000001234
       +1 all_gather_into_tensor: embed.weight
       +2 all_gather_into_tensor_coalesced: layers.0.attn.q.weight, layers.0.attn.k.weight
 
-Where the dump says of group 0 that `collective_seq_id` 1236 never ended, that is layers.0.attn.q.weight and k.weight.
+If the dump says for group 0 that `collective_seq_id` 1236 never ended, that is layers.0.attn.q.weight and k.weight.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ def numbered(graph: fx.Graph) -> list[Numbered]:
 def with_numbers(
     run: Callable[[list[Any]], Any], graph: fx.Graph, title: str, rank: int, directory: Path | None = None
 ) -> Callable[[list[Any]], Any]:
-    """The callable of a graph, which notes at each call behind which collective of its groups it begins.
+    """Wrap the callable of a graph so that each call records the number of the last collective before it.
 
-    A file that cannot be written is done without.
+    If the file cannot be written, nothing is recorded.
 
     Args:
-        run: the graph's callable.
-        graph: with the collectives that it runs.
-        title: of the graph, such as "0/0 forward".
-        rank: of this process.
-        directory: where the file goes; None: where the flight recorder puts its dump.
+        run: callable of the graph.
+        graph: the graph, with the collectives that it runs.
+        title: title of the graph, such as "0/0 forward".
+        rank: rank of this process.
+        directory: directory for the file; None: that of the flight recorder's dump.
 
     Returns:
         `run` itself where no group is NCCL's.
@@ -93,7 +94,7 @@ def _write(groups: Sequence[Numbered], title: str, path: Path) -> tuple[int, lis
         offsets: list[int] = []
         for one in groups:
             whose = f"process {os.getpid()}, graph {title}, on group {one.group_name}"
-            head = f"{whose} its last call began behind collective ".encode()
+            head = f"{whose} its last call began after collective ".encode()
             rows = "".join(f"  +{place} {text}\n" for place, text in enumerate(one.collectives, 1))
             offsets.append(end + len(head))
             end += os.write(descriptor, head + b"0" * _DIGITS + f"\n{rows}".encode())

@@ -12,8 +12,9 @@ from pathlib import Path
 from torch import fx
 
 from zgraph.analysis.liveness import memory_curve
+from zgraph.analysis.storages import mortal_inputs
 from zgraph.compiler.graph_pass import Direction, GraphPass
-from zgraph.graph.text import graph_text, safely
+from zgraph.graph.text import graph_text, safely, shown
 
 _log = logging.getLogger(__name__)
 
@@ -31,13 +32,7 @@ class Dumper:
     _before: dict[Direction, list[str]] = field(default_factory=dict[Direction, list[str]])
     _peaks: dict[Direction, str] = field(default_factory=dict[Direction, str])
     _count: int = 0
-    _failed: bool = False
-
-    def begin_again(self) -> None:
-        """The frame is planned anew: what follows replaces what was written of it."""
-        self._before.clear()
-        self._peaks.clear()
-        self._count = 0
+    failed: bool = False
 
     def captured(self, direction: Direction, graph: fx.Graph) -> None:
         """A graph as it was before any pass."""
@@ -60,7 +55,7 @@ class Dumper:
         stem = f"{self._count:02}_{label}.{direction}"
         self._count += 1
         comments = [f"{title}, {direction} graph, {len(lines)} nodes", self._peak(direction, graph), *notes]
-        head = [f"# {' '.join(safely(lambda text=text: str(text), '?').split())}" for text in comments]
+        head = [f"# {' '.join(shown(lambda text=text: str(text), text).split())}" for text in comments]
         files = {f"{stem}.py": [*head, *lines]}
         if before is not None:
             # Unmoved context is of no use here: a pass that moves nodes shows as lines taken out and put in.
@@ -68,14 +63,18 @@ class Dumper:
         self._save(files)
 
     def _peak(self, direction: Direction, graph: fx.Graph) -> str:
-        """The predicted peak, beside the inputs; in a backward, which drops them as it runs, with them."""
-        owned = graph.find_nodes(op="placeholder") if direction == "backward" else ()
-        found = safely(lambda: memory_curve(graph, owned=frozenset(owned)).explain(), "peak unknown")
+        """The predicted peak, without memory held outside; saved values, which backward frees, count."""
+
+        def show() -> str:
+            owned = mortal_inputs(graph.nodes) if direction == "backward" else ()
+            return memory_curve(graph, owned=owned).explain()
+
+        found = safely(show, "peak unknown")
         before, self._peaks[direction] = self._peaks.get(direction), found
         return found if before is None else f"{found} (before: {before.partition(':')[0]})"
 
     def _save(self, files: dict[str, list[str]]) -> None:
-        if self._failed:
+        if self.failed:
             return
         folder = self.directory / f"rank{self.rank}" / f"frame_{self.frame.replace('/', '_')}"
         try:
@@ -83,5 +82,5 @@ class Dumper:
             for name, lines in files.items():
                 (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
         except OSError as error:
-            self._failed = True
+            self.failed = True
             _log.warning("zgraph: cannot write the dump to %s: %s", folder, error)

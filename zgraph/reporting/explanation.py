@@ -1,18 +1,49 @@
-"""What `zgraph.explain` returns: lifetimes, buckets, time and memory of every compiled graph, to print and to read."""
+"""Lifetimes, buckets, time and memory of every compiled graph: what `zgraph.explain` returns, to print and to read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zgraph.graph.text import dtype_text
 from zgraph.reporting.of_graph import Collective, GraphReport
+from zgraph.reporting.tables import Table, as_html, counted, duration, size
 from zgraph.runtime.profiler import Measured
 
 NAMES = 4  # of parameters that one line spells out
 NO_COSTS = (
-    "time is not predicted, for the pipeline was given no hardware; compile with "
-    'options={"pipeline": zgraph.Pipeline(zgraph.passes.presets.default(hardware=zgraph.calibrate()))}.'
+    "times are not predicted, because the pipeline has no target; compile with "
+    'options={"pipeline": zgraph.Pipeline(..., target=zgraph.Target(hardware=zgraph.calibrate()))}.'
+)
+
+_GRAPH_COLUMNS = (
+    "frame",
+    "graph",
+    "nodes",
+    "sent",
+    "received",
+    "predicted",
+    "exposed",
+    "measured",
+    "blocked in waits",
+    "calls",
+    "predicted peak",
+    "at",
+    "largest there",
+    "of unknown size",
+    "measured peak",
+)
+_COLLECTIVE_COLUMNS = (
+    "frame",
+    "graph",
+    "collective",
+    "kind",
+    "parameters",
+    "sent",
+    "predicted",
+    "exposed",
+    "measured in its wait",
+    "why it is exposed",
 )
 
 
@@ -33,14 +64,73 @@ class Explanation:
 
     def __str__(self) -> str:
         frames = list(dict.fromkeys(graph.frame for graph in self.graphs))
-        lines = [f"zgraph.explain: {_count(self.graphs, 'graph')} of {_count(frames, 'frame')}"]
+        lines = [f"zgraph.explain: {counted(len(self.graphs), 'graph')} of {counted(len(frames), 'frame')}"]
         for frame in frames:
             lines += self._frame_lines([graph for graph in self.graphs if graph.frame == frame])
         if self.feedback_bytes:
-            lines.append(f"error feedback: {_size(self.feedback_bytes)} a rank, beside the peaks of the graphs")
+            lines.append(f"error feedback: {size(self.feedback_bytes)} a rank, beside the peaks of the graphs")
         if any(graph.us is None for graph in self.graphs):
             lines.append(NO_COSTS)
         return "\n".join(lines)
+
+    def tables(self) -> list[Table]:
+        """The same, for a notebook; parameters are all named."""
+        lifetimes: list[tuple[str, ...]] = []
+        for frame in dict.fromkeys(graph.frame for graph in self.graphs):
+            found = next(graph.lifetimes for graph in self.graphs if graph.frame == frame)
+            lifetimes += [(frame, name, str(lifetime)) for name, lifetime in found.items()]
+        notes = [("error feedback of a rank", size(self.feedback_bytes))] if self.feedback_bytes else []
+        notes += [("time", NO_COSTS)] if any(graph.us is None for graph in self.graphs) else []
+        return [
+            Table("zgraph.explain: graphs", _GRAPH_COLUMNS, tuple(map(self._graph_cells, self.graphs))),
+            Table("parameters", ("frame", "parameter", "lifetime"), tuple(lifetimes)),
+            Table(
+                "collectives",
+                _COLLECTIVE_COLUMNS,
+                tuple(
+                    (graph.frame, graph.direction, *self._collective_cells(graph, collective))
+                    for graph in self.graphs
+                    for collective in graph.collectives
+                ),
+            ),
+            Table("notes", (), tuple(notes)),
+        ]
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables())
+
+    def _graph_cells(self, graph: GraphReport) -> tuple[str, ...]:
+        measured = self.measured.get((graph.frame, graph.direction))
+        return (
+            graph.frame,
+            graph.direction,
+            str(graph.nodes),
+            size(graph.sent_bytes),
+            size(graph.received_bytes),
+            _known(duration, graph.us),
+            _known(duration, graph.exposed_us),
+            _known(duration, measured and measured.us),
+            _known(duration, measured and sum(measured.blocked_us.values())),
+            str(measured.calls) if measured else "",
+            _known(size, graph.peak and graph.peak.bytes),
+            graph.peak.node if graph.peak else "",
+            ", ".join(f"{name} {size(count)}" for name, count in graph.peak.largest) if graph.peak else "",
+            ", ".join(graph.peak.unknown) if graph.peak else "",
+            _known(size, measured and measured.peak_bytes),
+        )
+
+    def _collective_cells(self, graph: GraphReport, collective: Collective) -> tuple[str, ...]:
+        measured = self.measured.get((graph.frame, graph.direction))
+        return (
+            collective.name,
+            ", ".join(dict.fromkeys(f"{each.kind} {dtype_text(each.dtype)}" for each in collective.transfers)),
+            ", ".join(collective.parameters),
+            size(collective.sent_bytes),
+            _known(duration, collective.us),
+            _known(duration, collective.exposed_us),
+            _known(duration, measured and measured.blocked_us.get(collective.name)),
+            collective.reason,
+        )
 
     def _frame_lines(self, graphs: Sequence[GraphReport]) -> list[str]:
         lines = [f"frame {graphs[0].frame}"]
@@ -53,8 +143,8 @@ class Explanation:
         return lines
 
     def _graph_lines(self, graph: GraphReport) -> list[str]:
-        sent, received = (_size(count) for count in (graph.sent_bytes, graph.received_bytes))
-        lines = [f"{graph.direction}: {_count(range(graph.nodes), 'node')}, {sent} sent, {received} received"]
+        sent, received = (size(count) for count in (graph.sent_bytes, graph.received_bytes))
+        lines = [f"{graph.direction}: {counted(graph.nodes, 'node')}, {sent} sent, {received} received"]
         measured = self.measured.get((graph.frame, graph.direction))
         if graph.us is not None:
             lines.append(f"  predicted {graph.us:.0f} us, of which {graph.exposed_us:.0f} us are exposed")
@@ -63,16 +153,16 @@ class Explanation:
             ratio = _ratio(measured.us, graph.us)
             lines.append(
                 f"  measured {measured.us:.0f} us{ratio}, of which {blocked:.0f} us blocked in waits; "
-                f"median of {_count(range(measured.calls), 'call')}"
+                f"median of {counted(measured.calls, 'call')}"
             )
         if graph.peak is not None:
-            largest = ", ".join(f"{name} {_size(count)}" for name, count in graph.peak.largest)
-            lines.append(f"  predicted peak {_size(graph.peak.bytes)} at {graph.peak.node}: {largest}")
+            largest = ", ".join(f"{name} {size(count)}" for name, count in graph.peak.largest)
+            lines.append(f"  predicted peak {size(graph.peak.bytes)} at {graph.peak.node}: {largest}")
             if graph.peak.unknown:
-                lines.append(f"    without {', '.join(graph.peak.unknown)}, whose size only the data tells")
+                lines.append(f"    without {', '.join(graph.peak.unknown)}, whose size depends on data")
         if measured is not None and measured.peak_bytes is not None:
             ratio = _ratio(measured.peak_bytes, graph.peak.bytes if graph.peak is not None else None)
-            lines.append(f"  measured peak {_size(measured.peak_bytes)}{ratio}")
+            lines.append(f"  measured peak {size(measured.peak_bytes)}{ratio}")
         for collective in graph.collectives:
             blocked_us = None if measured is None else measured.blocked_us.get(collective.name)
             lines += [f"  {line}" for line in _collective_lines(collective, blocked_us)]
@@ -82,7 +172,7 @@ class Explanation:
 def _collective_lines(collective: Collective, blocked_us: float | None) -> list[str]:
     kinds = dict.fromkeys(f"{each.kind} {dtype_text(each.dtype)}" for each in collective.transfers)
     took = "" if collective.us is None else f", {collective.us:.0f} us"
-    lines = [f"{collective.name}: {', '.join(kinds)}, {_size(collective.sent_bytes)} sent{took}"]
+    lines = [f"{collective.name}: {', '.join(kinds)}, {size(collective.sent_bytes)} sent{took}"]
     if collective.parameters:
         lines.append(f"  {_parameters(collective.parameters)}")
     if collective.exposed_us:
@@ -98,15 +188,8 @@ def _ratio(measured: float, predicted: float | None) -> str:
 
 def _parameters(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-    return f"{_count(names, 'parameter')}: {', '.join(names[:NAMES])}{more}"
+    return f"{counted(len(names), 'parameter')}: {', '.join(names[:NAMES])}{more}"
 
 
-def _count(things: Sequence[object], name: str) -> str:
-    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
-
-
-def _size(count: int) -> str:
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << power:
-            return f"{count / (1 << power):.2f} {unit}"
-    return f"{count} bytes"
+def _known(text: Callable[[float], str], value: float | None) -> str:
+    return "" if value is None else text(value)

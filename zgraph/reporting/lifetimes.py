@@ -1,14 +1,15 @@
-"""What a compiled frame does with each of its parameters, as its final graphs say."""
+"""How a compiled frame gathers and keeps each of its parameters, according to its final graphs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 
 from torch import fx
 
 from zgraph.compiler.graph_pass import Direction
-from zgraph.graph import meta, nodes
+from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.graph.traffic import transfers_of
 
 
@@ -17,8 +18,8 @@ class Lifetime(StrEnum):
 
     REPLICATED = "never gathered"
     WINDOW = "gathered once per window"
-    KEPT = "gathered once, kept for backward"
-    AGAIN = "gathered again in backward"
+    SAVED = "gathered once, kept for backward"
+    REGATHERED = "gathered again in backward"
     FORWARD = "gathered in forward alone"
     BACKWARD = "gathered in backward alone"
     INFERENCE = "gathered for this forward"
@@ -30,13 +31,19 @@ def lifetimes_of(
     """The lifetime of every parameter of a frame, in the given order.
 
     Args:
-        graphs: forward and backward, or the one of inference; markers that were not lowered count as what they gather.
+        graphs: forward and backward, or the one of inference or of a whole step; markers that were not lowered count
+            as what they gather.
         parameters: all that the frame reads.
         user_outputs: of the forward graph; it saves the others for backward.
     """
     gathered = {direction: dict(_gathered_in(graph)) for direction, graph in graphs.items()}
     forward = graphs.get("forward")
     saved = {} if forward is None else dict.fromkeys(_saved_by(forward, user_outputs))
+    if "step" in graphs:
+        counts = Counter(name for name, _ in _gathered_in(graphs["step"]))
+        # Gathered once, it is kept from its first reader to its last.
+        kinds = (Lifetime.REPLICATED, Lifetime.SAVED, Lifetime.REGATHERED)
+        return {name: kinds[min(counts[name], 2)] for name in parameters}
     return {name: _lifetime(name, gathered, saved) for name in parameters}
 
 
@@ -51,8 +58,8 @@ def _lifetime(name: str, gathered: Mapping[str, Mapping[str, bool]], saved: Mapp
     if "forward" not in found:
         return Lifetime.BACKWARD
     if "backward" in found:
-        return Lifetime.AGAIN
-    return Lifetime.KEPT if name in saved else Lifetime.FORWARD
+        return Lifetime.REGATHERED
+    return Lifetime.SAVED if name in saved else Lifetime.FORWARD
 
 
 def _gathered_in(graph: fx.Graph) -> Iterator[tuple[str, bool]]:
@@ -62,7 +69,7 @@ def _gathered_in(graph: fx.Graph) -> Iterator[tuple[str, bool]]:
             for transfer in transfers_of(node):
                 yield from ((name, transfer.kind == "all_gather_kept") for name in transfer.parameters)
         # What is gathered out of a computed value is the mean of a replicated gradient.
-        elif nodes.is_gather(node) and nodes.copy_in(node) is not None:
+        elif nodes.is_gather(node) and dataflow.copy_in(node) is not None:
             yield from ((name, nodes.is_kept_gather(node)) for name in meta.parameters(node))
 
 
@@ -75,4 +82,4 @@ def _saved_by(forward: fx.Graph, user_outputs: int | None) -> Iterator[str]:
             if nodes.is_wait(node) or nodes.is_unshard(node):
                 yield from names
                 break
-            node = node.all_input_nodes[0] if nodes.is_reshaping(node) and node.all_input_nodes else None
+            node = node.all_input_nodes[0] if traits.is_reshaping(node) and node.all_input_nodes else None

@@ -1,4 +1,4 @@
-"""Runs a graph node by node on real tensors and takes the time of each, to be fed back into the cost model."""
+"""Runs a graph node by node on real tensors and times each node, for use in the cost model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from zgraph.graph import nodes
-from zgraph.graph.collective_dispatch import starter_of
+from zgraph.graph.collective_dispatch import dispatcher_of
 from zgraph.runtime.groups import group_size
 from zgraph.torch_compat.collectives import wait
 from zgraph.torch_compat.groups import resolve_group
@@ -28,17 +28,17 @@ def measure_nodes(
 ) -> dict[str, float]:
     """Median microseconds of every call of a graph, by node name, for `costs_of(measured=...)`.
 
-    Collectives are measured one at a time, from when all ranks are there to the result, and waits are free. Operators
-    run as in eager mode: what a compiler would fuse is measured apart. All ranks of the graph's groups call this
-    together. The graph runs once to warm up and then `repeats` times; state behind handles changes as in as many steps,
-    so clear the gradients afterwards.
+    Collectives are measured one at a time, from the moment when all ranks are ready to the result; waits are free.
+    Operators run as in eager mode, without fusion. All ranks of the graph's groups must call this together. The graph
+    runs once to warm up and then `repeats` times. State of parameters changes as in as many steps, so clear the
+    gradients afterwards.
 
     Args:
-        gm: a graph with or without its collectives lowered.
-        inputs: what its placeholders stand for, in order.
-        repeats: runs of the graph.
-        group: ranks that need the same times, to make the same plan: those of the slowest of them for each node.
-        ranks_per_host: of the machine, by which collectives choose how to run.
+        gm: graph with or without lowered collectives.
+        inputs: values of its placeholders, in order.
+        repeats: number of timed runs.
+        group: ranks that get the same times, those of the slowest rank for each node, so that they make the same plan.
+        ranks_per_host: of the machine; decides how collectives are dispatched.
 
     Raises:
         ValueError: repeats is not positive.
@@ -68,9 +68,9 @@ class _Timed(fx.Interpreter):
         if n.op not in ("call_function", "call_method", "call_module"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        target = starter_of(n, 0, self.ranks_per_host)  # as lowered graphs run it
+        target = dispatcher_of(n, 0, self.ranks_per_host)  # as lowered graphs run it
         if (nodes.is_start(n) or nodes.is_marker(n)) and group_size(nodes.group_of(n)) > 1:
-            dist.barrier(resolve_group(nodes.group_of(n)))  # or the first rank would count how late the last one comes
+            dist.barrier(resolve_group(nodes.group_of(n)))  # otherwise early ranks would measure the delay of late ones
         _settle()
         started = time.perf_counter()
         result = getattr(self, n.op)(target, args, kwargs)
@@ -83,7 +83,7 @@ class _Timed(fx.Interpreter):
 
 
 def _settle() -> None:
-    """Wait for everything that was launched."""
+    """Wait until everything launched has finished."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 

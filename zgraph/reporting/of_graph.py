@@ -5,18 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
+from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import MemoryCurve, memory_curve, owned_inputs
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.graph import nodes
 from zgraph.graph.traffic import Transfer, transfers_of
 from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
+from zgraph.reporting.network import network_of
 from zgraph.scheduling.exposure import why_exposed
+from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Timeline
+
+if TYPE_CHECKING:
+    import networkx
 
 _log = logging.getLogger(__name__)
 LARGEST = 3  # storages that are named at the peak
@@ -27,11 +34,11 @@ class Collective:
     """One start of a graph, or a marker that was not lowered.
 
     Attributes:
-        name: of the node.
-        transfers: one; of a marker those of its kernel, and of a coalesced one of the model's own all in one.
-        us: predicted from its start to its result, and
-        exposed_us: how long of it compute waits; None: without costs.
-        reason: why it is exposed; "" where it is not.
+        name: name of the node.
+        transfers: its transfers: one for most, several for a marker or one of the model's own coalesced collectives.
+        us: predicted time from its start to its result; None without costs.
+        exposed_us: predicted time for which compute waits for it; None without costs.
+        reason: why it is exposed; "" if it is not.
     """
 
     name: str
@@ -55,13 +62,14 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Where a graph holds most, beside what somebody else holds.
+    """The predicted peak of a graph, without memory that is held outside of it.
 
     Attributes:
-        bytes: of its inputs those are counted that it lets die: in backward what forward has saved, and tangents.
-        node: that runs there.
+        bytes: bytes at the peak; of the inputs only those that the graph frees count: in backward saved values and
+            tangents.
+        node: node that runs at the peak.
         largest: names and bytes of the largest storages alive there.
-        unknown: nodes whose size only the data tells, counted as 0.
+        unknown: nodes whose size depends on data, counted as 0.
     """
 
     bytes: int
@@ -87,15 +95,16 @@ class GraphReport:
 
     Attributes:
         frame: Dynamo's "frame/recompile".
-        direction: "forward", "backward" or "inference".
-        nodes: of the final graph.
+        direction: "forward", "backward", "inference" or "step".
+        nodes: number of nodes of the final graph.
         transfers: its collectives in program order.
-        reason: the guard that failed, if the frame was compiled before; "" where Dynamo does not say.
-        lifetimes: of every parameter that the frame reads; the same in its forward and backward.
-        collectives: the transfers by node, with what is predicted of them.
-        us: predicted for one call; None: the pipeline was given no hardware.
-        peak: predicted; None where it could not be.
-        owned: positions of the inputs that die inside.
+        reason: guard that failed, if the frame was compiled before; "" if Dynamo does not say.
+        lifetimes: lifetime of every parameter that the frame reads; the same in its forward and backward.
+        collectives: collectives by node, with predictions.
+        us: predicted time of one call; None if the pipeline has no target.
+        peak: predicted peak; None if it could not be predicted.
+        owned: positions of the inputs that the graph frees.
+        network: the graph as `zgraph.graph_of` converts it, if the report keeps graphs.
     """
 
     frame: str
@@ -108,15 +117,16 @@ class GraphReport:
     us: float | None = None
     peak: Peak | None = None
     owned: tuple[int, ...] = ()
+    network: networkx.DiGraph[str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def buckets(self) -> int:
-        """How many collectives carry several parameters at once."""
+        """Number of collectives that carry several parameters."""
         return sum(len(transfer.parameters) > 1 for transfer in self.transfers)
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends when the graph runs once."""
+        """Bytes that this rank sends when the graph runs once."""
         return sum(transfer.sent_bytes for transfer in self.transfers)
 
     @property
@@ -125,59 +135,97 @@ class GraphReport:
 
     @property
     def exposed_us(self) -> float | None:
-        """For how long compute is predicted to wait; None as `us`."""
+        """Predicted time for which compute waits; None if `us` is None."""
         return None if self.us is None else sum(each.exposed_us or 0.0 for each in self.collectives)
 
 
-def describe(
-    graphs: Mapping[Direction, fx.Graph], ctx: PassContext, *, frame: str, parameters: tuple[str, ...], reason: str
-) -> list[GraphReport]:
-    """The reports of a frame's final graphs.
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted of a graph, by node; None where it could not be, or nothing has a cost.
 
-    Curves and, where there are costs, the simulation are made at once, for 60 to 100 us a node, 2 to 4 % of a compile
-    without Inductor: to make them when somebody asks, graphs would have to be kept.
+    Attributes:
+        owned: inputs that die inside.
+        curve: of its memory.
+        costs: of its calls.
+        timeline: on the simulator.
     """
-    lifetimes = lifetimes_of(graphs, parameters, ctx.user_outputs)
-    return [_describe(direction, graphs, ctx, frame, lifetimes, reason) for direction in graphs]
+
+    owned: tuple[fx.Node, ...] = ()
+    curve: MemoryCurve | None = None
+    costs: Mapping[fx.Node, NodeCost] | None = None
+    timeline: Timeline | None = None
 
 
-def _describe(
-    direction: Direction,
-    graphs: Mapping[Direction, fx.Graph],
-    ctx: PassContext,
-    frame: str,
-    lifetimes: Mapping[str, Lifetime],
-    reason: str,
-) -> GraphReport:
+def predict(graphs: Mapping[Direction, fx.Graph], ctx: PassContext, frame: str) -> dict[Direction, Prediction]:
+    """The predictions of a frame's final graphs.
+
+    Curves, and the simulation if there are costs, are computed immediately, which takes 60 to 100 us per node, or 2 to
+    4 % of a compile without Inductor. Computing them on demand would require keeping the graphs.
+    """
+    return {direction: _predict(direction, graphs, ctx, frame) for direction in graphs}
+
+
+def _predict(direction: Direction, graphs: Mapping[Direction, fx.Graph], ctx: PassContext, frame: str) -> Prediction:
     graph = graphs[direction]
-    inputs = graph.find_nodes(op="placeholder")
-    owned: list[fx.Node] = []
-    peak = timeline = None
+    owned: tuple[fx.Node, ...] = ()
+    curve = costs = timeline = None
     try:
         if direction == "backward" and "forward" in graphs and ctx.user_outputs is not None:
-            owned = owned_inputs(graphs["forward"], graph, user_outputs=ctx.user_outputs)
-        peak = Peak.of(memory_curve(graph, owned=owned, threads=torch.get_num_threads()))
+            owned = tuple(owned_inputs(graphs["forward"], graph, user_outputs=ctx.user_outputs))
+        curve = memory_curve(graph, owned=owned, threads=torch.get_num_threads())
         if ctx.cost_of is not None:
             costs = {node: ctx.cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
             timeline = simulate(list(graph.nodes), costs, ctx.sharing)
     except Exception:  # a report must not be what fails a compile
         _log.warning("zgraph: no prediction for the %s graph of frame %s", direction, frame, exc_info=True)
-    collectives = tuple(_collectives(graph, timeline, ctx))
-    return GraphReport(
-        frame=frame,
-        direction=direction,
-        nodes=len(graph.nodes),
-        transfers=tuple(transfer for each in collectives for transfer in each.transfers),
-        reason=reason,
-        lifetimes=lifetimes,
-        collectives=collectives,
-        us=None if timeline is None else timeline.step_us,
-        peak=peak,
-        owned=tuple(position for position, node in enumerate(inputs) if node in owned),
-    )
+    return Prediction(owned, curve, costs, timeline)
 
 
-def _collectives(graph: fx.Graph, timeline: Timeline | None, ctx: PassContext) -> list[Collective]:
+def describe(
+    graphs: Mapping[Direction, fx.Graph],
+    ctx: PassContext,
+    predictions: Mapping[Direction, Prediction],
+    *,
+    limits: Limits | None,
+    frame: str,
+    parameters: tuple[str, ...],
+    reason: str,
+    keep_graphs: bool = False,
+) -> list[GraphReport]:
+    """The reports of a frame's final graphs, which were ordered by costs within limits, or by rules."""
+    lifetimes = lifetimes_of(graphs, parameters, ctx.user_outputs)
+    found: list[GraphReport] = []
+    for direction, graph in graphs.items():
+        known = predictions[direction]
+        inputs = graph.find_nodes(op="placeholder")
+        collectives = tuple(_collectives(graph, known.timeline, limits))
+        found.append(
+            GraphReport(
+                frame=frame,
+                direction=direction,
+                nodes=len(graph.nodes),
+                transfers=tuple(transfer for each in collectives for transfer in each.transfers),
+                reason=reason,
+                lifetimes=lifetimes,
+                collectives=collectives,
+                us=None if known.timeline is None else known.timeline.step_us,
+                peak=None if known.curve is None else Peak.of(known.curve),
+                owned=tuple(position for position, node in enumerate(inputs) if node in known.owned),
+                network=_network(graph, known, frame) if keep_graphs else None,
+            )
+        )
+    return found
+
+
+def _network(graph: fx.Graph, known: Prediction, frame: str) -> networkx.DiGraph[str] | None:
+    try:
+        return network_of(graph, known.costs, known.timeline)
+    except Exception:
+        _log.warning("zgraph: no network of a graph of frame %s", frame, exc_info=True)
+        return None
+
+
+def _collectives(graph: fx.Graph, timeline: Timeline | None, limits: Limits | None) -> list[Collective]:
     order = list(graph.nodes)
     found: list[Collective] = []
     for node in nodes.call_functions(graph, lambda node: nodes.is_start(node) or nodes.is_marker(node)):
@@ -188,7 +236,7 @@ def _collectives(graph: fx.Graph, timeline: Timeline | None, ctx: PassContext) -
             found.append(Collective(name=node.name, transfers=sent))
             continue
         exposed_us = timeline.exposed_us.get(node, 0.0)
-        reason = why_exposed(node, order, timeline, ctx.limits) if exposed_us else ""
+        reason = why_exposed(node, order, timeline, limits) if exposed_us else ""
         us = timeline.spans[node].us
         found.append(Collective(name=node.name, transfers=sent, us=us, exposed_us=exposed_us, reason=reason))
     return found

@@ -16,35 +16,35 @@ from zgraph.torch_compat.dynamo import without_compile
 
 
 def summary(model: nn.Module) -> Report:
-    """What was compiled for a model so far: `print(zgraph.summary(model))` after the first step.
+    """Summarize what was compiled for a model so far: `print(zgraph.summary(model))` after the first step.
 
-    Graphs, buckets, collectives and the bytes they send, recompiles, compile seconds by phase, and the bytes that error
-    feedback keeps.
+    Shows graphs, buckets, collectives and the bytes they send, recompiles, compile time by phase, and the size of the
+    error-feedback state.
 
     Args:
-        model: what `zgraph.shard` returned, or what torch.compile made of it.
+        model: what `zgraph.shard` or `torch.compile` returned.
 
     Raises:
         ZgraphError: it was not sharded, or nothing has been compiled.
     """
-    report = _report_of(model, "summary")
+    report = report_of(model, "summary")
     report.feedback_bytes = _feedback_bytes(model)
     return report
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What its compiled graphs do, and why: `print(zgraph.explain(model))` after the first step.
+    """Explain what the compiled graphs of a model do, and why: `print(zgraph.explain(model))` after the first step.
 
-    For each graph: how long each parameter is kept, buckets and their bytes, the predicted peak, and, where the
-    pipeline was given hardware, the predicted time and why a collective is not hidden.
+    Shows for each graph how long each parameter is kept, buckets and their bytes, the predicted peak and, if the
+    pipeline has a target, the predicted time and why collectives are exposed.
 
     Args:
-        model: what `zgraph.shard` returned, or what torch.compile made of it.
+        model: what `zgraph.shard` or `torch.compile` returned.
 
     Raises:
         ZgraphError: it was not sharded, or nothing has been compiled.
     """
-    report = _report_of(model, "explain")
+    report = report_of(model, "explain")
     return Explanation(
         graphs=tuple(report.graphs), measured=dict(report.measured), feedback_bytes=_feedback_bytes(model)
     )
@@ -58,29 +58,28 @@ def measure(model: nn.Module) -> Generator[None]:
             for batch in batches: train_step(batch)
         print(zgraph.explain(model))
 
-    Write at least two whole steps: the first one is slowed down by torch.profiler, which sees what the CPU allocates,
-    and then counts for memory alone; of the others explain shows medians. On CUDA memory is the allocator's peak, whose
-    statistics are reset. Graphs run as they do outside, and what other ranks do does not matter; where nothing is
-    measured nothing is slower.
+    Run at least two whole steps: on a CPU, torch.profiler slows the first one down to record allocations, and it counts
+    for memory alone; `explain` shows medians of the others. On CUDA, memory is the allocator's peak, whose statistics
+    are reset. Graphs run as they do otherwise, and other ranks need not measure. Without `measure` nothing is slower.
 
     Args:
         model: sharded, compiled, and run at least once.
 
     Raises:
-        ZgraphError: it was not sharded, nothing has been compiled, it is being measured already, or none of its graphs
-            ran inside.
+        ZgraphError: the model was not sharded, nothing has been compiled, it is being measured already, or none of its
+            graphs ran inside the `with`.
     """
-    report = _report_of(model, "measure")
-    if report.meter is not None:
+    report = report_of(model, "measure")
+    if report.profiler is not None:
         raise ZgraphError("zgraph.measure: the model is being measured already; leave out the inner `with`.")
     on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
-    meter = report.meter = StepProfiler(watch_allocations=on_cpu)
+    profiler = report.profiler = StepProfiler(watch_allocations=on_cpu)
     try:
         yield
     finally:
-        report.meter = None
-        meter.stop()
-    found = meter.found()
+        report.profiler = None
+        profiler.stop()
+    found = profiler.found()
     if not found:
         raise ZgraphError(
             "zgraph.measure: none of the model's compiled graphs ran; put whole training steps into the `with`, and "
@@ -94,8 +93,8 @@ def _feedback_bytes(model: nn.Module) -> int:
     return sum(read.state.feedbacks.kept_bytes for read in reads)
 
 
-def _report_of(model: nn.Module, caller: str) -> Report:
-    """The report of a model, or an error that names the function the user has called."""
+def report_of(model: nn.Module, caller: str) -> Report:
+    """The report of a model; raises an error that names the function that the user has called."""
     states = [state for part in without_compile(model).modules() if (state := state_of(part)) is not None]
     if not states:
         raise ZgraphError(
@@ -106,6 +105,8 @@ def _report_of(model: nn.Module, caller: str) -> Report:
     report = states[0].scope.report
     if not isinstance(report, Report):
         raise ZgraphError(
-            f'zgraph.{caller}: nothing was compiled yet; compile with backend="zgraph", and run a step first.'
+            f'zgraph.{caller}: nothing was compiled yet; compile with backend="zgraph", and run a step first. If a '
+            "step has run, Dynamo has reused the graphs of an equal model of this process, or has reached its limit of "
+            "recompiles and runs this model uncompiled; call torch.compiler.reset() before this model's first step."
         )
     return report

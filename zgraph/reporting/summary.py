@@ -11,7 +11,9 @@ from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.pipeline import PassRun
 from zgraph.graph.text import dtype_text
 from zgraph.graph.traffic import Transfer
+from zgraph.reporting.data.frame import FrameData
 from zgraph.reporting.of_graph import GraphReport
+from zgraph.reporting.tables import Table, as_html, counted, size
 from zgraph.runtime.profiler import GraphProfiler, Measured, StepProfiler
 
 
@@ -22,14 +24,18 @@ class Report:
     Attributes:
         graphs: every compiled graph, in order.
         passes: every pass that ran.
-        notes: what passes had to say, such as why one did nothing; not printed, dumps show them in place.
+        notes: notes of the passes, such as why one did nothing; not printed here, but shown in dumps.
         seconds: spent compiling, by phase: "tracing" is torch's, "passes" includes their verification, "predicting" is
             what `zgraph.explain` takes, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
-        islands: runs of compute that were left to Inductor.
-        distinct_islands: how many it compiled, for equal ones share.
-        measured: what `zgraph.measure` has found last, by frame and direction.
-        meter: that measures the graphs now; None: they are not measured.
-        feedback_bytes: what error feedback keeps on this rank, as `zgraph.summary` has found it last.
+        islands: number of runs of compute that Inductor compiles.
+        distinct_islands: number that it has compiled; equal islands share code.
+        measured: latest measurements of `zgraph.measure`, by frame and direction.
+        profiler: profiler that measures the graphs at present; None: they are not measured.
+        feedback_bytes: size of this rank's error-feedback state when `zgraph.summary` was last called.
+        keep_graphs: whether each of `graphs` keeps a `network`, to inspect after the compile.
+        keep_passes: whether `frames` record what each pass did; costs time at each pass, like a dump.
+        dump_failed: whether a dump could not be written; the user has been warned, and no other is tried.
+        frames: what `zgraph.report` writes, one for each compiled frame.
     """
 
     graphs: list[GraphReport] = field(default_factory=list[GraphReport])
@@ -39,13 +45,17 @@ class Report:
     islands: int = 0
     distinct_islands: int = 0
     measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
-    meter: StepProfiler | None = None
+    profiler: StepProfiler | None = None
     feedback_bytes: int = 0
+    keep_graphs: bool = False
+    keep_passes: bool = False
+    dump_failed: bool = False
+    frames: list[FrameData] = field(default_factory=list[FrameData])
     _running: str | None = None
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time what runs inside, and take it off the phase around it."""
+        """Time the code inside the `with`, and subtract it from the enclosing phase."""
         outer, self._running = self._running, name
         started = time.perf_counter()
         try:
@@ -58,15 +68,15 @@ class Report:
             self._running = outer
 
     def profiler_of(self, frame: str, direction: Direction) -> GraphProfiler | None:
-        """Who measures the call of a graph that is about to happen; None: nobody."""
-        if self.meter is None:
+        """The profiler for the next call of a graph; None if it is not measured."""
+        if self.profiler is None:
             return None
         same = [graph.owned for graph in self.graphs if (graph.frame, graph.direction) == (frame, direction)]
-        return self.meter.of(frame, direction, same[-1] if same else ())
+        return self.profiler.of(frame, direction, same[-1] if same else ())
 
     @property
     def recompiles(self) -> int:
-        """How often a frame was compiled again: for another shape, for `no_sync`, for evaluation."""
+        """Number of recompiles: for another shape, for `no_sync`, for evaluation."""
         frames = {graph.frame for graph in self.graphs}
         return len(frames) - len({frame.split("/")[0] for frame in frames})
 
@@ -91,43 +101,92 @@ class Report:
     def __str__(self) -> str:
         frames = {graph.frame.split("/")[0] for graph in self.graphs}
         lines = [
-            f"zgraph compiled {len(self.graphs)} graphs of {len(frames)} frames, {self.recompiles} recompiles, "
-            f"{sum(graph.buckets for graph in self.graphs)} buckets"
+            f"zgraph compiled {counted(len(self.graphs), 'graph')} of {counted(len(frames), 'frame')}, "
+            f"{counted(self.recompiles, 'recompile')}, {counted(sum(graph.buckets for graph in self.graphs), 'bucket')}"
         ]
         reasons = {graph.frame: graph.reason for graph in self.graphs if graph.reason}
         lines.extend(f"  frame {frame} compiled again: {reason}" for frame, reason in reasons.items())
         for graph in self.graphs:
-            lines.append(f"  frame {graph.frame} {graph.direction}: {graph.nodes} nodes, {_mib(graph.sent_bytes)} sent")
+            nodes = counted(graph.nodes, "node")
+            lines.append(f"  frame {graph.frame} {graph.direction}: {nodes}, {size(graph.sent_bytes)} sent")
             lines.extend(f"    {line}" for line in _transfer_lines(graph.transfers))
         lines.append("passes")
-        for name in dict.fromkeys(run.name for run in self.passes):
-            runs = [run for run in self.passes if run.name == name]
-            changed = list(dict.fromkeys(run.direction for run in runs if run.changed))
-            spent = 1e3 * sum(run.seconds for run in runs)
-            lines.append(f"  {name}: {'changed ' + ', '.join(changed) if changed else 'nothing to do'}, {spent:.0f} ms")
+        for name, changed, seconds in self._pass_facts():
+            found = "changed " + ", ".join(changed) if changed else "nothing to do"
+            lines.append(f"  {name}: {found}, {1e3 * seconds:.0f} ms")
         if self.seconds:
             spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
             islands = f"; {self.islands} islands, {self.distinct_islands} distinct" if self.islands else ""
             lines.append(f"compiling took {sum(self.seconds.values()):.1f} s: {spent}{islands}")
         if self.step_bytes:
-            lines.append(f"one training step sends {_mib(self.step_bytes)} per rank")
+            lines.append(f"one training step sends {size(self.step_bytes)} per rank")
         else:
             lines.append("nothing is sent: no compiled training graph has a collective")
         if self.feedback_bytes:
-            lines.append(f"error feedback: {_mib(self.feedback_bytes)} a rank")
+            lines.append(f"error feedback: {size(self.feedback_bytes)} a rank")
         return "\n".join(lines)
+
+    def tables(self) -> list[Table]:
+        """The same, for a notebook."""
+        sent = size(self.step_bytes) if self.step_bytes else "nothing"
+        frames = {graph.frame.split("/")[0] for graph in self.graphs}
+        facts = {
+            "graphs": f"{len(self.graphs)} of {counted(len(frames), 'frame')}",
+            "recompiles": str(self.recompiles),
+            "buckets": str(sum(graph.buckets for graph in self.graphs)),
+            "islands": f"{self.islands}, {self.distinct_islands} distinct" if self.islands else "",
+            "sent in a training step": sent,
+            "error feedback": size(self.feedback_bytes) if self.feedback_bytes else "",
+            "seconds of compiling": f"{sum(self.seconds.values()):.1f}" if self.seconds else "",
+            **{f"seconds of {name}": f"{seconds:.1f}" for name, seconds in self.seconds.items()},
+        }
+        graphs = tuple(
+            (graph.frame, graph.direction, str(graph.nodes), size(graph.sent_bytes), graph.reason)
+            for graph in self.graphs
+        )
+        collectives = tuple(
+            (graph.frame, graph.direction, *cells)
+            for graph in self.graphs
+            for cells in _transfer_cells(graph.transfers)
+        )
+        passes = tuple(
+            (name, ", ".join(changed) or "nothing to do", f"{1e3 * seconds:.0f} ms")
+            for name, changed, seconds in self._pass_facts()
+        )
+        return [
+            Table("zgraph.summary", (), tuple((name, text) for name, text in facts.items() if text)),
+            Table("graphs", ("frame", "graph", "nodes", "sent", "compiled again for"), graphs),
+            Table("collectives", ("frame", "graph", "kind", "dtype", "count", "parameters", "sent"), collectives),
+            Table("passes", ("pass", "changed", "took"), passes),
+        ]
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables())
+
+    def _pass_facts(self) -> list[tuple[str, list[str], float]]:
+        """For each pass its name, the directions that it has changed, and seconds."""
+        found: list[tuple[str, list[str], float]] = []
+        for name in dict.fromkeys(run.name for run in self.passes):
+            runs = [run for run in self.passes if run.name == name]
+            changed = dict.fromkeys(run.direction for run in runs if run.changed)
+            found.append((name, list[str](changed), sum(run.seconds for run in runs)))
+        return found
 
 
 def _transfer_lines(transfers: tuple[Transfer, ...]) -> list[str]:
-    kinds = dict.fromkeys((transfer.kind, transfer.dtype) for transfer in transfers)
-    lines: list[str] = []
-    for kind, dtype in kinds:
+    cells = _transfer_cells(transfers)
+    return [
+        f"{count} x {kind} {dtype}: {counted(int(parameters), 'parameter')}, {sent} sent"
+        for kind, dtype, count, parameters, sent in cells
+    ]
+
+
+def _transfer_cells(transfers: tuple[Transfer, ...]) -> list[tuple[str, str, str, str, str]]:
+    """Kind, dtype, count, parameters and bytes of those that are alike."""
+    found: list[tuple[str, str, str, str, str]] = []
+    for kind, dtype in dict.fromkeys((transfer.kind, transfer.dtype) for transfer in transfers):
         same = [transfer for transfer in transfers if (transfer.kind, transfer.dtype) == (kind, dtype)]
         parameters = sum(len(transfer.parameters) for transfer in same)
         sent = sum(transfer.sent_bytes for transfer in same)
-        lines.append(f"{len(same)} x {kind} {dtype_text(dtype)}: {parameters} parameters, {_mib(sent)} sent")
-    return lines
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB"
+        found.append((kind, dtype_text(dtype), str(len(same)), str(parameters), size(sent)))
+    return found

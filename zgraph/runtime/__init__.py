@@ -1,1 +1,1 @@
-"""What runs beneath compiled graphs and outlives their calls: groups, collectives, parameter state, random numbers."""
+"""Runtime of compiled graphs, and state that outlives a call: groups, collectives, parameter state, random numbers."""

@@ -21,21 +21,22 @@ def chunk_rows(rows: int, world: int) -> int:
 
 
 def local_rows(rows: int, world: int, rank: int) -> int:
-    """Rows that `rank` really holds: the chunk, less at the end, zero behind it."""
+    """Rows that `rank` really holds: a full chunk, fewer on the last rank that has any, none after it."""
     chunk = chunk_rows(rows, world)
     return max(0, min(chunk, rows - rank * chunk))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What each rank holds of a tensor that is split over one group, or over one after the other, padding included.
+    """The part of a tensor that each rank holds, split over one group or over several in turn, including padding.
 
     Attributes:
-        rows, row_numel: of the whole tensor. The first group splits rows, which are single elements of a replicated
-            gradient; each further one splits the elements of what is left.
-        group_names: of the groups, outermost split first.
-        unit: so many elements travel, filled up, as so many of the wire's dtype; (128, 66) where bytes are sent.
-        filled_to: what travels is filled up to a multiple of so many.
+        rows, row_numel: shape of the unsplit tensor. The first group splits its rows (single elements, for a replicated
+            gradient), each further group the elements of what is left.
+        group_names: groups that split it, outermost first.
+        unit: (elements, how many values of the wire's dtype they become), such as (128, 66) where bytes are sent;
+            padded to full units.
+        filled_to: what travels is padded to a multiple of this.
     """
 
     rows: int
@@ -44,8 +45,13 @@ class Chunk:
     unit: tuple[int, int] = (1, 1)
     filled_to: int = 1
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold equally many rows, so that nothing is padded."""
+        return self.rows % group_size(self.group_names[0]) == 0
+
     def numel(self, size_of: Callable[[str], Any] = group_size) -> Any:
-        """Elements of one rank, as they travel; an expression where `size_of` gives symbols for the sizes of groups."""
+        """Elements that one rank sends; an expression where `size_of` gives symbols for the sizes of groups."""
         first, *others = self.group_names
         numel = chunk_rows(self.rows, size_of(first)) * self.row_numel
         for group_name in others:

@@ -1,4 +1,4 @@
-"""The error of a collective that did not come through."""
+"""The error that a failed collective raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zgraph.errors import CollectiveError
 
 
 def collective_error(kind: str, parameters: Sequence[str], group_name: str, cause: BaseException) -> CollectiveError:
-    """The error of a collective that did not come through, naming it and the parameters it was working for."""
+    """An error that names the failed collective, its group and the parameters it was working for."""
     names = ", ".join(parameters[:4]) + (f" and {len(parameters) - 4} more" if len(parameters) > 4 else "")
     rank = dist.get_rank() if dist.is_initialized() else 0
     return CollectiveError(

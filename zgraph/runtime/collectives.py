@@ -1,15 +1,16 @@
-"""How the collectives of zgraph are started: on gloo as messages between pairs of ranks, elsewhere by the backend.
+"""Starting zgraph's collectives: point-to-point between pairs of ranks on gloo, the backend's own elsewhere.
 
-Results are the same, bit for bit. What messages are better at, on gloo (2.11 - 2.13):
+Results are the same, bit for bit. Advantages of point-to-point on gloo (2.11 - 2.13):
 
-- Both directions of a link are used. In gloo's own all_to_all and all_gather a rank sends before it says that it is
-  ready to receive. Who comes late queues that word behind its data, and its peer sends nothing meanwhile: four ranks
-  got 94 MB/s through links of which TCP gets 119 (`examples/benchmarks/shaped_link.py`), and get 117 with messages.
-- Nothing is staged. ProcessGroupGloo gathers into a buffer of its own and copies the result out of it.
-- Nothing is held. Each of its threads keeps the tensors of its last collective until its next one, up to four buckets.
+- It uses both directions of a link. In gloo's own all_to_all and all_gather a rank sends data before it announces that
+  it is ready to receive. A late rank queues that announcement behind its data, and its peer sends nothing meanwhile:
+  four ranks got 94 MB/s through links on which TCP gets 119 (`examples/benchmarks/shaped_link.py`), and get 117 so.
+- It stages nothing. ProcessGroupGloo gathers into a buffer of its own and copies the result out of it.
+- It holds nothing. Each of gloo's threads keeps the tensors of its last collective until its next one, up to four
+  buckets.
 
-Messages between two ranks arrive in the order in which they were started, so ranks have to start collectives of a group
-in one order, as with the backend's own.
+Sends between two ranks arrive in the order in which they were started, so ranks have to start the collectives of a
+group in one order, as with the backend's own.
 """
 
 from __future__ import annotations
@@ -34,43 +35,43 @@ from zgraph.torch_compat.collectives import (
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
 _NUMBERS = 4096
-# The first of so many tags: of messages, and of those that a gather by host passes on. The user's own are others.
+# First tag of each range: of sends, and of what a gather by host passes on. Far from tags that users choose.
 _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
 class Route(NamedTuple):
-    """What a start has to know of its group and does not change from call to call.
+    """Facts about a group that starting a collective needs; the same in every call.
 
     Attributes:
-        backend: what moves the group's tensors of the device at hand; "" where nothing does.
-        by_messages: whether this is gloo, from host memory.
-        rank: this one's, in the group.
-        others: the other ranks, those that come next first; of messages only.
+        backend: backend that moves the group's tensors on the device at hand; "" where none does.
+        point_to_point: whether the collective runs as sends between pairs of ranks: on gloo, from host memory.
+        rank: this rank's place in the group.
+        others: the other ranks, starting with the next one; only for point-to-point.
     """
 
     group: ProcessGroup
     backend: str
-    by_messages: bool
+    point_to_point: bool
     rank: int
     others: tuple[int, ...]
 
     @classmethod
     def of(cls, group: ProcessGroup, device: torch.device) -> Route:
         backend, rank, world = backend_of(group, device), group.rank(), group.size()
-        by_messages = backend == "gloo" and device.type == "cpu"
-        others = tuple((rank + step) % world for step in range(1, world)) if by_messages else ()
-        return cls(group, backend, by_messages, rank, others)
+        point_to_point = backend == "gloo" and device.type == "cpu"
+        others = tuple((rank + step) % world for step in range(1, world)) if point_to_point else ()
+        return cls(group, backend, point_to_point, rank, others)
 
 
 def bind(function: Callable[..., Any], *more: Any) -> Callable[..., Any]:
-    """One of this module's functions for one node of a compiled program, whose route is found in its first call.
+    """Bind one of this module's functions to one node of a compiled program; its route is found in the first call.
 
     Args:
         function: takes tensors of one device first, the group's name last, then `more`, then `route=`.
-        more: the same in every call.
+        more: arguments that are the same in every call.
 
     Returns:
-        A function without `more` and `route`. A group that has another one of its name in its place is noticed.
+        A function without `more` and `route`. It notices when the name has come to mean another group.
     """
     known: Route | None = None
 
@@ -92,27 +93,27 @@ def start_all_gather(
     route = route or Route.of(resolve_group(group_name), shard.device)
     if route.backend != "gloo":
         return all_gather_op()(shard.contiguous(), world, group_name)
-    whole = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
-    if not route.by_messages:
-        return all_gather_into(whole, shard, group_name)
-    _start(whole.chunk(world), [shard.contiguous()] * world, route, whole, number)
-    return whole
+    unsharded = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
+    if not route.point_to_point:
+        return all_gather_into(unsharded, shard, group_name)
+    _start(unsharded.chunk(world), [shard.contiguous()] * world, route, unsharded, number)
+    return unsharded
 
 
-def start_gather_by_host(shard: Tensor, world: int, group_name: str, number: int, ranks_per_host: int) -> Tensor:
-    """The same for a group with several ranks on each of several hosts: a part crosses to another host once.
+def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number: int, ranks_per_host: int) -> Tensor:
+    """All-gather for a group with several ranks on each of several hosts: each part crosses to another host once.
 
-    Four ranks on two hosts, of which 0 and 2 have the first place and 1 and 3 the second:
+    Four ranks on two hosts; 0 and 2 have the first place on theirs, 1 and 3 the second:
 
         start    each sends its part to its own host and to its place on other hosts    0 -> 1, 2    1 -> 0, 3    ...
         wait     each passes on what came from other hosts to its own                   0 -> 1: 2's  1 -> 0: 3's  ...
     """
     group = resolve_group(group_name)
     hosts = hosts_of(group, ranks_per_host)
-    whole = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
-    parts, rank, own = whole.chunk(world), dist.get_rank(group), shard.contiguous()
+    unsharded = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
+    parts, rank, own = unsharded.chunk(world), dist.get_rank(group), shard.contiguous()
     if not own.numel():
-        return whole
+        return unsharded
     home = next(members for members in hosts if rank in members)
     place = home.index(rank)
     away = [members[place] for members in hosts if members is not home]
@@ -123,15 +124,15 @@ def start_gather_by_host(shard: Tensor, world: int, group_name: str, number: int
     arriving += [group.send([own], peer, tag) for peer in peers]
     parts[rank].copy_(own)
     theirs = [[members[home.index(peer)] for members in hosts if members is not home] for peer in here]
-    register_work(whole, _PassOn(group, arriving, parts, away, dict(zip(here, theirs, strict=True)), passed_on))
-    return whole
+    register_work(unsharded, _PassOn(group, arriving, parts, away, dict(zip(here, theirs, strict=True)), passed_on))
+    return unsharded
 
 
 class _PassOn(dist.Work):
-    """The second half of a gather by host, which runs when its result is waited for.
+    """Second half of a gather by host, which runs when its result is waited for.
 
-    It ends when the other ranks of the host wait for it too. So all have to wait, for these and for whatever else, in
-    one order: see `zgraph.graph.collective_dispatch.order_of_waits`.
+    It ends when the other ranks of the host wait for it too, so all ranks have to wait for everything in one order: see
+    `zgraph.graph.collective_dispatch.order_of_waits`.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class _PassOn(dist.Work):
 def start_grouped_gather(
     shards: Sequence[Tensor], world: int, group_name: str, number: int = 0, *, route: Route | None = None
 ) -> list[Tensor]:
-    """Several all_gathers: one launch on NCCL, one after the other elsewhere, to be waited for by `finish_group`.
+    """Start several all_gathers, as one launch on NCCL and one by one elsewhere; `finish_group` waits for them.
 
     gloo's own (2.11 - 2.13) runs as ALLGATHER_COALESCED, which is not safe with several in flight (`all_gather_into`).
 
@@ -176,18 +177,18 @@ def start_grouped_gather(
     if route.backend == "nccl":
         register_work(every[0], gather_group(every, shards, route.group))
         return every
-    for whole, shard in zip(every, shards, strict=True):
-        if route.by_messages:
-            _start(whole.chunk(world), [shard.contiguous()] * world, route, every[0], number)
+    for unsharded, shard in zip(every, shards, strict=True):
+        if route.point_to_point:
+            _start(unsharded.chunk(world), [shard.contiguous()] * world, route, every[0], number)
         else:
-            all_gather_into(whole, shard, group_name)
+            all_gather_into(unsharded, shard, group_name)
     return every
 
 
 def finish_group(started: Sequence[Tensor], group_name: str, *, route: Route | None = None) -> list[Tensor]:
-    """What `start_grouped_gather` has returned, usable. All that is to be waited for lies with the first, if it can."""
+    """Wait for what `start_grouped_gather` has started; where possible the first result carries all of the work."""
     route = route or Route.of(resolve_group(group_name), started[0].device)
-    for one in started[: 1 if route.by_messages or route.backend == "nccl" else None]:
+    for one in started[: 1 if route.point_to_point or route.backend == "nccl" else None]:
         wait(one)
     return list(started)
 
@@ -203,7 +204,7 @@ def start_all_to_all(
 ) -> Tensor:
     """Rows for each rank -> [sum of output_splits, ...] of each, usable after a wait; `number` as in `_start`."""
     route = route or Route.of(resolve_group(group_name), pieces.device)
-    if not route.by_messages:
+    if not route.point_to_point:
         return all_to_all_op()(pieces, list(output_splits), list(input_splits), group_name)
     received = pieces.new_empty((sum(output_splits), *pieces.shape[1:]))
     parts, own = received.split(list(output_splits)), pieces.contiguous().split(list(input_splits))
@@ -211,41 +212,41 @@ def start_all_to_all(
     return received
 
 
-def uses_messages(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of a group are sent as messages: by gloo, from host memory."""
+def uses_point_to_point(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of a group run as sends between pairs of ranks: on gloo, from host memory."""
     return device.type == "cpu" and backend_of(group, device) == "gloo"
 
 
 def hosts_of(group: ProcessGroup, ranks_per_host: int) -> list[list[int]]:
-    """The ranks of a group, by the host that they are on."""
+    """Ranks of a group, host by host."""
     found: dict[int, list[int]] = {}
     for rank, member in enumerate(dist.get_process_group_ranks(group)):
         found.setdefault(member // ranks_per_host, []).append(rank)
     return list(found.values())
 
 
-def goes_by_host(group: ProcessGroup, ranks_per_host: int) -> bool:
-    """Whether a gather of this group is better started by `start_gather_by_host`.
+def is_hierarchical(group: ProcessGroup, ranks_per_host: int) -> bool:
+    """Whether a gather over this group is better started by `start_hierarchical_gather`.
 
-    As messages from each rank to each, a part would cross to another host as often as that has ranks. Hosts of unequal
-    numbers of ranks are treated as if each rank were a host.
+    Sent from each rank to each, a part would cross to another host once for every rank there. Where hosts have unequal
+    numbers of ranks, each rank is treated as a host of its own.
     """
     hosts = hosts_of(group, ranks_per_host)
     return len(hosts) > 1 and len(hosts[0]) > 1 and len({len(members) for members in hosts}) == 1
 
 
 def _start(to_fill: Sequence[Tensor], to_send: Sequence[Tensor], route: Route, result: Tensor, number: int) -> None:
-    """Exchange parts with every rank; the wait of `result` waits for all of it, what was sent included.
+    """Exchange parts with every rank; waiting for `result` waits for all receives and sends.
 
     Args:
-        to_fill, to_send: by rank.
-        route: to the ranks.
-        result: what is waited for.
-        number: of the collective, the same on all ranks. Of several interfaces gloo takes one by the tag.
+        to_fill, to_send: one part for each rank.
+        route: the group, and this rank's place in it.
+        result: tensor with which the work is registered.
+        number: number of the collective, the same on all ranks. Given several interfaces, gloo chooses one by the tag.
     """
     group, rank, others = route.group, route.rank, route.others
     tag = _TAGS[0] + number % _NUMBERS
-    # The receives first: what is announced before anything is sent waits behind nothing.
+    # Receives first: announced before anything is sent, they queue behind no data.
     started = [group.recv([to_fill[peer]], peer, tag) for peer in reversed(others) if to_fill[peer].numel()]
     started += [group.send([to_send[peer]], peer, tag) for peer in others if to_send[peer].numel()]
     to_fill[rank].copy_(to_send[rank])

@@ -1,4 +1,4 @@
-"""Error feedback: what a parameter keeps of what compression did not send, and when that counts."""
+"""Error feedback: what compression did not send of a parameter's gradients, kept for the next reduction."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from zgraph.runtime.host_copies import Arrival, HostCopies
 
 @dataclass(eq=False)
 class Feedback:
-    """Error feedback of one parameter and one of its reductions.
+    """Error feedback of one parameter, for one of its reductions.
 
     Attributes:
-        method: as text; what another method has kept is of no use.
+        method: compression method as text; state of another method cannot be used.
         numel, chunks: elements of a chunk, and chunks of the gradient: how the error is cut.
-        kept: what the method keeps, by name; of what is kept on the host, copies may still be on their way there.
-        reductions: compressed so far; draws random numbers.
+        kept: the method's tensors by name; those kept on the host may still be on their way there.
+        reductions: compressed reductions so far; part of the key of random numbers.
         steps: closing backwards so far, which are optimizer steps.
-        open: the last reduction was followed by others of its window.
-        before: the tensors as they were before the step at hand; None unless losses are scaled, and once the step is
+        open: the last reduction was not the closing one of its window.
+        before: the tensors as they were before the current step; None unless losses are scaled, and once the step is
             known to count.
-        fetched: when what the next reduction needs will be on its device.
-        stored: when what the last one has left will be on the host.
+        fetched: event after which the next reduction's tensors are on its device.
+        stored: event after which the last reduction's tensors are on the host.
     """
 
     method: str
@@ -42,60 +42,60 @@ class Feedback:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is kept, for whoever looks at it from the host."""
+        """The kept tensors, safe to read on the host."""
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None
         return self.kept
 
     def begin(self, *, reset_interval: int, keep_before: bool) -> None:
-        """A reduction is about to read the error: forget it where its time is up, and keep a copy if one is wanted."""
+        """Prepare for a reduction: reset the error when its interval has passed, and keep a copy if asked."""
         if self.open:
             return
-        # A copy, as kernels work in place, and what they drop cannot be recomputed from what they keep. First, so that
-        # a dropped step has not forgotten either.
+        # A copy: kernels work in place, and the old error cannot be recomputed from the new one. Taken before the
+        # reset, so that a dropped step undoes that too.
         self.before = {name: tensor.clone() for name, tensor in self.tensors.items()} if keep_before else None
         if reset_interval and self.steps and self.steps % reset_interval == 0:
             for tensor in self.tensors.values():
                 tensor.zero_()
 
     def end(self, *, closing: bool) -> None:
-        """The reduction has updated the error."""
+        """Count a reduction that has updated the error."""
         self.reductions += 1
         self.steps += closing
         self.open = not closing
 
     def scale(self, factor: float) -> None:
-        """Gradients will come larger by this factor, and so must the error."""
+        """Multiply the error, as the gradients to come are multiplied."""
         scaled = self.tensors.get("error_scale", self.tensors.get("error"))
         if scaled is not None:
             scaled.mul_(factor)
 
     def fits(self, spec: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
-        """Whether the tensors are what a method asks for."""
+        """Whether the tensors have the names, shapes and dtypes that a method asks for."""
         return spec.keys() == self.kept.keys() and all(
             (tuple(self.kept[name].shape), self.kept[name].dtype) == wanted for name, wanted in spec.items()
         )
 
     def move_to(self, device: torch.device) -> None:
-        """Checkpoints are read on the host."""
+        """Move the tensors to a device; checkpoints are read on the host."""
         for name, tensor in self.kept.items():
             if tensor.device != device:
                 self.kept[name] = tensor.to(device)
 
     def fetch(self, copies: HostCopies) -> list[Tensor]:
-        """Start to bring to a device what is kept on the host."""
+        """Start copying what is kept on the host to the device."""
         for name, tensor in self.kept.items():
             self.kept[name] = copies.kept(tensor)
         fetched, self.fetched = copies.fetch([*self.kept.values()], self.stored)
         return fetched
 
     def store(self, copies: HostCopies, computed: Mapping[str, Tensor]) -> None:
-        """Start to bring back what a reduction has left of it."""
+        """Start copying what a reduction has left of it back to the host."""
         self.stored = copies.store([computed[name] for name in self.kept], [*self.kept.values()])
 
     def rollback(self) -> None:
-        """The step at hand is not taken: what it did to the error did not happen."""
+        """Undo what the current step did to the error, because the step is dropped."""
         if self.before is not None:
             for name, tensor in self.before.items():
                 self.tensors[name].copy_(tensor)
@@ -110,12 +110,12 @@ class Feedback:
 
 @dataclass(eq=False)
 class Feedbacks:
-    """Error feedback of one parameter, by reduction.
+    """Error feedback of all reductions of one parameter.
 
     Attributes:
-        by_slot: one for each of its reductions, by name.
-        loss_scale: of the gradients that come next; None: losses are not scaled.
-        warmed_steps: optimizer steps so far before which nothing was compressed, though a pipeline says so.
+        by_slot: one for each reduction, by the reduction's name.
+        loss_scale: scale of the gradients to come; None: losses are not scaled.
+        warmed_steps: optimizer steps so far that warm-up ran uncompressed.
     """
 
     by_slot: dict[str, Feedback] = field(default_factory=dict[str, Feedback])
@@ -132,10 +132,10 @@ class Feedbacks:
         device: torch.device,
         parameter: str,
     ) -> Feedback:
-        """The feedback of a slot, zeros where there was none.
+        """Return the feedback of a slot, with zeros where there was none.
 
         Raises:
-            ZgraphError: what is there was kept by another method, or for another division of the gradient.
+            ZgraphError: the slot holds the state of another method, or of a gradient that was cut otherwise.
         """
         found = self.by_slot.get(slot)
         if found is None:
@@ -162,16 +162,16 @@ class Feedbacks:
         return sum(feedback.kept_bytes for feedback in self.by_slot.values())
 
     def set_loss_scale(self, scale: float | None, *, dropped: bool | None = None) -> None:
-        """Gradients will come with this loss scale.
+        """Follow a change of the loss scale.
 
         Args:
-            scale: None: losses are no longer scaled.
-            dropped: the last step was not taken. None: a smaller scale than the last one says so.
+            scale: scale of the gradients to come; None: losses are no longer scaled.
+            dropped: whether the last step was dropped. None: it was if the scale has become smaller.
         """
         last, self.loss_scale = self.loss_scale, scale
         if dropped is None:
             dropped = last is not None and scale is not None and scale < last
-        # From no scale to the first one nothing is multiplied: the gradients so far may well have been scaled.
+        # The first scale multiplies nothing: the gradients so far may well have been scaled, too.
         factor = 1.0 if last is None else (scale or 1.0) / last
         for feedback in self.by_slot.values():
             if dropped:

@@ -1,7 +1,7 @@
 """Handles: small tensors that tell a compiled graph which parameter it works for.
 
 Equal blocks share one compiled graph, so nothing in the graph may name a parameter; a tensor argument can. The handle
-holds the parameter's qualified name, which makes every failing collective able to say whom it was working for.
+holds the parameter's qualified name, so that a failing collective can say which parameter it was working for.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Every handle has the same size, or two blocks with names of different length would not share a graph.
+# One size for all handles: with others, two blocks whose names differ in length would not share a graph.
 HANDLE_BYTES = 96
 
 
 def make_handle(name: str) -> Tensor:
-    """A [96] uint8 CPU tensor that holds `name`; a longer name keeps its end, which is the part that tells."""
+    """A [96] uint8 CPU tensor that holds `name`; a longer name keeps its end, which tells blocks apart."""
     encoded = name.encode()
     if len(encoded) > HANDLE_BYTES:
         encoded = b"..." + encoded[3 - HANDLE_BYTES :]

@@ -1,10 +1,10 @@
-"""Copies between a device and the errors that are kept on the host, beside what the device computes.
+"""Copies of error-feedback state between host and device, overlapped with what the device computes.
 
     load_errors       fetch: pinned memory -> device, on a stream of its own                 [==fetch==]
-    quantize_grads    wait, the kernels, and store: back, on another one           compute ..............[quantize]....
+    quantize_grads    wait, the kernels, and store: back, on another stream        compute ..............[quantize]....
                                                                                                                 [=store=]
 
-Whoever looks at a kept tensor on the host waits until it has arrived there: `Feedback.tensors`.
+Code that reads a kept tensor on the host waits until it has arrived there: `Feedback.tensors`.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ class Arrival(Protocol):
     """The end of a copy, as `torch.cuda.Event` has it."""
 
     def synchronize(self) -> object:
-        """Let the host wait for it."""
+        """Block the host until the copy has ended."""
         ...
 
 
 class HostCopies(Protocol):
-    """Copies of one device. Nothing but `Arrival.synchronize` blocks the host."""
+    """Copies to and from one device. Only `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host as it is best kept, the same one where it is that already."""
+        """A host tensor in the memory that copies best; the same tensor where it is there already."""
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
-        """Start copies to the device, of what an earlier store will have brought; and their end."""
+        """Start copies to the device, after an earlier store has ended; return them and the event of their end."""
         ...
 
     def wait(self, fetched: Arrival | None) -> None:
-        """Let what is computed from now on come after a fetch."""
+        """Order what is computed from now on after a fetch."""
         ...
 
     def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival | None:
-        """Start copies back, of what has been computed up to now; and their end."""
+        """Start copies back of what has been computed so far; return the event of their end."""
         ...
 
 
 class OnTheHost:
-    """For the CPU, where a copy is complete when it returns."""
+    """Copies on the CPU, complete when they return."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -62,7 +62,7 @@ class OnTheHost:
 
 
 class OnStreams:
-    """For CUDA: pinned memory, and a stream for each direction."""
+    """Copies for CUDA: pinned memory, and a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -72,7 +72,7 @@ class OnStreams:
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def fetch(self, kept: Sequence[Tensor], stored: Any) -> tuple[list[Tensor], Arrival]:
-        # From the compute stream, as what reads them there lets them go there; it may still use their memory otherwise.
+        # Allocated on the compute stream, where readers free them: memory of the copy stream could be reused early.
         fetched = [torch.empty_like(tensor, device=self.device) for tensor in kept]
         self.to_device.wait_stream(torch.cuda.current_stream(self.device))
         if stored is not None:
@@ -91,11 +91,11 @@ class OnStreams:
         with torch.cuda.stream(self.to_host):
             for source, target in zip(computed, kept, strict=True):
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self.to_host)  # it is let go before it has been read
+                source.record_stream(self.to_host)  # it is freed before the copy has read it
             return self.to_host.record_event()
 
 
 @functools.cache
 def copies_of(device: torch.device) -> HostCopies:
-    """The streams of a device, made at their first use."""
+    """Copy streams of a device, made on first use."""
     return OnTheHost() if device.type == "cpu" else OnStreams(device)

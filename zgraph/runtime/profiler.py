@@ -1,4 +1,4 @@
-"""What compiled graphs take while `zgraph.measure` is active: time, time blocked in each wait, and memory."""
+"""Time, time blocked in each wait, and peak memory of compiled graphs while `zgraph.measure` is active."""
 
 from __future__ import annotations
 
@@ -24,43 +24,65 @@ class Measured:
     """Measurements of one graph; medians over its calls.
 
     Attributes:
-        calls: that were measured.
-        us: of one call, communication included.
-        blocked_us: in the wait of each collective, by the name of its start.
-        peak_bytes: as `Peak` counts; None where it could not be seen.
+        calls: number of measured calls.
+        us: duration of one call, communication included.
+        blocked_us: time spent in the wait of each collective, by the name of its start.
+        waited_at_us: when that wait began, from the beginning of the call.
+        peak_bytes: as `Peak` counts; None where it could not be observed.
     """
 
     calls: int
     us: float
     blocked_us: Mapping[str, float]
+    waited_at_us: Mapping[str, float] = field(default_factory=dict[str, float])
     peak_bytes: int | None
 
 
 class Probe(Protocol):
-    """What an instrumented program calls."""
+    """Callbacks of an instrumented program."""
 
     def watched(self, wait: Wait, name: str) -> Wait:
-        """In the place of a function that waits for the collective of this name."""
+        """Wrap a function that waits for the collective of this name."""
         ...
 
     def hold(self, *values: Any) -> None:
-        """Behind a collective's start, with its result and what it reads."""
+        """Hold a collective's result and operands; called after its start."""
         ...
 
     def let_go(self) -> None:
-        """Behind every node."""
+        """Release what nobody else holds; called after every node."""
         ...
 
 
-# Makes the instrumented program; with hold and let_go if memory is watched.
+# Builds the instrumented program; with calls of hold and let_go if memory is watched.
 Build = Callable[[Probe, bool], Program]
+
+
+class Clock(Protocol):
+    """Collects the begin and the end of waits."""
+
+    waits: list[tuple[Any, Any]]
+
+
+class Runner(Protocol):
+    """Runs a graph for whoever measures it.
+
+    Attributes:
+        clocks: of the next call.
+    """
+
+    clocks: Sequence[Clock]
+
+    def run(self, build: Build, args: list[Any]) -> Any:
+        """Call the instrumented program of the graph."""
+        ...
 
 
 class StepProfiler:
     """Measures every graph of a model.
 
-    On the CPU torch.profiler sees the memory of the first step: up to the first forward that follows a backward. It
-    slows that step down, so the times of its calls count only where there are no others.
+    On the CPU torch.profiler records the memory of the first step, up to the first forward after a backward. It slows
+    that step down, so the times of its calls count only where there are no others.
     """
 
     def __init__(self, *, watch_allocations: bool) -> None:
@@ -69,11 +91,10 @@ class StepProfiler:
         self._backward_ran = False
 
     def of(self, frame: str, direction: str, owned: Sequence[int]) -> GraphProfiler:
-        """The meter of one graph, about to be called."""
-        if direction == "backward":
-            self._backward_ran = True
-        elif self._backward_ran and self.allocations is not None:
+        """The profiler of one graph that is about to be called."""
+        if direction != "backward" and self._backward_ran and self.allocations is not None:
             self.allocations.stop()
+        self._backward_ran = self._backward_ran or direction in ("backward", "step")
         return self.graphs.setdefault((frame, direction), GraphProfiler(self, f"{direction} {frame}", owned))
 
     def stop(self) -> None:
@@ -81,11 +102,11 @@ class StepProfiler:
             self.allocations.stop()
 
     def found(self) -> dict[tuple[str, str], Measured]:
-        """By frame and direction."""
-        if any(call.device is not None for meter in self.graphs.values() for call in meter.calls):
+        """Measurements by frame and direction."""
+        if any(call.device is not None for graph in self.graphs.values() for call in graph.calls):
             torch.accelerator.synchronize()
         peaks = {} if self.allocations is None else self.allocations.peaks()
-        return {key: meter.found(peaks) for key, meter in self.graphs.items()}
+        return {key: graph.found(peaks) for key, graph in self.graphs.items()}
 
 
 @dataclass
@@ -105,16 +126,17 @@ class Call:
 class GraphProfiler:
     """Runs the instrumented program of one graph."""
 
-    def __init__(self, meter: StepProfiler, label: str, owned: Sequence[int]) -> None:
-        self.meter = meter
+    def __init__(self, step: StepProfiler, label: str, owned: Sequence[int]) -> None:
+        self.step = step
         self.label = label
         self.owned = owned
+        self.clocks: Sequence[Clock] = ()
         self.calls: list[Call] = []
         self._programs: dict[bool, Program] = {}
 
     def run(self, build: Build, args: list[Any]) -> Any:
-        """Call the graph, and note what that takes."""
-        allocations = self.meter.allocations
+        """Call the graph and measure the call."""
+        allocations = self.step.allocations
         profiled = allocations is not None and allocations.is_watching
         if profiled not in self._programs:
             self._programs[profiled] = build(self, profiled)
@@ -128,40 +150,45 @@ class GraphProfiler:
         self.calls.append(call)
         with record_function(label):
             before = _begin_peak(call.device)
-            call.begin = _now(call.device)
+            call.begin = now(call.device)
             try:
                 return self._programs[profiled](args)
             finally:
-                call.end = _now(call.device)
+                call.end = now(call.device)
                 call.peak_bytes = _end_peak(call.device, before)
 
     def watched(self, wait: Wait, name: str) -> Wait:
         def run(*args: Any) -> Any:
             call = self.calls[-1]
-            begin = _now(call.device)
+            begin = now(call.device)
             result = wait(*args)
-            call.waits.append((name, begin, _now(call.device)))
+            end = now(call.device)
+            call.waits.append((name, begin, end))
+            for clock in self.clocks:
+                clock.waits.append((begin, end))
             return result
 
         return run
 
     def hold(self, *values: Any) -> None:
-        if self.meter.allocations is not None:
-            self.meter.allocations.hold(values)
+        if self.step.allocations is not None:
+            self.step.allocations.hold(values)
 
     def let_go(self) -> None:
-        if self.meter.allocations is not None:
-            self.meter.allocations.let_go()
+        if self.step.allocations is not None:
+            self.step.allocations.let_go()
 
     def found(self, peaks: Mapping[str, int]) -> Measured:
         calls = [call for call in self.calls if not call.profiled] or self.calls
         blocked = [_blocked_us(call) for call in calls]
+        begun = [_waited_at_us(call) for call in calls]
         rises = [(call, peaks.get(call.label, call.peak_bytes)) for call in self.calls]
         highest = [call.given_bytes + rise for call, rise in rises if rise is not None]
         return Measured(
             calls=len(calls),
-            us=statistics.median(_us(call.begin, call.end) for call in calls),
+            us=statistics.median(elapsed_us(call.begin, call.end) for call in calls),
             blocked_us={name: statistics.median(each[name] for each in blocked) for name in blocked[0]},
+            waited_at_us={name: statistics.median(each[name] for each in begun) for name in begun[0]},
             peak_bytes=int(statistics.median(highest)) if highest else None,
         )
 
@@ -169,16 +196,21 @@ class GraphProfiler:
 def _blocked_us(call: Call) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, begin, end in call.waits:  # a coalesced collective has several waits
-        found[name] = found.get(name, 0.0) + _us(begin, end)
+        found[name] = found.get(name, 0.0) + elapsed_us(begin, end)
     return found
 
 
-class Allocations:
-    """What this thread allocates and frees on the CPU, as torch.profiler sees it.
+def _waited_at_us(call: Call) -> dict[str, float]:
+    """When the first wait of each collective began, in microseconds after the call did."""
+    return {name: elapsed_us(call.begin, begin) for name, begin, _ in reversed(call.waits)}
 
-    It sees what gloo's threads stage while a collective runs, but not how they let go of its buffers afterwards, up to
-    their next collective, when they are the last to hold them. So the buffers are held here as well, and let go by this
-    thread as soon as nobody else holds them.
+
+class Allocations:
+    """Allocations and frees of this thread on the CPU, as recorded by torch.profiler.
+
+    torch.profiler records what gloo's threads stage while a collective runs, but not when they free its buffers
+    afterwards, up to their next collective, if they are the last to hold them. So the buffers are held here as well,
+    and freed by this thread as soon as nothing else holds them.
     """
 
     def __init__(self) -> None:
@@ -189,7 +221,7 @@ class Allocations:
         self.is_watching = True
 
     def stop(self) -> None:
-        """Stop the profile, in the thread that has started it."""
+        """Stop the profile, if this is the thread that started it."""
         if self.is_watching and threading.get_ident() == self._thread:
             self._held.clear()
             self._profile.stop()
@@ -205,7 +237,7 @@ class Allocations:
         self._held = [storage for storage in self._held if holders(storage) > 1]
 
     def peaks(self) -> dict[str, int]:
-        """How far memory rose in each labelled call above where it began."""
+        """Highest rise of memory in each labelled call, above where the call began."""
         spans, events = allocation_events(self._profile, "zgraph::")
         return {label: _rise(events, begin, end) for label, (begin, end) in spans.items()}
 
@@ -219,7 +251,8 @@ def _rise(events: Sequence[tuple[int, int]], begin: int, end: int) -> int:
     return peak
 
 
-def _now(device: torch.device | None) -> Any:
+def now(device: torch.device | None) -> Any:
+    """Microseconds of the host, or an event on a device's current stream."""
     if device is None:
         return 1e6 * time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -227,7 +260,8 @@ def _now(device: torch.device | None) -> Any:
     return event
 
 
-def _us(begin: Any, end: Any) -> float:
+def elapsed_us(begin: Any, end: Any) -> float:
+    """Microseconds between two `now`s; of events, both must have happened."""
     return end - begin if isinstance(begin, float) else 1e3 * begin.elapsed_time(end)
 
 

@@ -1,4 +1,4 @@
-"""Random numbers that are rank 0's on all ranks, while each rank's own generators advance as if they had drawn."""
+"""Random numbers shared by all ranks, drawn from rank 0's state, while each rank's own generators advance as usual."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
 from zgraph.torch_compat.operators import OpOverload
 
-# In-place draws that do not read what they overwrite (aten names).
+# In-place random operators that do not read what they overwrite (aten names).
 _OVERWRITING = frozenset(
     {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
 )
 
 
 class SharedRng:
-    """Rank 0's random numbers for everyone, while this rank's own state advances as if it had drawn them itself."""
+    """Rank 0's random numbers on every rank, while this rank's own state advances as if it had drawn them itself."""
 
     def __init__(self, mesh: DeviceMesh, seed: int | None) -> None:
         self.device_type = mesh.device_type
@@ -32,11 +32,11 @@ class SharedRng:
         self.own = None if same or seed is not None else own
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the operator; one that draws is called with this rank's own state first, and the result thrown away."""
+        """Call an operator; a random one first with this rank's own state, discarding the result."""
         if (
             self.own is not None
             and torch.Tag.nondeterministic_seeded in func.tags
-            and kwargs.get("generator") is None  # else it draws from what the caller has seeded
+            and kwargs.get("generator") is None  # else it draws from a generator that the caller has seeded
         ):
             shared = random_state(self.device_type)
             set_random_state(self.device_type, self.own)
@@ -57,7 +57,7 @@ class SharedRng:
 
 
 def random_state(device_type: str) -> tuple[Tensor, ...]:
-    """State of the default generators: the CPU's, and the current accelerator's where the model is on one."""
+    """State of the default generators: the CPU's, and the current accelerator's if the model is on one."""
     if device_type == "cpu":
         return (torch.get_rng_state(),)
     return torch.get_rng_state(), torch.get_device_module(device_type).get_rng_state()

@@ -1,7 +1,7 @@
-"""What a parameter keeps while a window is open: its gathered copy, and the gradients that are not reduced yet.
+"""State of a parameter while a window is open: its gathered copy, and the gradients that are not reduced yet.
 
-A window is the forwards under `no_sync` and the next synchronising backward, the closing one. The state hangs on the
-parameter's handle, which is the one thing that reaches a marker's kernel in eager mode and in every compiled graph.
+A window is the forwards under `no_sync` and the next synchronising backward, the closing one. The state is attached to
+the parameter's handle, the one object that reaches a marker's kernel both in eager mode and in every compiled graph.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from zgraph.torch_compat.modules import local_parameters
 _STATE = "zgraph_state"
 
 
-# Where a forward stands in its window, as the markers of the forward and of its backward are told.
-ALONE: Final = "alone"  # it is a window of its own, and nothing is kept
+# Position of a forward in its window; an argument of the markers of the forward and of its backward.
+ALONE: Final = "alone"  # a window of its own: nothing is kept
 OPEN: Final = "open"  # under no_sync: its gathers are kept, its gradients wait
-CLOSING: Final = "closing"  # the last one: takes what was kept; its backward reduces what has waited
+CLOSING: Final = "closing"  # the last one: uses what was kept; its backward reduces what has waited
 
 
 @dataclass(eq=False)
 class ParameterState:
-    """What one parameter keeps between calls of compiled graphs.
+    """State of one parameter between calls of compiled graphs.
 
     Attributes:
         owner, attribute: where the sharded parameter is found.
-        kept: gathered copies by dtype, [N * chunk, ...], the padding still on.
-        waiting: a backward of the open window has left gradients.
-        accumulated: stage 1: the sum of this rank's own whole gradients, [*shape].
-        earlier: stage 0: what `.grad` held before the window, reduced already; the waiting sum is in `.grad` itself.
-        tensors: this rank's own, kept from step to step by name; checkpoints store and restore them.
-        feedbacks: what compression has not sent.
-        weight_copy: the whole parameter as the last forward read it; None: nobody sends differences from it.
+        kept: gathered copies by dtype, [N * chunk, ...], padding included.
+        waiting: whether a backward of the open window has left gradients.
+        accumulated: stage 1: sum of this rank's own unsharded gradients, [*shape].
+        earlier: stage 0: what `.grad` held before the window, already reduced; the waiting sum is in `.grad` itself.
+        tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
+        feedbacks: error feedback of its compressed reductions.
+        weight_copy: the unsharded parameter as the last forward read it; None: gathers do not send differences.
     """
 
     owner: nn.Module
@@ -57,12 +57,12 @@ class ParameterState:
         """Let a gradient wait for the closing backward.
 
         Args:
-            grad: [*shape] of this rank alone.
-            dtype: of the sum, the parameter's own.
+            grad: [*shape], of this rank alone.
+            dtype: dtype of the sum, the parameter's own.
             zero_stage: 0 or 1.
 
         Returns:
-            What autograd is to add to `.grad`: the gradient itself at stage 0, zeros of the shard's shape at stage 1.
+            What autograd adds to `.grad`: the gradient itself at stage 0, zeros of the shard's shape at stage 1.
         """
         held = self._local_grad()
         if held is None:
@@ -78,10 +78,10 @@ class ParameterState:
             self.accumulated = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         else:
             self.accumulated += grad
-        return torch.zeros_like(_local(self._resting()))
+        return torch.zeros_like(_local(self._sharded()))
 
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-        """The sum of all gradients of the window, `grad` the last; nothing waits afterwards."""
+        """Return the sum of all gradients of the window, `grad` being the last; nothing waits afterwards."""
         held = self._local_grad()
         if held is None:
             self._forget()
@@ -105,11 +105,11 @@ class ParameterState:
         self.waiting = False
         self.accumulated = self.earlier = None
 
-    def _resting(self) -> Tensor:
+    def _sharded(self) -> Tensor:
         return cast(Tensor, local_parameters(self.owner)[self.attribute])
 
     def _local_grad(self) -> Tensor | None:
-        grad = self._resting().grad
+        grad = self._sharded().grad
         return None if grad is None else _local(grad)
 
 
@@ -123,10 +123,10 @@ def attach_state(handle: Tensor, owner: nn.Module, attribute: str) -> None:
 
 
 def state_behind(handle: Tensor) -> ParameterState:
-    """The state of the parameter that a handle stands for.
+    """State of the parameter that a handle stands for.
 
     Raises:
-        ZgraphError: the handle is a copy, which stands for nothing.
+        ZgraphError: the handle is a copy, which has no state.
     """
     state = getattr(handle, _STATE, None)
     if state is None:

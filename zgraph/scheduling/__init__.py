@@ -1,1 +1,1 @@
-"""Searches over schedules and lifetimes: what runs when, and what is kept or made again."""
+"""Searches over schedules and lifetimes: what runs when, what is saved for backward, and what is recomputed there."""

@@ -1,4 +1,4 @@
-"""Searches for a schedule along many paths at once, each judged by what it can still become."""
+"""Beam search for a schedule: extends many partial schedules at once, ranked by a bound on their final score."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import islice
 from zgraph.scheduling.builder import Builder, choose
 from zgraph.scheduling.problem import Problem
 
-AHEAD = 16  # collectives of each queue that a promise looks at one by one
+AHEAD = 16  # collectives of each queue that a bound considers one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a schedule that is not whole yet can still become: less is better.
+    """Lower bound on the score of a partial schedule; less is better.
 
     Attributes:
         excess_bytes: above the limits so far.
-        end_us: the step takes at least that long: what is left of compute, of each link, and of compute behind each
-            collective that has not started.
-        left_us: of collectives that have not started.
-        alive_bytes: at the moment.
+        end_us: least time that the step takes, from the remaining compute, the remaining work of each link, and the
+            compute that must follow each collective that has not started.
+        left_us: total time of collectives that have not started.
+        alive_bytes: bytes that are alive now.
     """
 
     excess_bytes: int
@@ -32,21 +32,21 @@ class Promise:
     @classmethod
     def of(cls, state: Builder) -> Promise:
         problem, clock = state.problem, state.clock
+        work, queues, use = problem.work, problem.queues, problem.dependencies.use
         end = clock.now + problem.compute_at[-1] - state.compute_us
         free: dict[str, float] = {}
-        for lane, name in enumerate(problem.work.lanes):
-            link = problem.work.sharing.link_of(name)
-            free[link] = free.get(link, clock.now) + clock.backlog_us(lane) / problem.work.capacities[link]
+        for lane, link in enumerate(work.links):
+            free[link] = free.get(link, clock.now) + clock.backlog_us(lane) / work.capacities[link]
         done = dict(free)
         left = 0.0
-        for queue, head in zip(problem.queues, state.heads, strict=True):
-            link = problem.link_of(queue[0])
+        for queue, head in zip(queues.queues, state.heads, strict=True):
+            link = queues.link_of[queue[0]]
             at = free.get(link, clock.now)
-            capacity = problem.capacity_of(queue[0])
+            capacity = queues.capacity_of[queue[0]]
             for start in queue[head : head + AHEAD]:
-                at += problem.work.us[start] / capacity
-                end = max(end, at + problem.compute_order_at[-1] - problem.compute_order_at[problem.use[start]])
-            todo = sum(problem.work.us[start] for start in queue[head:]) / capacity
+                at += work.us[start] / capacity
+                end = max(end, at + problem.compute_order_at[-1] - problem.compute_order_at[use[start]])
+            todo = sum(work.us[start] for start in queue[head:]) / capacity
             left += todo
             done[link] = done.get(link, clock.now) + todo
         return cls(state.excess_bytes(problem.limits), max(end, *done.values()), left, state.ledger.alive_bytes)
@@ -61,13 +61,13 @@ class Promise:
 
 
 class Beam:
-    """Fills slot after slot in many ways at once, and goes on with the most promising.
+    """Fills one slot after another in many ways, and keeps the most promising partial schedules.
 
-    Half of these are those with the least left to communicate, half those that hold the least.
+    Half of those kept have the least left to communicate, the other half use the least memory.
     """
 
-    STEPS = 5  # that may be put into one slot
-    OLDEST = 3  # of each kind of option that are looked at
+    STEPS = 5  # most options taken in one slot
+    OLDEST = 3  # options of each kind that are considered, the oldest first
 
     def __init__(self, problem: Problem, width: int) -> None:
         self.problem = problem
@@ -76,10 +76,11 @@ class Beam:
     def run(self) -> Builder:
         problem = self.problem
         states = [Builder(problem)]
-        last = len(problem.compute_order) - 1
-        for slot, number in enumerate(problem.compute_order):
+        compute_order, needs = problem.dependencies.compute_order, problem.dependencies.needs
+        last = len(compute_order) - 1
+        for slot, number in enumerate(compute_order):
             free = slot < last and not problem.work.us[number]
-            if free and all(state.placed[source] for state in states for source in problem.needs[number]):
+            if free and all(state.placed[source] for state in states for source in needs[number]):
                 for state in states:
                     state.pull(number)
             else:
@@ -87,10 +88,11 @@ class Beam:
         return choose(states)
 
     def _fill(self, states: list[Builder], slot: int, steps: int) -> list[Builder]:
-        """Every state with up to so many things put into the slot, and then the node behind it."""
+        """Every state that results from up to `STEPS` options in the slot, followed by the node after the slot."""
         filled: list[Builder] = []
+        behind = self.problem.dependencies.compute_order[slot]
         for _ in range(steps + 1):
-            filled += [_with(state, [self.problem.compute_order[slot]]) for state in states]
+            filled += [_with(state, [behind]) for state in states]
             states = self._best([_with(state, option) for state in states for option in self._options(state, slot)])
             if not states:
                 break
@@ -98,20 +100,22 @@ class Beam:
 
     def _options(self, state: Builder, slot: int) -> Iterator[list[int]]:
         """What can come next: the start of a collective, its wait, a copy out, the end of a reduction."""
-        problem = self.problem
-        last = slot == len(problem.compute_order) - 1
+        problem, dependencies, wait_of = self.problem, self.problem.dependencies, self.problem.queues.wait_of
+        last = slot == len(dependencies.compute_order) - 1
         for start in state.next_starts():
-            after = problem.after[start]
-            if problem.release[start] <= slot and (
+            after = dependencies.after[start]
+            if dependencies.release[start] <= slot and (
                 state.is_there(after) or (last and all(state.placed[one] for one in after))
             ):
                 yield [start]
         for start in islice(state.in_flight, self.OLDEST):
-            # To wait for what is not there yet only pays where it makes room.
+            # Waiting for a collective that has not finished only pays if it frees memory.
             pays = state.clock.is_done(start) or problem.limits.budget_bytes is not None or last
-            if pays and problem.movable[problem.wait_of[start]]:
-                yield [problem.wait_of[start]]
-        yield from ([number] for number in islice(state.pending_copies, self.OLDEST) if problem.release[number] <= slot)
+            if pays and dependencies.movable[wait_of[start]]:
+                yield [wait_of[start]]
+        yield from (
+            [number] for number in islice(state.pending_copies, self.OLDEST) if dependencies.release[number] <= slot
+        )
         yield from (problem.output_chains[after] for after in islice(state.unfinished, self.OLDEST))
 
     def _best(self, states: list[Builder]) -> list[Builder]:

@@ -1,7 +1,7 @@
-"""A schedule of a graph's communication while it is made: what may stand where, what is there already, what that costs.
+"""A schedule under construction: which nodes are issued, which may come next, and what the schedule costs so far.
 
-Compute keeps its order. Between its nodes stand, where a scheduler puts them, the starts of
-collectives with the copies into their buffers, and the waits with the copies out of them:
+Compute keeps its order. Between its nodes a scheduler places the starts of collectives, with the copies into their
+buffers, and the waits, with the copies out of them:
 
     slot 0   slot 1   slot 2
       |  mm_0  |  mm_1  |  output          the start of w1 goes to slot 0, its wait to where mm_1 needs it
@@ -25,7 +25,7 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How good a schedule is, less is better: bytes above the limits, then time, then the peak."""
+    """Score of a schedule, less is better: bytes above the limits, then time, then the peak."""
 
     excess_bytes: int
     step_us: float
@@ -39,30 +39,30 @@ def problem_of(
     storages: Iterable[Storage],
     limits: Limits,
 ) -> Problem:
-    """The problem, with numbers that do not depend on where communication stands now.
+    """The scheduling problem of a graph; its numbers do not depend on where communication stands now.
 
-    So the plan for a graph that has been scheduled is the plan by which it was.
+    Scheduling a graph that is scheduled already therefore yields the same plan.
     """
     storages = list(storages)
-    builder = Builder(Problem(Work.of(order, costs, sharing), storages, limits))
-    for number in builder.problem.compute_order:
+    builder = Builder(Problem.of(Work.of(order, costs, sharing), storages, limits))
+    for number in builder.problem.dependencies.compute_order:
         builder.pull(number)
-    return Problem(Work.of(builder.nodes(), costs, sharing), storages, limits)
+    return Problem.of(Work.of(builder.nodes(), costs, sharing), storages, limits)
 
 
 class Builder:
-    """A schedule while it is made: issues nodes to the clock and the ledger, each with what it needs.
+    """A schedule under construction: issues nodes to the clock and the ledger, each after the nodes that it needs.
 
     Attributes:
-        order: what is issued.
-        peaks: the bytes alive while each of these runs.
-        in_flight: what of the limit is taken by what is started and not yet waited for, by start, the oldest first.
-        heads: of each queue, how many of its starts are issued.
-        unfinished: results that only leave the graph and are not computed yet though their collectives are started, by
-            these, the oldest first.
-        pending_copies: copies out of buffers that are there, not issued yet.
+        order: nodes issued so far.
+        peaks: bytes alive while each of these runs.
+        in_flight: bytes that count against the limit, for each start that is not yet waited for, the oldest first.
+        heads: number of starts issued, for each queue.
+        unfinished: results that only leave the graph, whose collectives have started but which are not computed yet;
+            keyed by those starts, the oldest first.
+        pending_copies: copies out of buffers that have arrived; not issued yet.
         compute_us: compute issued so far.
-        most_under_way: what of the limit was taken at worst, where it was by more than two.
+        most_in_flight: most bytes that counted against the limit at once, if more than two collectives did.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -72,20 +72,19 @@ class Builder:
         self.order: list[int] = []
         self.peaks: list[int] = []
         self.in_flight: dict[int, int] = {}
-        self.heads = [0] * len(problem.queues)
+        self.heads = [0] * len(problem.queues.queues)
         self.unfinished: dict[tuple[int, ...], None] = {}
         self.pending_copies: dict[int, None] = {}
         self.compute_us = 0.0
         self.peak_bytes = 0
-        self.most_under_way = 0
+        self.most_in_flight = 0
         self.placed = bytearray(len(problem.work.nodes))
-        self._queue_of = {start: place for place, queue in enumerate(problem.queues) for start in queue}
-        for number, given in enumerate(problem.given):
+        for number, given in enumerate(problem.dependencies.given):
             if given:
                 self.issue(number)
 
     def copy(self) -> Builder:
-        """The same state, to go on from in another way."""
+        """An independent copy of this state."""
         new = copy.copy(self)
         new.clock, new.ledger = self.clock.copy(), self.ledger.copy()
         new.order, new.peaks, new.placed = self.order.copy(), self.peaks.copy(), self.placed.copy()
@@ -94,36 +93,38 @@ class Builder:
         return new
 
     def next_starts(self) -> Iterator[int]:
-        """The next of each queue."""
-        for queue, head in zip(self.problem.queues, self.heads, strict=True):
+        """The next start of each queue."""
+        for queue, head in zip(self.problem.queues.queues, self.heads, strict=True):
             if head < len(queue):
                 yield queue[head]
 
     def is_there(self, starts: Iterable[int]) -> bool:
-        """Whether all these collectives are done, so that nobody waits who waits for them."""
+        """Whether all these collectives have finished, so that a wait for them does not block."""
         return all(map(self.clock.is_done, starts))
 
     def missing(self, wanted: Iterable[int]) -> list[int]:
-        """What these nodes need and is not issued yet, themselves included."""
+        """Nodes not yet issued among these nodes and everything they need."""
+        needs = self.problem.dependencies.needs
         pending, found = list(wanted), dict[int, None]()
         while pending:
             number = pending.pop()
             if number not in found and not self.placed[number]:
                 found[number] = None
-                pending.extend(self.problem.needs[number])
+                pending.extend(needs[number])
         return list(found)
 
     def new_bytes(self, wanted: Iterable[int]) -> int:
-        """What issuing these nodes, with what they need, allocates."""
+        """Bytes allocated by issuing these nodes and everything they need."""
         ledger = self.ledger
         return sum(ledger.sizes[storage] for number in self.missing(wanted) for storage in ledger.allocates[number])
 
     def pull(self, number: int) -> None:
-        """Issue what a node needs, then the node; nothing where it is issued already."""
+        """Issue everything that a node needs, then the node itself, unless it is issued already."""
+        needs = self.problem.dependencies.needs
         pending = [number]
         while pending:
             node = pending[-1]
-            missing = [] if self.placed[node] else [one for one in self.problem.needs[node] if not self.placed[one]]
+            missing = [] if self.placed[node] else [one for one in needs[node] if not self.placed[one]]
             if missing:
                 pending.extend(reversed(missing))
                 continue
@@ -132,13 +133,13 @@ class Builder:
                 self.issue(node)
 
     def finish(self, after: tuple[int, ...]) -> None:
-        """Compute what only leaves the graph and is the result of these starts."""
+        """Issue the nodes that turn the results of these starts into outputs of the graph."""
         for number in self.problem.output_chains[after]:
             self.pull(number)
 
-    def issue(self, number: int) -> None:
-        """Issue a node whose needs are met."""
-        problem = self.problem
+    def issue(self, number: int, *, views_along: bool = True) -> None:
+        """Issue a node, and views that come along with it; everything it needs must be issued."""
+        problem, dependencies, start_of = self.problem, self.problem.dependencies, self.problem.queues.start_of
         self.clock.issue(number)
         self.peaks.append(self.ledger.issue(number))
         self.peak_bytes = max(self.peak_bytes, self.peaks[-1])
@@ -146,66 +147,90 @@ class Builder:
         self.placed[number] = True
         if problem.work.lane[number] == Work.ON_COMPUTE:
             self.compute_us += problem.work.us[number]
-        if problem.is_start[number]:
+        if dependencies.is_start[number]:
             self._note_start(number)
-        elif number in problem.start_of:
-            self.in_flight.pop(problem.start_of[number], None)
-        if problem.movable[number]:
-            self._note_copies(number)
+        elif number in start_of:
+            self.in_flight.pop(start_of[number], None)
+        if dependencies.movable[number]:
+            self._note_copies(number, views_along)
 
     def _note_start(self, start: int) -> None:
-        problem = self.problem
-        self.heads[self._queue_of[start]] += 1
-        self.in_flight[start] = problem.limited_bytes[start]
+        problem, queues = self.problem, self.problem.queues
+        self.heads[queues.queue_of[start]] += 1
+        self.in_flight[start] = queues.limited_bytes[start]
         limited = [size for size in self.in_flight.values() if size]
         if len(limited) > 2:
-            self.most_under_way = max(self.most_under_way, sum(limited))
+            self.most_in_flight = max(self.most_in_flight, sum(limited))
         for after in problem.output_chains_of.get(start, ()):
             if all(self.placed[one] for one in after):
                 self.unfinished[after] = None
 
-    def _note_copies(self, number: int) -> None:
-        problem, after = self.problem, self.problem.after[number]
+    def _note_copies(self, number: int, views_along: bool) -> None:
+        dependencies, start_of = self.problem.dependencies, self.problem.queues.start_of
+        after = dependencies.after[number]
         self.pending_copies.pop(number, None)
-        for user in problem.users[number] if after or problem.is_start[number] else ():
-            if problem.comes_along[user] and all(self.placed[one] for one in problem.needs[user]):
+        for user in dependencies.users[number] if after or dependencies.is_start[number] else ():
+            if (
+                views_along
+                and dependencies.comes_along[user]
+                and all(self.placed[one] for one in dependencies.needs[user])
+            ):
                 self.issue(user)
-            elif problem.movable[user] and not problem.is_start[user] and user not in problem.start_of:
+            elif dependencies.movable[user] and not dependencies.is_start[user] and user not in start_of:
                 self.pending_copies[user] = None
-        if after in self.unfinished and all(self.placed[one] for one in problem.output_chains[after]):
+        if after in self.unfinished and all(self.placed[one] for one in self.problem.output_chains[after]):
             del self.unfinished[after]
 
     def nodes(self) -> list[fx.Node]:
         return [self.problem.work.nodes[number] for number in self.order]
 
     def excess_bytes(self, limits: Limits) -> int:
-        """By how much limits were exceeded at worst, so far."""
+        """Largest excess over the limits so far, in bytes."""
         memory = 0 if limits.budget_bytes is None else self.peak_bytes - limits.budget_bytes
-        return max(0, memory, self.most_under_way - limits.in_flight_bytes)
+        return max(0, memory, self.most_in_flight - limits.in_flight_bytes)
 
     def score(self, limits: Limits | None = None) -> Score:
-        """Score of the whole, once everything is issued, against the problem's limits or others."""
+        """Score of the complete schedule against the given limits, by default the problem's."""
         self.clock.drain()
         return Score(self.excess_bytes(limits or self.problem.limits), self.clock.now, self.peak_bytes)
 
 
-def choose(found: Sequence[Builder]) -> Builder:
-    """The best of several schedules: within the limits, fast, and of equally fast ones that with the least peak."""
-    scores = [builder.score() for builder in found]
+def scheduled(problem: Problem, order: Iterable[fx.Node]) -> Builder:
+    """The schedule that is exactly an order of all nodes."""
+    builder = Builder(problem)
+    for node in order:
+        number = problem.work.numbers[node]
+        if not builder.placed[number]:
+            builder.issue(number, views_along=False)
+    return builder
+
+
+def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limits | None = None) -> Builder:
+    """The best of several schedules: within the limits, then fast, then that with the lowest peak.
+
+    Args:
+        found: of equal ones the first is taken.
+        known: one of these, than which the choice must not be worse, unless it exceeds the limits by more.
+        limits: to score by; None: those of each schedule's problem.
+    """
+    scores = [builder.score(limits) for builder in found]
     excess = min(score.excess_bytes for score in scores)
-    fastest = min(score.step_us for score in scores if score.excess_bytes == excess)
-    good = [
-        place
-        for place, score in enumerate(scores)
-        if score.excess_bytes == excess and score.step_us <= fastest * (1 + SAME)
-    ]
+    good = [place for place, score in enumerate(scores) if score.excess_bytes == excess]
+    bar = None if known is None else known.score(limits)
+    if bar is not None and bar.excess_bytes == excess:
+        good = [place for place in good if not is_worse(scores[place], bar)]
+    fastest = min(scores[place].step_us for place in good)
+    good = [place for place in good if _is_as_fast(scores[place].step_us, fastest)]
     return found[min(good, key=lambda place: (scores[place].peak_bytes, scores[place].step_us))]
 
 
-def is_no_better(score: Score, known: Score) -> bool:
-    """Whether a schedule gains nothing over a known one."""
-    if score.excess_bytes != known.excess_bytes:
-        return score.excess_bytes > known.excess_bytes
-    if not math.isclose(score.step_us, known.step_us, rel_tol=1e-9):
-        return score.step_us > known.step_us
-    return score.peak_bytes >= known.peak_bytes
+def is_worse(score: Score, known: Score) -> bool:
+    """Whether a schedule within the same limits is slower than a known one, or as fast and holds more."""
+    if score.step_us > known.step_us and not math.isclose(score.step_us, known.step_us, rel_tol=1e-9):
+        return True
+    return score.peak_bytes > known.peak_bytes and _is_as_fast(known.step_us, score.step_us)
+
+
+def _is_as_fast(us: float, fastest_us: float) -> bool:
+    """Whether a time is within the error of predictions of a shorter one."""
+    return us <= fastest_us * (1 + SAME)

@@ -1,4 +1,4 @@
-"""Why a collective could not be hidden."""
+"""Explains why a collective is exposed, that is, not hidden by compute."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from zgraph.graph import meta, nodes
-from zgraph.scheduling.problem import Limits, is_movable, limited_bytes
+from zgraph.graph import dataflow, meta, nodes, traits
+from zgraph.scheduling.problem import Limits
+from zgraph.scheduling.queues import limited_bytes
 from zgraph.scheduling.timeline import Timeline
 
 
 def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, limits: Limits | None) -> str:
-    """What kept a collective from running under compute, as half a sentence.
+    """Reason why a collective does not overlap with compute, as half a sentence.
 
     Args:
-        start: that the compute lane waited for.
-        order: of the whole graph.
-        timeline: of that order.
-        limits: that the order keeps to; None: it was made by rules, which know no costs.
+        start: start of a collective that the compute lane waits for.
+        order: nodes of the graph in the order in which they run.
+        timeline: simulation of that order.
+        limits: limits that the order was planned for; None if it was made by rules, which know no costs.
     """
     if nodes.is_marker(start):
         return "a marker gathers or reduces on the spot; lower_gathers and lower_reductions let it overlap"
     if not meta.parameters(start):
         return "a collective of the model's own, which no pass moves"
+    if meta.is_tagged_at_use(start):
+        return "gathered where its result is needed, to hold less; see bucket_collectives"
     place_of = {node: place for place, node in enumerate(order)}
     span = timeline.spans[start]
     cause = timeline.causes.get(start)
@@ -32,30 +35,33 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
         if wait is None or place_of[wait] > place_of[start]:  # else the program itself waited for it
             return f"queued behind {cause.name} on {span.lane}"
     before = order[: place_of[start]]
-    ahead = next((node for node in reversed(before) if timeline.spans[node].us and not is_movable(node)), None)
-    behind = _waited_before(start, order, place_of, timeline) if limits is None else None
-    if behind is not None:
-        return f"waited for before {behind.name}, which does not need it, by a rule; schedule_overlap goes by costs"
-    if nodes.copy_in(start) is None:
-        return "too little to compute once what it carries is ready"
+    ahead = next((node for node in reversed(before) if timeline.spans[node].us and not traits.is_movable(node)), None)
+    delayed = _waited_before(start, order, place_of, timeline) if limits is None else None
+    if delayed is not None:
+        return f"waited for before {delayed.name}, which does not need it, by a rule; schedule_overlap goes by costs"
+    if dataflow.copy_in(start) is None:
+        return "too little compute after its input is ready"
     if ahead is None:
-        return "too little to compute before its result is needed"
+        return "too little compute before its result is needed"
     if limits is None:
         return f"started behind {ahead.name} by a rule; schedule_overlap goes by costs"
-    whole = nodes.whole_bytes(start)
-    if limits.budget_bytes is not None and timeline.memory.bytes_during[place_of[ahead]] + whole > limits.budget_bytes:
-        return f"the budget of {limits.budget_bytes} bytes has no room for {whole} bytes beside {ahead.name}"
-    started = [node for node in timeline.exposed_us if _is_under_way(node, place_of, place_of[ahead])]
+    needed_bytes = nodes.unsharded_bytes(start)
+    if (
+        limits.budget_bytes is not None
+        and timeline.memory.bytes_during[place_of[ahead]] + needed_bytes > limits.budget_bytes
+    ):
+        return f"the budget of {limits.budget_bytes} bytes has no room for {needed_bytes} bytes during {ahead.name}"
+    started = [node for node in timeline.exposed_us if _is_in_flight(node, place_of, place_of[ahead])]
     in_flight = [size for node in started if (size := limited_bytes(node))]
-    if len(in_flight) > 1 and sum(in_flight) + whole > limits.in_flight_bytes:
-        return f"in_flight_bytes={limits.in_flight_bytes} has no room for {whole} bytes beside {ahead.name}"
-    return f"too little to compute between {ahead.name} and its result's first reader"
+    if len(in_flight) > 1 and sum(in_flight) + needed_bytes > limits.in_flight_bytes:
+        return f"in_flight_bytes={limits.in_flight_bytes} has no room for {needed_bytes} bytes during {ahead.name}"
+    return f"too little compute between {ahead.name} and the first reader of its result"
 
 
 def _waited_before(
     start: fx.Node, order: Sequence[fx.Node], place_of: Mapping[fx.Node, int], timeline: Timeline
 ) -> fx.Node | None:
-    """The compute behind a collective's wait that could have gone ahead of it, if there is any."""
+    """The first compute after a collective's wait, if it does not depend on that wait and could have run before it."""
     wait = nodes.wait_of(start)
     if wait is None:
         return None
@@ -72,8 +78,8 @@ def _waited_before(
     return first
 
 
-def _is_under_way(node: fx.Node, place_of: Mapping[fx.Node, int], place: int) -> bool:
-    if not (nodes.is_start(node) and is_movable(node)):
+def _is_in_flight(node: fx.Node, place_of: Mapping[fx.Node, int], place: int) -> bool:
+    if not (nodes.is_start(node) and traits.is_movable(node)):
         return False
     wait = nodes.wait_of(node)
     return place_of[node] < place and (wait is None or place_of[wait] > place)

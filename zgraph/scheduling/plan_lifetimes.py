@@ -1,4 +1,4 @@
-"""Finds what a training step should keep from forward to backward, under a limit on its memory."""
+"""Finds what a training step should save from forward to backward under a memory limit."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from zgraph.scheduling.lifetime_model import Model, StepEstimate, Value, busy_us
 
-LOOKS = 64  # at whole steps while a path is walked; between two of them several values are dropped
+MAX_ESTIMATES = 64  # of whole steps along a frontier; with more values, several are dropped between two estimates
 
 
 @dataclass
 class Path:
-    """Steps from the fastest to the most frugal; which they are does not depend on what is looked for."""
+    """Estimates from the fastest step to the one that uses the least memory, independent of any limit."""
 
     estimates: list[StepEstimate]
 
     def choose(self, target_bytes: int) -> StepEstimate:
-        """The fastest step that holds no more; where there is none, the one that holds least.
+        """The fastest step within the limit; if there is none, the one that uses the least memory.
 
-        Of more bytes the answer is never a slower one.
+        A larger limit never yields a slower step.
         """
         fitting = [estimate for estimate in self.estimates if estimate.peak_bytes <= target_bytes]
         if fitting:
@@ -28,14 +28,14 @@ class Path:
 
 
 def greedy_frontier(model: Model) -> Path:
-    """Steps that drop ever more, of what costs the least time for each byte at the peak.
+    """Steps that save ever less, dropping first what costs the least time per byte at the peak.
 
-    Twice: from a step that keeps everything, and from one that keeps no parameter. What turns out to lie beside the
-    peak is taken back, the most expensive first.
+    Starts twice: from a step that saves everything, and from one that saves no gathered parameter. Values that turn out
+    not to be alive at the peak are saved again, the most expensive to recompute first.
 
     Source: the ratio is that of Chen et al. 2016, arXiv 1604.06174, and of Jain et al. 2020 (Checkmate), arXiv
-    1910.02653, section 6, whose optimum it approaches; here parameters are values like any other, and only bytes that
-    are alive at the peak count.
+    1910.02653, section 6, whose optimum it approaches. Here gathered parameters are values like activations, and only
+    bytes that are alive at the peak count.
     """
     parameters = dict.fromkeys(value for value in model.values if value.gather is not None)
     estimates = _frontier_from(model, model.estimate({}))
@@ -43,16 +43,16 @@ def greedy_frontier(model: Model) -> Path:
 
 
 def _frontier_from(model: Model, estimate: StepEstimate) -> list[StepEstimate]:
-    """As long as one move lowers the peak, or leaves it."""
+    """Drop values as long as doing so does not raise the peak."""
     estimates = [estimate]
-    at_once = max(1, len(model.values) // LOOKS)
+    at_once = max(1, len(model.values) // MAX_ESTIMATES)
     barred: dict[Value, None] = {}
     while moves := _moves(model, estimate, barred):
         count = at_once
         while (
             after := model.estimate({**estimate.dropped, **dict.fromkeys(moves[:count])})
         ).peak_bytes > estimate.peak_bytes:
-            if count == 1:  # what is made again needs more than what it leaves
+            if count == 1:  # recomputing it needs more memory than dropping it frees
                 break
             count = max(1, count // 4)
         if after.peak_bytes > estimate.peak_bytes:
@@ -66,7 +66,7 @@ def _frontier_from(model: Model, estimate: StepEstimate) -> list[StepEstimate]:
 
 
 def _moves(model: Model, estimate: StepEstimate, barred: Mapping[Value, None]) -> list[Value]:
-    """What can be dropped that covers the peak, in the order of its price."""
+    """Values that are alive at the peak and can be dropped, the cheapest first."""
     peak = estimate.bytes_during.index(estimate.peak_bytes)
     busy = busy_us(model.costs[node] for node in (*model.backward, *estimate.recomputed))
     before = model.at_best(busy)
@@ -85,7 +85,7 @@ def _moves(model: Model, estimate: StepEstimate, barred: Mapping[Value, None]) -
 
 
 def _rollback(model: Model, estimate: StepEstimate) -> StepEstimate:
-    """The same step with values kept again where there is room for them below the peak."""
+    """The step with dropped values saved again where they fit below the peak."""
     during, dropped = list(estimate.bytes_during), dict(estimate.dropped)
     peak = during.index(estimate.peak_bytes)
     gain = {value: sum(model.costs[node].us for node in value.nodes) for value in dropped}

@@ -1,4 +1,4 @@
-"""Finds a good schedule: a greedy look-ahead in several styles, and a beam search where the graph is small enough."""
+"""Finds good schedules: a greedy look-ahead in several styles, and a beam search where the graph is small enough."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ WIDTH = 24  # schedules that the beam search goes on with, 4 at the least
 SLOTS = 600  # that it may fill, in all of them together: a second or two
 
 
-def plan_schedule(problem: Problem) -> Builder:
-    """A schedule within the limits, if one was found, that is as fast as one was found.
+def find_schedules(problem: Problem) -> list[Builder]:
+    """Several schedules, within the limits where some are found, to choose from.
 
     Deterministic: decides by the problem alone, and not by how many copies of its own rows a rank makes. Takes time
     nearly linear in nodes.
     """
     frugal = Greedy(problem, FRUGAL)
     found = [frugal.run()]
-    if problem.queues:
+    if problem.queues.queues:
         found += [Greedy(problem, style, frugal.slot_peaks).run() for style in STYLES]
-        width = min(WIDTH, SLOTS // len(problem.compute_order))
+        width = min(WIDTH, SLOTS // len(problem.dependencies.compute_order))
         if width >= 4 and not _is_perfect(choose(found)):
             found.append(Beam(problem, width).run())
-    return choose(found)
+    return found
 
 
 def _is_perfect(found: Builder) -> bool:
@@ -86,12 +86,13 @@ class Greedy:
 
     def run(self) -> Builder:
         problem, builder = self.problem, self.builder
-        last = len(problem.compute_order) - 1
-        for slot, number in enumerate(problem.compute_order):
+        compute_order, needs = problem.dependencies.compute_order, problem.dependencies.needs
+        last = len(compute_order) - 1
+        for slot, number in enumerate(compute_order):
             issued = len(builder.peaks)
             if slot == last:
                 self._wind_up(slot)
-            elif problem.work.us[number] or not all(builder.placed[source] for source in problem.needs[number]):
+            elif problem.work.us[number] or not all(builder.placed[source] for source in needs[number]):
                 self._fill(slot)
                 self._make_room(number)
             builder.pull(number)
@@ -112,31 +113,29 @@ class Greedy:
                     break
 
     def _is_due(self, start: int, slot: int) -> bool:
-        problem = self.problem
-        if problem.release[start] > slot:
+        dependencies = self.problem.dependencies
+        if dependencies.release[start] > slot:
             return False
-        if problem.gathers_parameter(start) and self.style.gathers == "in_time":
+        if dependencies.reads_inputs_alone(start) and self.style.gathers == "in_time":
             return self._runs_dry(start, slot)
-        if problem.gathers_parameter(start) and self.style.gathers != "at_once":
-            return self._latest.get(start, math.inf) < problem.compute_at[slot + 1]
-        return self.builder.is_there(problem.after[start])
+        if dependencies.reads_inputs_alone(start) and self.style.gathers != "at_once":
+            return self._latest.get(start, math.inf) < self.problem.compute_at[slot + 1]
+        return self.builder.is_there(dependencies.after[start])
 
     def _runs_dry(self, start: int, slot: int) -> bool:
         """Whether a link, when the program next comes to start something, has less to do than fills it and one more."""
-        problem, clock, work = self.problem, self.builder.clock, self.problem.work
-        link = problem.link_of(start)
-        capacity = problem.capacity_of(start)
-        number = problem.compute_order[slot]
-        waited_for = [problem.start_of[one] for one in self.builder.missing([number]) if one in problem.start_of]
+        queues, clock, work = self.problem.queues, self.builder.clock, self.problem.work
+        link = queues.link_of[start]
+        capacity = queues.capacity_of[start]
+        number = self.problem.dependencies.compute_order[slot]
+        waited_for = [queues.start_of[one] for one in self.builder.missing([number]) if one in queues.start_of]
         blocked_us = [
-            clock.backlog_us(work.lane[one], one) / problem.capacity_of(one)
+            clock.backlog_us(work.lane[one], one) / queues.capacity_of[one]
             for one in waited_for
             if self.builder.placed[one] and not clock.is_done(one)
         ]
         until_next_us = max(blocked_us, default=0.0) + work.us[number]
-        queued_us = sum(
-            clock.backlog_us(other) for other, name in enumerate(work.lanes) if work.sharing.link_of(name) == link
-        )
+        queued_us = sum(clock.backlog_us(lane) for lane, other in enumerate(work.links) if other == link)
         turn_us = (1 + math.ceil(capacity)) * work.us[start]
         return (queued_us - turn_us) / capacity < until_next_us
 
@@ -148,39 +147,40 @@ class Greedy:
         return True
 
     def _fits_in_flight(self, start: int) -> bool:
-        size = self.problem.limited_bytes[start]
+        size = self.problem.queues.limited_bytes[start]
         outstanding = [other for other in self.builder.in_flight.values() if other]
         return not size or len(outstanding) < 2 or sum(outstanding) + size <= self.problem.limits.in_flight_bytes
 
     def _fits_in_memory(self, start: int, slot: int) -> bool:
-        problem, builder = self.problem, self.builder
-        budget = problem.limits.budget_bytes
+        builder, dependencies = self.builder, self.problem.dependencies
+        budget = self.problem.limits.budget_bytes
         if budget is None:
             return True
         needed = builder.new_bytes([start])
         if builder.ledger.alive_bytes + needed > budget:
             # Where others will make room a reduction can wait for it; where nobody will, that only keeps its gradient.
-            return not problem.gathers_parameter(start) and not builder.in_flight
-        if self._expected is None or not problem.gathers_parameter(start):
+            return not dependencies.reads_inputs_alone(start) and not builder.in_flight
+        if self._expected is None or not dependencies.reads_inputs_alone(start):
             return True
-        return self._expected.highest(slot, max(slot + 1, problem.use[start])) + needed <= budget
+        return self._expected.highest(slot, max(slot + 1, dependencies.use[start])) + needed <= budget
 
     def _start(self, start: int, slot: int) -> None:
-        if self._expected is not None and self.problem.gathers_parameter(start):
-            self._expected.raise_by(self.builder.new_bytes([start]), slot, self.problem.use[start])
+        dependencies = self.problem.dependencies
+        if self._expected is not None and dependencies.reads_inputs_alone(start):
+            self._expected.raise_by(self.builder.new_bytes([start]), slot, dependencies.use[start])
         self.builder.pull(start)
 
     def _make_room(self, number: int) -> None:
         """Finish reductions where what comes next needs their memory, or the time until it can run."""
-        problem, builder = self.problem, self.builder
+        builder, start_of = self.builder, self.problem.queues.start_of
         missing = builder.missing([number])
-        waited_for = dict.fromkeys(problem.start_of[one] for one in missing if one in problem.start_of)
+        waited_for = dict.fromkeys(start_of[one] for one in missing if one in start_of)
         while not builder.is_there(waited_for) and self._finish_oldest(wait=False):
             pass
         for start in waited_for:
             while not builder.placed[start] and not self._fits_in_flight(start) and self._finish_oldest(wait=True):
                 pass
-        budget = problem.limits.budget_bytes
+        budget = self.problem.limits.budget_bytes
         if budget is not None:
             needed = builder.new_bytes([number])
             while builder.ledger.alive_bytes + needed > budget and self._finish_oldest(wait=True):
@@ -208,7 +208,7 @@ class Greedy:
 
     def _ready(self, start: int) -> float:
         """When the last of the collectives began that the start waits for."""
-        return max((self.builder.clock.begin[before] for before in self.problem.after[start]), default=0.0)
+        return max((self.builder.clock.begin[before] for before in self.problem.dependencies.after[start]), default=0.0)
 
 
 class Skyline:
@@ -263,16 +263,17 @@ def latest_starts(problem: Problem) -> dict[int, float]:
     From the last to the first: before its result is needed, before the next gather of its link starts, and around the
     reductions, which are taken to run as soon as they can.
     """
+    dependencies = problem.dependencies
     starts: dict[str, list[int]] = {}
-    for start in problem.limited_bytes:
-        starts.setdefault(problem.link_of(start), []).append(start)
+    for start, link in problem.queues.link_of.items():
+        starts.setdefault(link, []).append(start)
     latest: dict[int, float] = {}
     for on_link in starts.values():
-        busy = _reserved(problem, [start for start in on_link if not problem.gathers_parameter(start)])
+        busy = _reserved(problem, [start for start in on_link if not dependencies.reads_inputs_alone(start)])
         until = math.inf
-        gathers = [start for start in on_link if problem.gathers_parameter(start)]
-        for start in sorted(gathers, key=problem.use.__getitem__, reverse=True):
-            until = _back(min(until, problem.compute_at[problem.use[start]]), _hides(problem, start), busy)
+        gathers = [start for start in on_link if dependencies.reads_inputs_alone(start)]
+        for start in sorted(gathers, key=dependencies.use.__getitem__, reverse=True):
+            until = _back(min(until, problem.compute_at[dependencies.use[start]]), _hides(problem, start), busy)
             latest[start] = until
     return latest
 
@@ -280,15 +281,16 @@ def latest_starts(problem: Problem) -> dict[int, float]:
 def _hides(problem: Problem, start: int) -> float:
     """How much compute fits beside a collective, in a stream of them."""
     work = problem.work
-    return work.us[start] * max(0.0, 1 / problem.capacity_of(start) - work.sharing.compute_share)
+    return work.us[start] * max(0.0, 1 / problem.queues.capacity_of[start] - work.sharing.compute_share)
 
 
 def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, float]]:
     """When a link carries reductions, as compute time gone by."""
+    release = problem.dependencies.release
     busy: list[tuple[float, float]] = []
     free = 0.0
-    for start in sorted(reductions, key=problem.release.__getitem__):
-        begin = max(free, problem.compute_at[problem.release[start]])
+    for start in sorted(reductions, key=release.__getitem__):
+        begin = max(free, problem.compute_at[release[start]])
         free = begin + _hides(problem, start)
         busy.append((begin, free))
     return busy

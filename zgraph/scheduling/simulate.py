@@ -1,12 +1,14 @@
-"""Runs a schedule on paper: lanes, exposed time, memory curve.
+"""Simulates a schedule: lanes, exposed time, memory curve.
 
-The machine: one host program issues nodes in order. Compute runs in that order on its lane; a collective's start puts
-it at the end of its group's queue, whose first run beside compute, and a wait blocks the compute lane until it is done:
+The simulated machine: a host program issues nodes in order. Compute runs in that order on its own lane. The start of a
+collective appends it to the queue of its group, which is processed concurrently with compute; a wait blocks the compute
+lane until its collective is done:
 
     compute   [mm][mm]......[mm]          . exposed: the compute lane waits
     group:0    [-----gather----]
 
-Host and disk copies are queued on lanes of their own in the same way; whoever reads their result waits for it.
+Copies to and from host and disk have lanes of their own, with queues like those of groups; a reader of their result
+waits for them.
 """
 
 from __future__ import annotations
@@ -19,13 +21,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.analysis.liveness import MemoryCurve, curve_of
 from zgraph.analysis.storages import Storage, storages_of
 from zgraph.graph import nodes
-from zgraph.scheduling.timeline import GROUP, Sharing, Span, Timeline
-
-COMPUTE = "compute"
+from zgraph.graph.lanes import COMPUTE, Lane
+from zgraph.scheduling.timeline import Sharing, Span, Timeline
 
 
 def simulate(
@@ -34,13 +35,13 @@ def simulate(
     sharing: Sharing | None = None,
     storages: Iterable[Storage] | None = None,
 ) -> Timeline:
-    """Run nodes in an order on paper.
+    """Simulate nodes in the given order.
 
     Args:
-        order: all nodes of a graph, each behind its inputs.
-        costs: of every call; what is not a call takes no time.
-        sharing: what lanes take from one another; None: nothing.
-        storages: as the memory curve counts them; None: `storages_of(order)`.
+        order: all nodes of a graph, each after its inputs.
+        costs: cost of every call; other nodes take no time.
+        sharing: how lanes slow each other down; None: not at all.
+        storages: storages for the memory curve; None: `storages_of(order)`.
 
     Raises:
         ValueError: a call has no cost, or a node stands before what it reads.
@@ -55,23 +56,25 @@ def simulate(
 
 @dataclass(frozen=True)
 class Work:
-    """The nodes of a graph by number, with what the machine must know of each.
+    """The nodes of a graph, numbered, with everything that the simulation needs.
 
     Attributes:
-        nodes: in the order of the numbers.
-        numbers: the same, the other way round.
-        us: of each node.
-        lanes: the names of the lanes beside compute.
-        capacities: of the links behind them.
-        lane: of each node: a position in `lanes`, or one of the constants below.
-        pending: of each node: the collectives and copies whose results it reads, directly or through views.
-        sharing: of the lanes.
+        nodes: nodes by number.
+        numbers: numbers by node.
+        us: microseconds of each node.
+        lanes: all lanes but compute.
+        links: link that each of these lanes uses.
+        capacities: capacity of each link.
+        lane: lane of each node: an index into `lanes`, or one of the constants below.
+        pending: for each node, the collectives and copies whose results it reads, directly or through views.
+        sharing: how lanes slow each other down.
     """
 
     nodes: tuple[fx.Node, ...]
     numbers: Mapping[fx.Node, int]
     us: list[float]
-    lanes: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+    links: tuple[str, ...]
     capacities: Mapping[str, float]
     lane: list[int]
     pending: list[tuple[int, ...]]
@@ -84,7 +87,7 @@ class Work:
     @classmethod
     def of(cls, order: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], sharing: Sharing) -> Work:
         numbers = {node: number for number, node in enumerate(order)}
-        lanes: dict[str, int] = {}
+        lanes: dict[Lane, int] = {}
         us: list[float] = []
         lane: list[int] = []
         pending: list[tuple[int, ...]] = []
@@ -93,7 +96,7 @@ class Work:
             us.append(cost.us)
             if cost.lane == COMPUTE:
                 lane.append(cls.ON_COMPUTE)
-            elif cost.lane:
+            elif cost.lane is not None:
                 lane.append(lanes.setdefault(cost.lane, len(lanes)))
             else:
                 lane.append(cls.WAITS if nodes.is_wait(node) else cls.IN_NO_TIME)
@@ -107,31 +110,40 @@ class Work:
                 elif lane[position] == cls.IN_NO_TIME:
                     behind |= dict.fromkeys(pending[position])
             pending.append(tuple(behind))
-        return cls(tuple(order), numbers, us, tuple(lanes), sharing.capacities(lanes), lane, pending, sharing)
+        return cls(
+            nodes=tuple(order),
+            numbers=numbers,
+            us=us,
+            lanes=tuple(lanes),
+            links=tuple(map(sharing.link_of, lanes)),
+            capacities=sharing.capacities(lanes),
+            lane=lane,
+            pending=pending,
+            sharing=sharing,
+        )
 
 
 def _cost_of(node: fx.Node, costs: Mapping[fx.Node, NodeCost]) -> NodeCost:
     cost = costs.get(node)
     if cost is None:
         if node.op == "call_function":
-            raise ValueError(f"simulate: {node.name} has no cost; give one to every call, NodeCost('', 0.0) if free.")
-        return _FREE
+            raise ValueError(f"simulate: {node.name} has no cost; give one to every call, NodeCost(None, 0.0) if free.")
+        return FREE
     if not (math.isfinite(cost.us) and cost.us >= 0):
         raise ValueError(f"simulate: {node.name} costs {cost.us} us; write a finite number that is not negative.")
     return cost
 
 
-_FREE = NodeCost("", 0.0)
 _NOTHING = -1
 
 
 class Clock:
-    """The machine while nodes are issued to it, one after the other; times are in microseconds.
+    """State of the simulated machine while nodes are issued to it; times are in microseconds.
 
     Attributes:
-        now: when the program issues its next node.
-        end: of each node, infinite until it is known.
-        exposed: for each collective or copy that was waited for, how long.
+        now: time at which the program issues its next node.
+        end: end of each node; infinite until it is known.
+        exposed: how long compute waited for each collective or copy.
     """
 
     def __init__(self, work: Work) -> None:
@@ -142,24 +154,23 @@ class Clock:
         self.end = [math.inf] * count
         self.exposed: dict[int, float] = {}
         self.hidden: dict[int, float] = {}
-        self.cause = [_NOTHING] * count  # what had to end before each could begin
-        self.last = _NOTHING  # what the program was held up by last
-        links = [work.sharing.link_of(name) for name in work.lanes]
-        self._link = [links.index(link) for link in links]
-        self._gain = [work.sharing.gains.get(link, 1.0) for link in links]
-        self._takes = [work.sharing.compute_share if name.startswith(GROUP) else 0.0 for name in work.lanes]
-        self._issues = [work.sharing.issue_us if name.startswith(GROUP) else 0.0 for name in work.lanes]
-        self._free = [work.sharing.at_once_on(name) for name in work.lanes]  # how many more may run
-        self._on_link = [0] * len(links)  # how many run
-        self._queues: list[deque[int]] = [deque() for _ in work.lanes]  # those that have not begun
-        self._left: dict[int, float] = {}  # of those that run: what is left at `_stamp`, at their speed alone
+        self.cause = [_NOTHING] * count  # node that had to end before each could begin
+        self.last = _NOTHING  # node that delayed the program last
+        self._link = [work.links.index(link) for link in work.links]
+        self._gain = [work.sharing.gains.get(link, 1.0) for link in work.links]
+        self._takes = [work.sharing.compute_share if lane.is_group else 0.0 for lane in work.lanes]
+        self._issues = [work.sharing.issue_us if lane.is_group else 0.0 for lane in work.lanes]
+        self._free = [work.sharing.at_once_on(lane) for lane in work.lanes]  # how many more may run on each lane
+        self._on_link = [0] * len(work.links)  # how many are running on each link
+        self._queues: list[deque[int]] = [deque() for _ in work.lanes]  # issued, not begun
+        self._left: dict[int, float] = {}  # time left at `_stamp` of each running one, at the speed it has alone
         self._stamp = 0.0
-        self._next = math.inf  # when the first of those running ends, at present speeds
-        self._rate = 1.0  # of compute, while they run
-        self._idle = 0.0  # for how long the compute lane has waited
+        self._next = math.inf  # when the first of the running ones ends, at present speeds
+        self._rate = 1.0  # speed of compute while they run
+        self._idle = 0.0  # how long the compute lane has waited so far
 
     def issue(self, node: int) -> None:
-        """Let the program come to a node, and go past it."""
+        """Let the program issue a node and move past it."""
         lane = self.work.lane[node]
         if lane == Work.IN_NO_TIME:
             self.begin[node] = self.end[node] = self.now
@@ -182,7 +193,7 @@ class Clock:
             self.end[node] = self.now
 
     def copy(self) -> Clock:
-        """The same state, to go on from in another way."""
+        """An independent copy of this state."""
         new = copy.copy(self)
         new.begin, new.end = self.begin.copy(), self.end.copy()
         new.exposed, new.hidden, new.cause = self.exposed.copy(), self.hidden.copy(), self.cause.copy()
@@ -191,10 +202,10 @@ class Clock:
         return new
 
     def backlog_us(self, lane: int, until: int | None = None) -> float:
-        """How long a lane would take for what it has been given, one after the other; up to a node, that included."""
+        """Time that a lane needs for all work in its queue, one after another; or only up to and including a node."""
         passed = self.now - self._stamp
         backlog = 0.0
-        for node, left in self._left.items():  # in the order in which they began
+        for node, left in self._left.items():  # ordered by when they began
             if self.work.lane[node] == lane:
                 backlog += max(0.0, left - passed * self._speed(lane))
                 if node == until:
@@ -209,22 +220,22 @@ class Clock:
         return self.end[node] <= self.now
 
     def drain(self) -> None:
-        """Let everything under way come to its end."""
+        """Let everything in flight finish."""
         while self._left:
             self._advance_idle()
 
     def timeline(self, memory: MemoryCurve) -> Timeline:
-        """What became of the nodes, when all are issued and done."""
+        """The timeline, once all nodes are issued and done."""
         work = self.work
-        names = {Work.ON_COMPUTE: COMPUTE, Work.IN_NO_TIME: "", Work.WAITS: ""} | dict(enumerate(work.lanes))
+        lane_of = {Work.ON_COMPUTE: COMPUTE, Work.IN_NO_TIME: None, Work.WAITS: None} | dict(enumerate(work.lanes))
         spans = {
-            node: Span(begin, end, names[lane])
+            node: Span(begin, end, lane_of[lane])
             for node, begin, end, lane in zip(work.nodes, self.begin, self.end, work.lane, strict=True)
         }
         busy = dict.fromkeys([COMPUTE, *work.lanes], 0.0)
         until = dict.fromkeys(busy, 0.0)
         for span in spans.values():
-            if span.lane:  # those of one lane begin in order, and some run at once
+            if span.lane is not None:  # on a lane they begin in order, and may overlap
                 busy[span.lane] += max(0.0, span.end_us - max(span.begin_us, until[span.lane]))
                 until[span.lane] = max(until[span.lane], span.end_us)
         last = max(
@@ -262,12 +273,12 @@ class Clock:
         self._finish_due()
 
     def _begin(self, lane: int, cause: int) -> None:
-        """Let the first of a lane's queue run, while there is room and what they read is there."""
+        """Begin the work at the head of a lane's queue, as long as the lane has room and inputs are ready."""
         queue = self._queues[lane]
         while queue and self._free[lane]:
             node = queue[0]
             if any(self.end[start] > self.now for start in self.work.pending[node]):
-                return  # the end of what it reads will come back to it
+                return  # called again when its inputs end
             self._catch_up()
             queue.popleft()
             self._count(lane, 1)
@@ -282,7 +293,7 @@ class Clock:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        """End what ends now, and let what waits for it begin."""
+        """Finish what ends now, and begin what was waiting for it."""
         node = min(self._left, key=lambda node: self._left[node] / self._speed(self.work.lane[node]))
         lane = self.work.lane[node]
         self._left[node] = self._speed(lane) * (self._next - self._stamp)  # exactly, whatever was rounded
@@ -300,14 +311,14 @@ class Clock:
         self._on_link[self._link[lane]] += more
 
     def _catch_up(self) -> None:
-        """Bring what is left of those running up to now."""
+        """Update the time left of everything running to the present moment."""
         for node in self._left:
             speed = self._speed(self.work.lane[node])
             self._left[node] = max(0.0, self._left[node] - (self.now - self._stamp) * speed)
         self._stamp = self.now
 
     def _look_ahead(self) -> None:
-        """When the first of those running ends, and how fast compute is until then."""
+        """Compute when the first of the running ones ends, and how fast compute is until then."""
         self._next, taken = math.inf, 0.0
         for node, left in self._left.items():
             lane = self.work.lane[node]

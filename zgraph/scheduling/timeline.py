@@ -1,4 +1,4 @@
-"""What became of a schedule: when each node ran, what was exposed, and what lanes take from one another."""
+"""The result of a simulation: when each node ran and what was exposed; and how lanes slow each other down."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zgraph.analysis.liveness import MemoryCurve
-
-GROUP = "group:"
+from zgraph.graph.lanes import Lane
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """What lanes take from one another.
+    """How lanes share links and compute.
 
     Attributes:
-        links: the link behind a lane. A lane that is not listed has a link to itself.
-        at_once: how many collectives of one group run at once; they begin in order.
-        gains: by link, how much more several transfers at once get through than one alone, which some transports do not
-            let fill a link. n of them run at gain/n of their speed alone, or at all of it. 1 where none is listed.
-        issue_us: what the program itself spends on each collective, on the compute lane, before it is queued.
-        compute_share: the part of a collective's time that it takes from compute which runs beside it: 0 where copies
-            have engines of their own, up to 1 where one core does both (gloo).
+        links: link that each lane uses. A lane that is not listed has its own link, of the same name.
+        at_once: how many collectives of one group run concurrently; they begin in order.
+        gains: for each link, throughput of several concurrent transfers relative to one alone, which with some
+            transports does not fill the link. n transfers run at gain/n of their speed alone, at most at full speed.
+            1 for links that are not listed.
+        issue_us: time that the program spends on the compute lane to issue each collective.
+        compute_share: share of a collective's time that it takes from concurrent compute: 0 if copies have engines of
+            their own, up to 1 if one core does both (gloo).
     """
 
-    links: Mapping[str, str] = field(default_factory=dict[str, str])
+    links: Mapping[Lane, str] = field(default_factory=dict[Lane, str])
     at_once: int = 1
     gains: Mapping[str, float] = field(default_factory=dict[str, float])
     issue_us: float = 0.0
@@ -50,14 +50,14 @@ class Sharing:
                 "compute; write a number from 0 to 1."
             )
 
-    def link_of(self, lane: str) -> str:
-        return self.links.get(lane, lane)
+    def link_of(self, lane: Lane) -> str:
+        return self.links.get(lane, str(lane))
 
-    def at_once_on(self, lane: str) -> int:
-        return self.at_once if lane.startswith(GROUP) else 1
+    def at_once_on(self, lane: Lane) -> int:
+        return self.at_once if lane.is_group else 1
 
-    def capacities(self, lanes: Iterable[str]) -> dict[str, float]:
-        """The most that runs on each link, in transfers at their speed alone."""
+    def capacities(self, lanes: Iterable[Lane]) -> dict[str, float]:
+        """Throughput of each link, in transfers at the speed that one has alone."""
         at_once = dict[str, int]()
         for lane in lanes:
             link = self.link_of(lane)
@@ -67,11 +67,11 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a node ran, in microseconds from the beginning, and on which lane ("" for waits and views)."""
+    """When a node ran, in microseconds from the start of the graph, and on which lane (None: waits and views)."""
 
     begin_us: float
     end_us: float
-    lane: str
+    lane: Lane | None
 
     @property
     def us(self) -> float:
@@ -80,34 +80,34 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What became of a schedule.
+    """The simulated run of a schedule.
 
     Attributes:
-        step_us: until every lane is done.
-        spans: of every node. A wait's is the time for which it blocked.
-        exposed_us: for each collective or copy how long the compute lane waited for it.
-        hidden_us: for each how long it ran while the compute lane did not wait.
-        busy_us: by lane.
-        memory: over the order, of its storages alone.
-        causes: for each node that took time or blocked: the node that had to end before it could begin.
-        last: the node that ended last, None where nothing takes time.
+        step_us: time until every lane is done.
+        spans: when each node ran; for a wait, the time for which it blocked.
+        exposed_us: how long the compute lane waited for each collective or copy.
+        hidden_us: how long each ran while the compute lane did not wait.
+        busy_us: busy time of each lane.
+        memory: memory curve over the order, of storages alone.
+        causes: for each node that took time or blocked, the node that had to end before it could begin.
+        last: node that ended last; None if nothing takes time.
     """
 
     step_us: float
     spans: Mapping[fx.Node, Span]
     exposed_us: Mapping[fx.Node, float]
     hidden_us: Mapping[fx.Node, float]
-    busy_us: Mapping[str, float]
+    busy_us: Mapping[Lane, float]
     memory: MemoryCurve
     causes: Mapping[fx.Node, fx.Node]
     last: fx.Node | None
 
-    def utilisation(self, lane: str) -> float:
+    def utilisation(self, lane: Lane) -> float:
         """The part of the step for which a lane is busy."""
         return self.busy_us.get(lane, 0.0) / self.step_us if self.step_us else 0.0
 
     def critical_path(self, end: fx.Node | None = None) -> list[fx.Node]:
-        """Nodes each of which began when the one before it ended, up to `end`, by default the end of the step."""
+        """The chain of nodes, each beginning when the previous one ended, that leads to `end` or to the last node."""
         node = self.last if end is None else end
         path: list[fx.Node] = []
         while node is not None:

@@ -1,4 +1,4 @@
-"""Loading a state dict whole or not at all: a first load that changes nothing meets every error of the second."""
+"""Loading all of a state dict or nothing: a dry run that changes nothing meets every error that the load would."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-COMPILED = "_orig_mod."  # what torch.compile puts before the keys of the module it wraps
+COMPILED = "_orig_mod."  # prefix that torch.compile adds to the keys of the module it wraps
 
 
-def load_whole_or_nothing(
+def load_all_or_nothing(
     module: nn.Module, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
-    """`load(module, state_dict, strict, assign)`, which leaves the module as it was when it raises.
+    """Call `load(module, state_dict, strict, assign)` so that the module stays as it was if it raises.
 
-    torch copies parameter after parameter and raises at the end, when the model is half another one.
+    torch copies one parameter after the other and raises at the end, when some values have been replaced already.
 
     Raises:
         RuntimeError: torch's own, of `load`.
@@ -28,9 +28,9 @@ def load_whole_or_nothing(
 
 
 def dry_run_of(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> OrderedDict[str, Any]:
-    """The state dict with each value that fits replaced by the one the module holds: loading it changes nothing."""
+    """Copy a state dict with each value that fits replaced by the module's own, so that loading it changes nothing."""
     own = module.state_dict()
-    rehearsal = OrderedDict(
+    dry_run = OrderedDict(
         (
             key,
             held if (held := own.get(key.replace(COMPILED, ""))) is not None and _fits(held, value, assign) else value,
@@ -40,8 +40,8 @@ def dry_run_of(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         # Copies: torch notes `assign` in it.
-        setattr(rehearsal, "_metadata", OrderedDict((key, dict(entry)) for key, entry in metadata.items()))  # noqa: B010
-    return rehearsal
+        setattr(dry_run, "_metadata", OrderedDict((key, dict(entry)) for key, entry in metadata.items()))  # noqa: B010
+    return dry_run
 
 
 def _fits(held: object, value: object, assign: bool) -> bool:

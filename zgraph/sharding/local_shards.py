@@ -1,7 +1,7 @@
-"""Compiled graphs take local shards: what a DTensor parameter would cost in every call is paid once for all of them.
+"""Compiled graphs take local shards instead of DTensors, which saves DTensor's overhead per parameter in every call.
 
-Dynamo's graph reads a parameter as `parameter.to_local()`. Left to AOTAutograd, each DTensor is taken apart in front of
-every forward, and each gradient is made a DTensor of its own, with a new specification, behind every backward.
+Dynamo's graph reads a parameter as `parameter.to_local()`. AOTAutograd by itself would unwrap each DTensor before every
+forward, and wrap each gradient as a DTensor with a new specification after every backward.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
     """Compile Dynamo's graph with local shards in the place of its DTensor inputs.
 
     Args:
-        gm: changed in place, and so are the bodies of its checkpointed regions. An input that is read in another way
-            than by `to_local()` stays a DTensor.
+        gm: Dynamo's graph; changed in place, as are the bodies of its checkpointed regions. An input that is read by
+            anything but `to_local()` stays a DTensor.
         inputs: its example inputs.
-        compile: called with the changed graph and the example inputs that fit it.
+        compile: called with the changed graph and matching example inputs.
 
     Returns:
         A function of the real inputs, DTensors included; their gradients are DTensors of the same mesh and placements.
@@ -51,7 +51,7 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
 
 
 def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
-    """Let users of `input.to_local()` read the input itself; for each input that this settles, its fake local shard."""
+    """Make readers of `input.to_local()` read the input itself; return the fake local shard of each such input."""
     settled: dict[int, Tensor] = {}
     changed: dict[fx.GraphModule, None] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -70,9 +70,9 @@ def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
 
 
 def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, fx.Node]] | None:
-    """Every `to_local()` of an input and the graph it stands in; None where the input is read in another way, too.
+    """Every `to_local()` of an input, with the graph it is in; None if anything else reads the input.
 
-    Dynamo leaves a checkpointed region as a graph of its own, which takes parameters as operands.
+    Dynamo keeps a checkpointed region as a separate graph, which takes parameters as operands.
     """
     found: list[tuple[fx.GraphModule, fx.Node]] = []
     for user in node.users:
@@ -91,7 +91,7 @@ def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule
 
 
 def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """The graph of a checkpointed region, where this node is its only caller; None for anything else."""
+    """Graph of a checkpointed region that only this node calls; None for anything else."""
     body = node.args[0] if node.op == "call_function" and node.target is checkpoint_operator() else None
     if not isinstance(body, fx.Node) or len(body.users) > 1:
         return None

@@ -1,10 +1,10 @@
-"""`zgraph.materialize`: gives a sharded model that was built on the meta device its values, one module at a time.
+"""`zgraph.materialize`: gives values to a sharded model that was built on the meta device, one module at a time.
 
-While `init` runs, the model looks as it did before `shard`: its own classes, and plain whole parameters. Their storage
-comes and goes like pages. It is there for the module that is being initialised, and for any other parameter from the
-moment an operator touches it; whatever does not fit beside it is cut down to this rank's shard. An init that reaches
-into another module (Hugging Face GPT-2 rescales the projections of a block, nn.MultiheadAttention zeroes a bias of its
-child) therefore does what it does to a whole model, at the memory of one module.
+While `init` runs, the model looks as it did before `shard`: original classes, and plain unsharded parameters. Their
+storage is paged: present for the module that is being initialised, and for any other parameter from the moment an
+operator touches it; what does not fit beside these is reduced to this rank's shard. An init that reaches into another
+module (Hugging Face GPT-2 rescales the projections of a block, nn.MultiheadAttention zeroes a bias of its child)
+therefore does what it does to an unsharded model, with the memory of one module.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from zgraph.torch_compat.operators import OpOverload, written_tensors
 def materialize(
     module: nn.Module, init: Callable[[nn.Module], object] | None = None, *, seed: int | None = None
 ) -> nn.Module:
-    """Give a sharded model's meta parameters and buffers storage and values, as if it had been initialised whole.
+    """Give a sharded model's meta parameters and buffers storage, and the values that the unsharded model would have.
 
         with torch.device("meta"):
             model = Net()
         zgraph.shard(model, mesh)
         zgraph.materialize(model)
 
-    The result, and what is drawn from torch's default generators afterwards, is bitwise that of `model.apply(init)` on
-    the whole model, followed by `zgraph.shard`. Beside the shards only the parameters of one module are in memory:
-    those of the largest at most, or what a single operator of `init` reads and writes.
+    The result, and what is drawn from torch's default generators afterwards, equals bitwise that of `model.apply(init)`
+    on the unsharded model, followed by `zgraph.shard`. Beside the shards, memory holds at most the parameters of the
+    largest module, or what a single operator of `init` reads and writes.
 
-    Every rank draws rank 0's numbers, whatever its own random state; its own state advances as if it had drawn from
-    it. What draws more or less often depending on values, such as rrelu_, counts as on rank 0's values. Collectives
-    run where `init` touches a parameter a second time (a tied one, or one of another module), so `init` has to do the
-    same on all ranks. With nothing on the meta device the call changes nothing.
+    Every rank draws rank 0's random numbers, whatever its own random state, which advances as if the rank had drawn
+    from it. Operators that draw more or fewer numbers depending on values, such as rrelu_, count by rank 0's values.
+    Collectives run where `init` touches a parameter a second time (a tied one, or one of another module), so `init` has
+    to do the same on all ranks. With nothing on the meta device the call changes nothing.
 
-    Parameters are the same objects afterwards, so an optimizer may be older than this call. Where that is impossible
-    (something holds a weak reference, such as a compiler that met the model before) the parameter is replaced, and an
-    optimizer that holds the old one is refused at the next forward.
+    Parameters are the same objects afterwards, so the optimizer may have been created before this call. Where that is
+    impossible (something holds a weak reference, such as a compiler that has seen the model) the parameter is
+    replaced, and an optimizer that holds the old one is refused at the next forward.
 
     Args:
         module: sharded by `zgraph.shard`; or what torch.compile made of it.
         init: called without gradient for each module as `module.apply(init)` would, children first. None: each
-            module's `reset_parameters`, once. That is what the constructor did where each module initialises itself at
-            the end of its `__init__`; a tied parameter takes the value of its last module, and under torch 2.11 a
-            convolution that was moved to channels_last draws its numbers in the order of memory.
-            Modules that have, with all their children, nothing on the meta device are left out, and parameters that
-            had values keep them.
-        seed: of torch's generators, as torch.manual_seed sets it; None: they continue from rank 0's state.
+            module's `reset_parameters`, once. That equals construction where each module initialises itself at the end
+            of its `__init__`; a tied parameter takes the value of its last module, and under torch 2.11 a convolution
+            that was moved to channels_last draws its numbers in memory order.
+            Modules without anything on the meta device, in themselves or their children, are left out, and parameters
+            that had values keep them.
+        seed: seed for torch's generators, as for torch.manual_seed; None: they continue from rank 0's state.
 
     Returns:
         `module`.
@@ -74,19 +74,19 @@ def materialize(
         return module
     mesh = mesh_of(pages)
     before = random_state(mesh.device_type)
-    memory = ParameterPager(pages)
-    with _whole_classes(root):
+    pager = ParameterPager(pages)
+    with _original_classes(root):
         try:
-            memory.show()
+            pager.show()
             rng = SharedRng(mesh, seed)
-            _initialise(root, init, memory, rng)
-            memory.page_out_all()
+            _initialise(root, init, pager, rng)
+            pager.page_out_all()
             _check_values(root, init, pages, mesh)
         except BaseException:
-            memory.hide()
+            pager.hide()
             set_random_state(mesh.device_type, before)
             raise
-        memory.settle()
+        pager.settle()
     rng.settle()
     return module
 
@@ -95,8 +95,8 @@ def materialize(
 
 
 @contextlib.contextmanager
-def _whole_classes(root: nn.Module) -> Generator[None]:
-    """Meanwhile the modules have the classes that they had before `shard`: init may ask for `type(module)`."""
+def _original_classes(root: nn.Module) -> Generator[None]:
+    """Give modules the classes that they had before `shard`, for an init that asks for `type(module)`."""
     sharded = {part: type(part) for part in root.modules() if hasattr(type(part), "_zgraph_base")}
     try:
         for part, kind in sharded.items():
@@ -108,28 +108,28 @@ def _whole_classes(root: nn.Module) -> Generator[None]:
 
 
 def _initialise(
-    root: nn.Module, init: Callable[[nn.Module], object] | None, memory: ParameterPager, rng: SharedRng
+    root: nn.Module, init: Callable[[nn.Module], object] | None, pager: ParameterPager, rng: SharedRng
 ) -> None:
     names = {id(part): name for name, part in root.named_modules()}
-    on_meta = {id(part) for page in memory.pages if page.sharded.is_meta for part, _ in page.sites}
+    on_meta = {id(part) for page in pager.pages if page.sharded.is_meta for part, _ in page.sites}
     wanted = {id(part) for part in root.modules() if any(id(child) in on_meta for child in part.modules())}
     done: set[int] = set()
 
     def visit(part: nn.Module) -> None:
         run = init
         if run is None:
-            # The constructor initialised each module once, and a compiled module has the methods of the one it wraps.
+            # Constructors initialise each module once, and a compiled module has the methods of the one it wraps.
             if id(part) in done or is_compiled_wrapper(part):
                 return
             run = _reset
         done.add(id(part))
         if id(part) not in wanted:
             return
-        memory.page_in(memory.of_module.get(id(part), []))
+        pager.page_in(pager.of_module.get(id(part), []))
         try:
-            with torch.no_grad(), _Watch(memory, rng):
+            with torch.no_grad(), _Watch(pager, rng):
                 run(part)
-            memory.adopt(part)
+            pager.adopt(part)
         except Exception as error:
             where = names.get(id(part)) or "the model itself"
             error.add_note(f"zgraph.materialize: while initialising {where} ({type(part).__name__}).")
@@ -147,9 +147,9 @@ def _reset(part: nn.Module) -> None:
 class _Watch(DispatchMode):
     """Pages in what an operator needs, notes what it writes, and gives it the shared random numbers."""
 
-    def __init__(self, memory: ParameterPager, rng: SharedRng) -> None:
+    def __init__(self, pager: ParameterPager, rng: SharedRng) -> None:
         super().__init__()
-        self.memory = memory
+        self.pager = pager
         self.rng = rng
 
     def __torch_dispatch__(
@@ -157,22 +157,22 @@ class _Watch(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Views too, though they need no values: torch checks their bounds against the storage.
-        self.memory.page_in(self.memory.of(tree_flatten((args, kwargs))[0]))
-        for page in self.memory.of(written_tensors(func, args, kwargs)):
+        self.pager.page_in(self.pager.of(tree_flatten((args, kwargs))[0]))
+        for page in self.pager.of(written_tensors(func, args, kwargs)):
             page.written = page.changed = True
         return self.rng.run(func, args, kwargs)
 
 
-# --- what init left out ---------------------------------------------------------------------------------------------
+# --- what init has left out -----------------------------------------------------------------------------------------
 
 
 def _check_values(
     root: nn.Module, init: Callable[[nn.Module], object] | None, pages: Sequence[PagedParameter], mesh: DeviceMesh
 ) -> None:
-    """Refuse what has no value, or only in part; the same on all ranks.
+    """Check that everything has values; the answer is the same on all ranks.
 
     Raises:
-        ZgraphError: names the first of them.
+        ZgraphError: something has no value, or only in part; names the first.
     """
     source = "reset_parameters" if init is None else "init"
     fresh = [page for page in pages if page.sharded.is_meta]
@@ -213,8 +213,8 @@ def _described(page: PagedParameter) -> str:
 
 
 def _has_nan(page: PagedParameter) -> bool:
-    """Whether this rank's part has a NaN. The sum needs no memory; it is NaN for infinities of both signs too."""
-    values = page.whole if page.shard is None else page.shard
+    """Whether this rank's part has a NaN. The sum needs no memory, but is NaN for infinities of both signs as well."""
+    values = page.unsharded if page.shard is None else page.shard
     if not page.is_parameter or values.dtype not in WITH_NAN:
         return False
     return bool(values.sum().isnan()) and bool(values.isnan().any())

@@ -1,4 +1,4 @@
-"""`zgraph.no_sync`: gradient accumulation that gathers and reduces once."""
+"""`zgraph.no_sync`: gradient accumulation that gathers and reduces once per window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zgraph.torch_compat.dynamo import without_compile
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Generator[None]:
-    """Let the gradients of the forwards inside wait for the first backward of a forward outside.
+    """Defer the reduction of gradients to the first backward of a forward outside this context.
 
         for batch in batches[:-1]:
             with zgraph.no_sync(model):
@@ -26,11 +26,12 @@ def no_sync(module: nn.Module) -> Generator[None]:
         loss(model(batches[-1])).backward()     # reduces the gradients of all
         optimizer.step()
 
-    These forwards and the next one without `no_sync` are a window. What it saves depends on the stage: at stages 0
+    These forwards and the next one without `no_sync` form a window. What it saves depends on the stage: at stages 0
     and 1 gradients are summed on each rank and reduced once; at stages 1 and 2 parameters are gathered once, and the
-    copies kept to the end of the closing backward; stage 3 keeps nothing, and nothing changes. It is the forward that
-    decides: its backward may run outside. All backwards of a window run before the closing one. Until that one, `.grad`
-    holds this rank's own sum at stage 0 and zeros at stage 1. `optimizer.zero_grad()` discards what has waited.
+    copies are kept until the closing backward ends; at stage 3 nothing is kept, and nothing changes. What counts is
+    where the forward runs; its backward may run outside. All backwards of a window run before the closing one. Until
+    then `.grad` holds this rank's own sum at stage 0, and zeros at stage 1. `optimizer.zero_grad()` discards the
+    gradients that wait.
 
     Args:
         module: what `zgraph.shard` returned, compiled or not.
@@ -67,9 +68,10 @@ def _check_one_stage(module: nn.Module) -> None:
     stages: dict[int, str] = {}
     for part in module.modules():
         state = state_of(part)
-        for read in state.by_attribute.values() if state is not None else ():
-            if read.spec.shape and not read.spec.ignored:  # 0-d parameters are replicated at every stage
-                stages.setdefault(read.spec.zero_stage, read.name)
+        for param in state.by_attribute.values() if state is not None else ():
+            layout = param.spec.layout
+            if layout.shape and not param.spec.ignored:  # 0-d parameters are replicated at every stage
+                stages.setdefault(layout.zero_stage, param.name)
     if len(stages) > 1:
         found = ", ".join(f"{name} at stage {stage}" for stage, name in sorted(stages.items()))
         raise ValueError(
@@ -79,7 +81,7 @@ def _check_one_stage(module: nn.Module) -> None:
 
 
 def _refuse_early_steps(scope: Scope, module: nn.Module) -> None:
-    """Once per scope: an optimizer that steps its parameters while the window is open uses unreduced gradients."""
+    """Refuse an optimizer step while the window is open, which would use unreduced gradients; once per scope."""
     if scope.guards_steps:
         return
     scope.guards_steps = True

@@ -1,4 +1,4 @@
-"""Whole tensors whose storage comes and goes: in memory while an initialisation needs them, else this rank's shard."""
+"""Unsharded tensors that are paged: in memory while an initialisation needs them, else only this rank's shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.memory import storage_key
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 
-# New pages of these hold NaN, so that what is left out is found instead of trained on.
+# Dtypes whose new pages are filled with NaN, so that what an initialisation leaves out is found, not trained on.
 WITH_NAN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 Site = tuple[nn.Module, str]
@@ -27,28 +27,28 @@ Site = tuple[nn.Module, str]
 
 @dataclass(eq=False)
 class PagedParameter:
-    """One parameter or buffer, and the whole tensor that stands for it while `init` runs.
+    """A parameter or buffer, and the unsharded tensor that takes its place while `init` runs.
 
     Attributes:
-        name: qualified, of its first place.
+        name: qualified name of its first place.
         sites: every (module, attribute) that holds it.
         sharded: what the module held before: a DTensor, or a meta buffer.
-        whole: [*shape] plain tensor; its storage is empty while the page is out.
-        shown: what the module holds meanwhile: a parameter or buffer over the storage of `whole`.
-        whole_bytes: of the full storage.
-        cut: some rank keeps less than the whole.
-        shard: this rank's part, once there are values that are not in `whole`.
-        written: an operator has written to it.
-        changed: since it was last paged out.
+        unsharded: [*shape] plain tensor; its storage is empty while the page is out.
+        shown: what the module holds while `init` runs: a parameter or buffer over the storage of `unsharded`.
+        unsharded_bytes: size of the full storage.
+        is_split: whether some rank keeps less than all of it.
+        shard: this rank's part, once there are values that are not in `unsharded`.
+        written: whether an operator has written to it.
+        changed: whether one has since it was last paged out.
     """
 
     name: str
     sites: list[Site]
     sharded: Tensor
-    whole: Tensor
+    unsharded: Tensor
     shown: Tensor
-    whole_bytes: int
-    cut: bool
+    unsharded_bytes: int
+    is_split: bool
     shard: Tensor | None = None
     written: bool = False
     changed: bool = False
@@ -58,17 +58,17 @@ class PagedParameter:
         return isinstance(self.sharded, DTensor)
 
     @property
-    def comes_and_goes(self) -> bool:
-        """Whether it has a smaller form: a shard, or the values that it had before and will keep."""
-        return self.cut or not self.sharded.is_meta
+    def is_paged(self) -> bool:
+        """Whether it can be paged out: to a shard, or to the values that it had before and will keep."""
+        return self.is_split or not self.sharded.is_meta
 
     @property
     def is_in(self) -> bool:
-        return self.whole.untyped_storage().nbytes() == self.whole_bytes
+        return self.unsharded.untyped_storage().nbytes() == self.unsharded_bytes
 
 
 def find_pages(root: nn.Module) -> list[PagedParameter]:
-    """Sharded parameters, and buffers on the meta device, in the order of `named_modules`.
+    """Make pages for sharded parameters, and for buffers on the meta device, in the order of `named_modules`.
 
     Raises:
         ZgraphError: a meta parameter is not sharded.
@@ -103,31 +103,31 @@ def mesh_of(pages: Iterable[PagedParameter]) -> DeviceMesh:
 
 
 def _lay_out(page: PagedParameter, device_type: str) -> None:
-    """Make the whole tensor, without its storage."""
+    """Make the unsharded tensor, without its storage."""
     sharded = page.sharded
-    page.whole = torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device=device_type)
-    page.whole_bytes = page.whole.untyped_storage().nbytes()
-    page.whole.untyped_storage().resize_(0)
-    page.shown = page.whole.detach()
+    page.unsharded = torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device=device_type)
+    page.unsharded_bytes = page.unsharded.untyped_storage().nbytes()
+    page.unsharded.untyped_storage().resize_(0)
+    page.shown = page.unsharded.detach()
     if isinstance(sharded, DTensor):
-        page.shown = nn.Parameter(page.whole, requires_grad=sharded.requires_grad)
+        page.shown = nn.Parameter(page.unsharded, requires_grad=sharded.requires_grad)
         placements = enumerate(sharded.placements)
-        page.cut = any(not kind.is_replicate() and sharded.device_mesh.size(axis) > 1 for axis, kind in placements)
+        page.is_split = any(not kind.is_replicate() and sharded.device_mesh.size(axis) > 1 for axis, kind in placements)
         if not page.sharded.is_meta:
             with torch.no_grad():
                 page.shard = sharded.to_local()
             page.written = True
     for mark, value in vars(sharded).items():
-        if mark != "_is_param":  # torch's own, and untrue of a plain parameter
+        if mark != "_is_param":  # set by torch, and wrong for a plain parameter
             setattr(page.shown, mark, value)
 
 
 class ParameterPager:
-    """All pages of a model, and which are in: never more than the largest module needs, or one operator."""
+    """All pages of a model. No more are in memory than the largest module needs, or a single operator."""
 
     def __init__(self, pages: Sequence[PagedParameter]) -> None:
         self.pages = pages
-        self.by_storage = {storage_key(page.whole): page for page in pages}
+        self.by_storage = {storage_key(page.unsharded): page for page in pages}
         self.of_module: dict[int, list[PagedParameter]] = {}
         for page in pages:
             for part, _ in page.sites:
@@ -135,70 +135,70 @@ class ParameterPager:
                 if page not in owned:
                     owned.append(page)
         self.budget_bytes = max(
-            (sum(page.whole_bytes for page in owned if page.comes_and_goes) for owned in self.of_module.values()),
+            (sum(page.unsharded_bytes for page in owned if page.is_paged) for owned in self.of_module.values()),
             default=0,
         )
-        self.in_memory: dict[PagedParameter, None] = {}  # the ones that come and go, least recently used first
+        self.in_memory: dict[PagedParameter, None] = {}  # those that can be paged out, least recently used first
 
     def show(self) -> None:
-        """Put the whole tensors where the model reads its parameters and buffers."""
+        """Put the unsharded tensors where the model reads its parameters and buffers."""
         for page in self.pages:
             for part, attribute in page.sites:
                 _hold(page, part, attribute, page.shown)
 
     def hide(self) -> None:
-        """Put back what was there, as if nothing had been initialised."""
+        """Put back what was there before, as if nothing had been initialised."""
         for page in self.pages:
             for part, attribute in page.sites:
                 _hold(page, part, attribute, page.sharded)
 
     def of(self, tensors: Iterable[object]) -> list[PagedParameter]:
-        """The pages that these tensors are, or are views of."""
+        """Pages of these tensors, or of what they are views of."""
         keys = dict.fromkeys(storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))
         return [self.by_storage[key] for key in keys if key in self.by_storage]
 
     def page_in(self, needed: Sequence[PagedParameter]) -> None:
-        """Give all of these storage and their values; the least recently used others make room."""
-        missing_bytes = sum(page.whole_bytes for page in needed if page.comes_and_goes and not page.is_in)
+        """Give these pages storage and values; the least recently used others make room."""
+        missing_bytes = sum(page.unsharded_bytes for page in needed if page.is_paged and not page.is_in)
         for page in [page for page in self.in_memory if page not in needed]:
-            if sum(page.whole_bytes for page in self.in_memory) + missing_bytes <= self.budget_bytes:
+            if sum(page.unsharded_bytes for page in self.in_memory) + missing_bytes <= self.budget_bytes:
                 break
             self.page_out(page)
         for page in needed:
-            if page.comes_and_goes:
+            if page.is_paged:
                 self.in_memory.pop(page, None)
                 self.in_memory[page] = None
             if page.is_in:
                 continue
-            page.whole.untyped_storage().resize_(page.whole_bytes)
+            page.unsharded.untyped_storage().resize_(page.unsharded_bytes)
             if page.shard is not None:
                 _gather_into(page)
-            elif page.whole.dtype in WITH_NAN:
-                page.whole.fill_(torch.nan)
+            elif page.unsharded.dtype in WITH_NAN:
+                page.unsharded.fill_(torch.nan)
             else:
-                page.whole.zero_()
+                page.unsharded.zero_()
 
     def page_out(self, page: PagedParameter) -> None:
         """Keep this rank's part and give the rest back."""
         self.in_memory.pop(page, None)
         if page.changed and page.sharded.is_meta:
-            page.shard = None  # before the new one, not after
+            page.shard = None  # freed before the new one is made
             page.shard = _own_part(page)
         page.changed = False
-        page.whole.untyped_storage().resize_(0)
+        page.unsharded.untyped_storage().resize_(0)
 
     def page_out_all(self) -> None:
-        empty = [page for page in self.pages if page.sharded.is_meta and page.whole.numel() == 0]
-        for page in empty:  # no operator writes what has no elements
+        empty = [page for page in self.pages if page.sharded.is_meta and page.unsharded.numel() == 0]
+        for page in empty:  # no operator writes to what has no elements
             page.written = page.changed = True
-        for page in [*self.in_memory, *(page for page in empty if page.cut)]:
+        for page in [*self.in_memory, *(page for page in empty if page.is_split)]:
             self.page_out(page)
 
     def adopt(self, root: nn.Module) -> None:
-        """Take over what `init` assigned instead of writing in place, here or in a child.
+        """Take over what `init` has assigned instead of writing in place, here or in a child.
 
         Raises:
-            ZgraphError: it cannot stand for the parameter.
+            ZgraphError: what was assigned does not fit the parameter.
         """
         for part in root.modules():
             for page in self.of_module.get(id(part), ()):
@@ -212,28 +212,29 @@ class ParameterPager:
 
     def _adopt_parameter(self, page: PagedParameter, part: nn.Module, attribute: str) -> None:
         found = local_parameters(part).get(attribute)
-        if found is not None and found is page.shown and storage_key(found) == storage_key(page.whole):
+        if found is not None and found is page.shown and storage_key(found) == storage_key(page.unsharded):
             return
         if (
             found is None
             or (found is not page.shown and len(page.sites) > 1)
-            or (found.shape, found.dtype, found.is_meta) != (page.whole.shape, page.whole.dtype, False)
+            or (found.shape, found.dtype, found.is_meta) != (page.unsharded.shape, page.unsharded.dtype, False)
         ):
             now = "nothing" if found is None else f"{list(found.shape)} {found.dtype} on {found.device.type}"
             raise ZgraphError(
-                f"zgraph.materialize: init has replaced {page.name} ({list(page.whole.shape)} {page.whole.dtype}, read "
-                f"in {len(page.sites)} places) by {now}; write into it in place, as torch.nn.init does."
+                f"zgraph.materialize: init has replaced {page.name} ({list(page.unsharded.shape)} "
+                f"{page.unsharded.dtype}, read in {len(page.sites)} places) by {now}; write into it in place, as "
+                "torch.nn.init does."
             )
         self.page_in([page])
-        page.whole.copy_(found.detach())
+        page.unsharded.copy_(found.detach())
         page.written = page.changed = True
-        page.shown.data = page.whole
+        page.shown.data = page.unsharded
         page.shown.requires_grad_(found.requires_grad)
         _hold(page, part, attribute, page.shown)
 
     def _adopt_buffer(self, page: PagedParameter, part: nn.Module, attribute: str) -> None:
         found = local_buffers(part).get(attribute)
-        if found is not None and found is page.shown and storage_key(found) == storage_key(page.whole):
+        if found is not None and found is page.shown and storage_key(found) == storage_key(page.unsharded):
             return
         if found is not None and found.is_meta:
             raise ZgraphError(
@@ -241,18 +242,18 @@ class ParameterPager:
                 "give it a real value."
             )
         page.written = True
-        if found is not None and found.device.type != page.whole.device.type:
-            local_buffers(part)[attribute] = found.to(page.whole.device)
+        if found is not None and found.device.type != page.unsharded.device.type:
+            local_buffers(part)[attribute] = found.to(page.unsharded.device)
 
     def settle(self) -> None:
-        """The parameters become DTensors again, now with storage; buffers are in place already."""
+        """Turn the parameters back into DTensors, now with storage; buffers are in place already."""
         for page in self.pages:
             if not isinstance(page.sharded, DTensor):
                 continue
             for part, attribute in page.sites:
                 _hold(page, part, attribute, page.sharded)
             if page.sharded.is_meta:
-                _fill_resting(page, page.sharded)
+                _fill_sharded(page, page.sharded)
 
 
 def _hold(page: PagedParameter, part: nn.Module, attribute: str, value: Tensor) -> None:
@@ -263,31 +264,31 @@ def _hold(page: PagedParameter, part: nn.Module, attribute: str, value: Tensor) 
 
 
 def _own_part(page: PagedParameter) -> Tensor:
-    """This rank's part of the whole, in storage of its own. All ranks hold the same whole, so nothing is sent."""
+    """Copy this rank's part into storage of its own. All ranks hold the same tensor, so nothing is sent."""
     assert isinstance(page.sharded, DTensor)
-    placed = distribute_tensor(page.whole, page.sharded.device_mesh, page.sharded.placements, src_data_rank=None)
+    placed = distribute_tensor(page.unsharded, page.sharded.device_mesh, page.sharded.placements, src_data_rank=None)
     part = placed.to_local()
-    shared = storage_key(part) == storage_key(page.whole)
+    shared = storage_key(part) == storage_key(page.unsharded)
     return part.clone(memory_format=torch.contiguous_format) if shared else part
 
 
 def _gather_into(page: PagedParameter) -> None:
-    """Fill the whole from the ranks' parts; on the usual placement without a second buffer of its size."""
+    """Gather the ranks' parts into the unsharded tensor; for `Shard(0)` without a second buffer of its size."""
     assert isinstance(page.sharded, DTensor) and page.shard is not None
     mesh, placements = page.sharded.device_mesh, page.sharded.placements
     axes = [axis for axis, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(axis) > 1]
     if not axes:
-        page.whole.copy_(page.shard)
+        page.unsharded.copy_(page.shard)
         return
     if len(axes) > 1 or type(placements[axes[0]]) is not Shard or not placements[axes[0]].is_shard(0):
-        page.whole.copy_(_as_dtensor(page, page.shard).full_tensor())
+        page.unsharded.copy_(_as_dtensor(page, page.shard).full_tensor())
         return
     group = mesh.get_group(axes[0])
     try:
         # Shard(0) splits as torch.chunk does: the last ranks may have less, or nothing.
-        for rank, rows in enumerate(page.whole.chunk(mesh.size(axes[0]))):
+        for rank, rows in enumerate(page.unsharded.chunk(mesh.size(axes[0]))):
             if rank == mesh.get_local_rank(axes[0]):
-                rows.copy_(page.shard)  # sent from here: gloo may hold what it has sent a moment longer than it waits
+                rows.copy_(page.shard)  # sent from here: gloo may hold what it sends a moment after its wait has ended
             piece = rows.contiguous()
             dist.broadcast(piece, src=dist.get_global_rank(group, rank), group=group)
             if piece is not rows:
@@ -306,13 +307,13 @@ def _as_dtensor(page: PagedParameter, shard: Tensor) -> DTensor:
     )
 
 
-def _fill_resting(page: PagedParameter, sharded: DTensor) -> None:
-    """Give the parameter its shard: the same object where torch allows it, else a new one in its places."""
-    shard = page.whole if page.shard is None else page.shard
+def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
+    """Give the parameter its shard: in the same object where torch allows it, else in a new one in its places."""
+    shard = page.unsharded if page.shard is None else page.shard
     laid_out = cast(DTensor, sharded.detach()).to_local()  # on meta, laid out as shard() does values
     if shard.stride() != laid_out.stride():
         shard = torch.empty_like(laid_out, device=shard.device).copy_(shard)
-        page.whole.untyped_storage().resize_(0)
+        page.unsharded.untyped_storage().resize_(0)
     filled = nn.Parameter(_as_dtensor(page, shard), requires_grad=page.shown.requires_grad)
     for mark, value in vars(page.shown).items():
         setattr(filled, mark, value)

@@ -1,4 +1,4 @@
-"""Which preset the GPUs of all ranks are, so that nobody has to name it; agreed on while they shard."""
+"""Detection of a hardware preset that fits the GPUs of all ranks; ranks agree on it when they shard."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.torch_compat.collectives import all_gather
 from zgraph.torch_compat.groups import backend_of
 
-# As torch.cuda.get_device_name has them: SXM modules, behind NVLink of the presets' rates. "GH200" is no "H200".
+# Patterns for torch.cuda.get_device_name: SXM modules, whose NVLink has the presets' rates. "GH200" must not match.
 _NAMES = MappingProxyType({"a100": r"\bA100-SXM\d*-80GB\b", "h100": r"\bH100 80GB HBM3\b", "h200": r"\bH200\b(?! NVL)"})
 
 
 def preset_of(device_name: str) -> str | None:
-    """The preset that a GPU's name stands for; None for PCIe cards and others, of whose links a name says nothing."""
+    """Preset for a GPU's name; None for PCIe cards and others, whose names say nothing about their links."""
     return next((preset for preset, pattern in _NAMES.items() if re.search(pattern, device_name)), None)
 
 
 def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
-    """The machine that all ranks of a mesh are on; called by all of them. None: none that has a preset.
+    """Hardware that all ranks of a mesh have; called by all of them. None if no preset fits.
 
-    Without GPUs and NCCL nothing is asked or sent.
+    Without GPUs and NCCL it returns at once and sends nothing.
     """
     device = torch.device(mesh.device_type)
     groups = mesh.get_all_groups()
@@ -39,7 +39,7 @@ def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
     preset = preset_of(torch.cuda.get_device_name())
     known = -1 if preset is None else list(_NAMES).index(preset)
     host = zlib.crc32(platform.node().encode())
-    return machine_behind(gathered(torch.tensor([known, host], device=device), groups).tolist())
+    return machine_of(gathered(torch.tensor([known, host], device=device), groups).tolist())
 
 
 def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
@@ -52,8 +52,8 @@ def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     return found
 
 
-def machine_behind(ranks: Sequence[Sequence[int]]) -> Hardware | None:
-    """What ranks that say (preset, host) are on, in order; None where they differ, or hosts have unequal numbers."""
+def machine_of(ranks: Sequence[Sequence[int]]) -> Hardware | None:
+    """Hardware of ranks that report (preset, host), in order; None if presets differ, or numbers of ranks per host."""
     presets = {preset for preset, _ in ranks}
     if len(presets) > 1 or -1 in presets:
         return None

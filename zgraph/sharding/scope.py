@@ -1,9 +1,10 @@
-"""What zgraph keeps of a sharded model: its parameters, its modules, and the forward that is running."""
+"""State of a sharded model: its parameters, its modules, and the forward that is running."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.hardware import Hardware
 from zgraph.errors import ZgraphError
 from zgraph.runtime.handle import name_of
+from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, state_behind
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.torch_compat.autograd import at_end_of_backward, is_in_backward
@@ -25,50 +27,47 @@ STATE = "_zgraph"  # the one attribute that zgraph adds to a module
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """What the markers need to know of one parameter; equal for equal blocks.
+    """Options of one parameter, as its markers need them; equal for equal blocks.
 
     Attributes:
-        shape: of the whole parameter.
-        dtype: at rest.
-        device_type: where it was sharded.
-        compute_dtype: in which it is gathered and read.
-        wire_dtype: in which its gradient travels; None: as it arrives.
-        mean_dtype: in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
-        zero_stage: 0 replicated, 1 to 3 sharded on dim 0.
+        layout: how it lies on the mesh.
+        dtype: dtype of the sharded parameter.
+        device_type: device type of the mesh that it was sharded on.
+        compute_dtype: dtype in which it is gathered and read.
+        wire_dtype: dtype in which its gradient travels; None: the gradient's own.
+        mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
         reduction: "mean" or "sum".
-        replicas: process group of the mesh axis across which the shards are replicated; "" for none.
-        group_name: process group of the mesh axis over which it is sharded.
-        ignored: read as it is, gradient left alone.
+        ignored: read as it is and not reduced; replicated in name only, since each rank keeps its own values.
     """
 
-    shape: tuple[int, ...]
+    layout: ShardLayout
     dtype: torch.dtype
     device_type: str
     compute_dtype: torch.dtype
     wire_dtype: torch.dtype | None
     mean_dtype: torch.dtype | None
-    zero_stage: int
     reduction: str
-    replicas: str
-    group_name: str
     ignored: bool = False
 
 
 class Scope:
-    """Shared by all modules under one `shard` root: is a forward running, and what has it gathered already?
+    """State shared by all modules under one `shard` root: whether a forward is running, and what it has gathered.
 
     Attributes:
-        active: a forward is running.
-        has_windows: some parameter is of a stage that keeps or lets wait; else `no_sync` changes nothing.
-        accumulating: it is under `no_sync`.
-        opened: a forward has run under `no_sync` since the last one without.
-        window: where the running forward stands in its window.
-        last: where the last forward that recorded gradients stood.
-        repeats: a backward runs through what an uncompiled forward has returned. Compiled parts of it that activation
-            checkpointing repeats cannot ask autograd; they are compiled once more for this.
-        guards_steps: optimizers are watched for steps in an open window.
-        report: the `zgraph.Report` of what was compiled for these modules, which this room only keeps; None: nothing.
-        machine: that all ranks are on, as far as GPUs tell it; None: unknown.
+        active: whether a forward is running.
+        has_windows: whether some parameter is at a stage where `no_sync` changes anything (0 to 2).
+        accumulating: whether `no_sync` is active.
+        opened: whether a forward has run under `no_sync` since the last one without.
+        window: position of the running forward in its window.
+        last: position of the last forward that recorded gradients.
+        repeats: whether a backward is running through what an uncompiled forward has returned. Compiled parts that
+            activation checkpointing repeats cannot ask autograd; they are compiled a second time for this case.
+        guards_steps: whether optimizers are watched for steps in an open window.
+        report: `zgraph.Report` of what was compiled for these modules, only stored here; None: nothing was.
+        machine: hardware of all ranks, as far as the names of GPUs tell; None: unknown.
+        clocks: of each `zgraph.Metrics` that watches these modules, only stored here.
+        handle_of: while a whole step is traced: what stands for the handle of a parameter that is read. The shards
+            are the modules' parameters at that time, as ever. None: no step is traced.
     """
 
     def __init__(self) -> None:
@@ -82,9 +81,11 @@ class Scope:
         self.guards_steps = False
         self.report: object = None
         self.machine: Hardware | None = None
+        self.clocks: list[Any] = []
+        self.handle_of: Callable[[ShardedParam], Tensor] | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
-        # do in the replicated model. In a compiled graph the pass dedupe_gathers has that duty.
+        # do in the replicated model. In a compiled graph the pass dedupe_gathers does this.
         self.gathered: dict[ShardedParam, Tensor] | None = None
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
@@ -92,7 +93,7 @@ class Scope:
     def begin(self) -> None:
         self.active = True
         if not torch.compiler.is_compiling():
-            self.repeats = self.repeats and is_in_backward()  # one that raised has not told its end
+            self.repeats = self.repeats and is_in_backward()  # a backward that raised did not reset it
             self.gathered = {}
         self.window = self._next_window()
 
@@ -106,7 +107,7 @@ class Scope:
         if not self.has_windows or not torch.is_grad_enabled():
             return ALONE
         if self.repeats or (not torch.compiler.is_compiling() and is_in_backward()):
-            return self.last  # activation checkpointing repeats a forward that has had its place
+            return self.last  # activation checkpointing repeats a forward that already has its position
         if self.accumulating:
             self.opened = True
             self.last = OPEN
@@ -119,7 +120,7 @@ class Scope:
 
     @no_frames_inside
     def watch_backward(self, result: Any) -> None:
-        """Note when a backward begins at what an uncompiled forward returns, and when it ends."""
+        """Note when a backward of an uncompiled forward's result begins, and when it ends."""
         if not self.has_windows or not torch.is_grad_enabled() or is_in_backward():
             return
         for leaf in tree_flatten(result)[0]:
@@ -171,7 +172,7 @@ def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParam:
-    """One parameter that a unit gathers, and every place (module, attribute) that reads it."""
+    """A parameter that a unit gathers, with every (module, attribute) that reads it."""
 
     name: str
     spec: ParamSpec
@@ -184,17 +185,17 @@ class ShardedParam:
 
     @property
     def sharded(self) -> DTensor:
-        """The parameter itself."""
+        """The parameter between forwards: this rank's shard, as a DTensor."""
         owner, attribute = self.sites[0]
         return cast(DTensor, local_parameters(owner)[attribute])
 
-    # Run, not traced: Dynamo would answer a traced raise by skipping the frame for good, also once its cause is mended.
+    # Run, not traced: Dynamo answers a traced raise by skipping the frame for good, even after the cause is fixed.
     @torch.compiler.assume_constant_result
     def check(self) -> None:
-        """Refuse a parameter that is no longer what `shard` made of it.
+        """Check that the parameter still is what `shard` made of it.
 
         Raises:
-            ZgraphError: says what it is now.
+            ZgraphError: it is not; the message says what it is now.
         """
         owner, attribute = self.sites[0]
         parameter, spec = local_parameters(owner)[attribute], self.spec
@@ -208,9 +209,10 @@ class ShardedParam:
                 f"zgraph: {self.name} is on the meta device and has no values; call zgraph.materialize(model) after "
                 "zgraph.shard and before the first forward, or load a checkpoint into it."
             )
-        if (parameter.shape, parameter.dtype, parameter.device.type) != (spec.shape, spec.dtype, spec.device_type):
+        shape = spec.layout.shape
+        if (parameter.shape, parameter.dtype, parameter.device.type) != (shape, spec.dtype, spec.device_type):
             raise ZgraphError(
-                f"zgraph: {self.name} was sharded as {list(spec.shape)} {spec.dtype} on {spec.device_type} and is now "
+                f"zgraph: {self.name} was sharded as {list(shape)} {spec.dtype} on {spec.device_type} and is now "
                 f"{list(parameter.shape)} {parameter.dtype} on {parameter.device.type}. Move, cast or resize the model "
                 "before zgraph.shard."
             )
@@ -218,22 +220,22 @@ class ShardedParam:
 
 @dataclass(eq=False)
 class ModuleState:
-    """What zgraph keeps on a module, in the attribute `_zgraph`.
+    """State of a module, in its attribute `_zgraph`.
 
     Attributes:
         scope: shared with every module under the same root.
-        reads: parameters gathered when this module's forward starts.
-        by_attribute: for each of its own parameters, how to gather it when it is read outside its unit.
-        whole: parameters gathered right now, by attribute name.
-        tied: this is a named unit, whose parameters all receive a gradient.
-        input_dtype: floating-point inputs are cast to it (roots with a param_dtype).
+        params: parameters gathered when this module's forward starts.
+        by_attribute: the module's own parameters by attribute, to gather one that is read outside its unit.
+        unsharded: parameters that are gathered right now, by attribute.
+        reduces_all_params: whether this is a named unit, whose parameters all receive a gradient.
+        input_dtype: dtype to which floating-point inputs are cast (roots with a param_dtype).
     """
 
     scope: Scope
-    reads: tuple[ShardedParam, ...] = ()
+    params: tuple[ShardedParam, ...] = ()
     by_attribute: dict[str, ShardedParam] = field(default_factory=dict[str, ShardedParam])
-    whole: dict[str, Tensor] | None = None
-    tied: bool = False
+    unsharded: dict[str, Tensor] | None = None
+    reduces_all_params: bool = False
     input_dtype: torch.dtype | None = None
 
 
@@ -242,24 +244,24 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, ShardedParam]:
-    """Every sharded parameter by its first name in the module, as if nothing was compiled."""
+    """Sharded parameters by their first name in the module, without what torch.compile adds to names."""
     found: dict[int, tuple[str, ShardedParam]] = {}
     for prefix, part in module.named_modules():
         state = state_of(part)
-        for attribute, read in state.by_attribute.items() if state is not None else ():
+        for attribute, param in state.by_attribute.items() if state is not None else ():
             name = ".".join(filter(None, (prefix, attribute))).replace(COMPILED, "")
-            found.setdefault(id(read.handle), (name, read))
+            found.setdefault(id(param.handle), (name, param))
     return dict(found.values())
 
 
 def window_is_open(module: nn.Module) -> bool:
-    """Whether gradients, or copies at stages 1 and 2, wait for a closing forward of some part."""
+    """Whether some part of a model has gradients, or gathered parameters, waiting for a closing forward."""
     states = (state_of(part) for part in module.modules())
     return any(state is not None and state.scope.opened for state in states)
 
 
 def scope_behind(handle: object) -> Scope | None:
-    """The scope of the model whose parameter a handle stands for; None for anything else."""
+    """Scope of the model whose parameter a handle stands for; None for anything else."""
     if not isinstance(handle, Tensor) or name_of(handle) == "?":
         return None
     state = state_of(state_behind(handle).owner)
@@ -267,10 +269,10 @@ def scope_behind(handle: object) -> Scope | None:
 
 
 def closes_window(handle: Tensor, window: str) -> bool:
-    """Whether an optimizer step follows the backward at hand, to which a marker of that window belongs.
+    """Whether an optimizer step follows the backward that runs a marker with this position in its window.
 
-    At stage 3 forwards do not tell their backward that they ran under `no_sync`: there it counts where the backward
-    itself runs.
+    At stage 3 forwards do not tell their backward that they ran under `no_sync`; there it counts whether the backward
+    itself runs under it.
     """
     scope = scope_behind(handle)
     return window != OPEN and not (window == ALONE and scope is not None and scope.accumulating)

@@ -1,4 +1,4 @@
-"""`zgraph.shard`: every parameter becomes a DTensor at rest, and reads as the whole tensor inside forward."""
+"""`zgraph.shard`: parameters become sharded DTensors, and read as unsharded tensors inside forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
+from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import attach_state
 from zgraph.sharding.same_machine import agreed_machine
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
@@ -30,7 +31,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class _Found:
-    """A parameter and every place that reads it: ("h.0.mlp", module, "weight")."""
+    """A parameter, and every place that reads it: ("h.0.mlp", module, "weight")."""
 
     name: str
     parameter: nn.Parameter
@@ -51,37 +52,38 @@ def shard(
 ) -> nn.Module:
     """Shard a module's parameters over a mesh, in place, so that `forward` gathers what it reads.
 
-    Rank 0's values of parameters and buffers become everyone's. At rest each parameter is a DTensor: `Shard(0)` at
-    stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the whole tensor in
-    `param_dtype`; its gradient is averaged over the ranks in rank order and arrives, sharded, in `.grad`. This holds
-    with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a process group
-    makes a second one of its ranks, for reductions.
+    Rank 0's values of parameters and buffers become everyone's. Between forwards each parameter is a DTensor:
+    `Shard(0)` at stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the unsharded
+    tensor in `param_dtype`. Its gradient is averaged over the ranks, in rank order, and arrives in `.grad`, sharded.
+    All this holds with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a
+    process group makes a second group of the same ranks, for reductions.
 
-    Call it on parts first to give them other options; a later call on the whole leaves them as they are.
+    To give parts of a model other options, call it on them first; a later call on the model leaves them as they are.
 
     Args:
         module: any module. Parameters on the meta device are sharded without storage; `zgraph.materialize` then
             gives them values.
-        mesh: one axis to shard over; or two for hybrid sharding, of which the first replicates and the second shards
-            (gathers stay inside; gradients are reduced inside, then across). None: all ranks of the default group.
-        zero_stage: 0 keeps every parameter whole on every rank, the others keep 1/N of parameter, gradient and
+        mesh: one axis to shard over. Or two axes for hybrid sharding: the first replicates and the second shards
+            (gathers stay within a replica; gradients are reduced within, then across replicas). None: all ranks of the
+            default group.
+        zero_stage: 0 keeps every parameter unsharded on every rank; the others keep 1/N of parameter, gradient and
             optimizer state (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054). They differ in what a window keeps, see
             `no_sync`: 3 gathers for every forward and again for every backward, and reduces in every backward; 2
             gathers once per window; 1 gathers once and reduces once per window, as 0 does.
-        param_dtype: in which parameters are gathered and computed with; floating-point inputs of `module` are cast to
-            it. None: the parameter's own.
-        reduce_dtype: in which gradients travel. A gradient narrower than this travels as it is: the sum is fp32 on
-            arrival whatever came in, so widening first would cost bytes and change no bit. None: as they are.
-        mean_dtype: in which means come back where each rank computes a part and gathers the others': at stage 0, of 0-d
-            parameters, and across the replicas of hybrid sharding. Rounded once, equal on all ranks, and never wider
-            than the parameter. None: `reduce_dtype`, or where that is None the gradient's own. torch.float32 keeps what
-            the sum has, for more bytes.
+        param_dtype: dtype in which parameters are gathered and computed with; floating-point inputs of `module` are
+            cast to it. None: the parameter's own.
+        reduce_dtype: dtype in which gradients travel. A gradient narrower than this travels as it is: the sum is fp32
+            on arrival in any case, so widening first would cost bytes and change no bit. None: the gradient's own.
+        mean_dtype: dtype in which means come back where each rank computes a part and gathers the other parts: at
+            stage 0, for 0-d parameters, and across the replicas of hybrid sharding. Rounded once, equal on all ranks,
+            and never wider than the parameter. None: `reduce_dtype`, or the gradient's own if that is None.
+            torch.float32 keeps the precision of the sum, for more bytes.
         reduction: "mean" divides the summed gradient by the number of ranks, "sum" does not.
         units: modules, or classes of modules, that gather all their parameters when their forward starts. Name a
             module whose reads depend on the data, such as a mixture-of-experts block: all its parameters then receive
             a gradient (zeros where no rank read them). None: each module gathers what it owns.
-        ignored: parameters, or modules with all theirs, that zgraph only wraps: every rank keeps its own values, and
-            their gradients are not reduced.
+        ignored: parameters, or modules with all their parameters, that zgraph only wraps: every rank keeps its own
+            values, and their gradients are not reduced.
 
     Returns:
         `module`.
@@ -111,12 +113,15 @@ def shard(
             continue
         object.__setattr__(part, STATE, ModuleState(scope=scope))
         follow_state_dicts(part)
-    gathering = mesh.get_group(mesh.ndim - 1).group_name
+    gather_group = mesh.get_group(mesh.ndim - 1).group_name
     if zero_stage > 0 and found:
-        gathering = _separate_reductions(mesh)
+        gather_group = _separate_reductions(mesh)
+    replica_group = mesh.get_group(0).group_name if mesh.ndim > 1 else ""
     for entry in found:
+        is_ignored = id(entry.parameter) in ignored_ids
+        stage = 0 if is_ignored or entry.parameter.ndim == 0 else zero_stage
         spec = ParamSpec(
-            shape=tuple(entry.parameter.shape),
+            layout=ShardLayout(tuple(entry.parameter.shape), stage, replica_group, gather_group),
             dtype=entry.parameter.dtype,
             device_type=mesh.device_type,
             compute_dtype=(
@@ -124,23 +129,20 @@ def shard(
             ),
             wire_dtype=reduce_dtype,
             mean_dtype=mean_dtype,
-            zero_stage=zero_stage if entry.parameter.ndim > 0 else 0,
             reduction=reduction,
-            replicas=mesh.get_group(0).group_name if mesh.ndim > 1 else "",
-            group_name=gathering,
-            ignored=id(entry.parameter) in ignored_ids,
+            ignored=is_ignored,
         )
-        scope.has_windows = scope.has_windows or (spec.zero_stage < 3 and not spec.ignored)
+        scope.has_windows = scope.has_windows or (stage < 3 and not is_ignored)
         _place(entry, spec, mesh)
         scope.replaced.append((entry.name, weakref.ref(entry.parameter)))
         _assign_to_unit(entry, spec, module, unit_names)
     for name, part in module.named_modules():
         state = _state(part)
-        state.tied = state.tied or name in unit_names
+        state.reduces_all_params = state.reduces_all_params or name in unit_names
         if part is module and param_dtype is not None:
             state.input_dtype = param_dtype
         own = tuple(dict.fromkeys([*getattr(type(part), "_zgraph_attributes", ()), *state.by_attribute]))
-        if own or state.reads or part is module:
+        if own or state.params or part is module:
             base = getattr(type(part), "_zgraph_base", type(part))
             part.__class__ = unit_class(base, own)
     _broadcast_buffers(module, mesh)
@@ -161,9 +163,14 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
                 'torch.compile(model, backend="zgraph") works without it.'
             )
         first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
-        # Nothing but meta: where the process group works.
+        # With meta parameters only: the device on which the process group works.
         device_type = first.device.type if first is not None else _device_type_of(dist.group.WORLD)
         return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f'zgraph.shard: mesh is a {type(mesh).__name__}; write init_device_mesh("cpu", (world_size,)), or '
+            'DeviceMesh.from_group(group, "cpu") where you have a process group.'
+        )
     if mesh.ndim > 2:
         axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(
@@ -189,8 +196,14 @@ def _check_options(zero_stage: int, reduction: str, **dtypes: torch.dtype | None
     if reduction not in ("mean", "sum"):
         raise ValueError(f'zgraph.shard: reduction={reduction!r} is unknown; write "mean" or "sum".')
     for name, dtype in dtypes.items():
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"zgraph.shard: {name}={dtype} is no floating-point dtype; write torch.bfloat16, say.")
+        if dtype is None:
+            continue
+        if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"zgraph.shard: {name}={dtype!r} is not a torch.dtype; write torch.bfloat16, for example.")
+        if not dtype.is_floating_point:
+            raise ValueError(
+                f"zgraph.shard: {name}={dtype} is not a floating-point dtype; write torch.bfloat16, for example."
+            )
 
 
 def _ignored_ids(ignored: Iterable[Ignored]) -> dict[int, None]:
@@ -202,7 +215,7 @@ def _ignored_ids(ignored: Iterable[Ignored]) -> dict[int, None]:
 
 
 def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
-    """Every parameter that is still to be sharded, with all its places, in the order of `named_parameters`."""
+    """Find every parameter that is still to be sharded, with its places, in the order of `named_parameters`."""
     sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for prefix, part in module.named_modules():
@@ -230,8 +243,9 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
                 )
             if isinstance(part, nn.RNNBase):
                 raise ValueError(
-                    f"zgraph.shard: {name} belongs to a {type(part).__name__}, which reads its weights past attribute "
-                    "access; build the recurrence from nn.LSTMCell or nn.GRUCell, or shard the other parts one by one."
+                    f"zgraph.shard: {name} belongs to an nn.{type(part).__name__}, which bypasses attribute access "
+                    "when it reads its weights; build the recurrence from nn.LSTMCell or nn.GRUCell, or shard the "
+                    "other parts one by one."
                 )
             parameters[id(parameter)] = parameter
             sites.setdefault(id(parameter), []).append((prefix, part, attribute))
@@ -272,7 +286,7 @@ def _check_untied(found: Sequence[_Found], module: nn.Module) -> None:
 
 
 def _unit_names(module: nn.Module, units: Iterable[Unit] | None) -> tuple[str, ...]:
-    """Qualified names of the named units; of nested ones only the outermost counts."""
+    """Qualified names of the named units; where they are nested, only of the outermost."""
     names: list[str] = []
     for unit in units or ():
         matching = [
@@ -294,35 +308,34 @@ def _inside(name: str, unit: str) -> bool:
 
 
 def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh) -> None:
-    """Replace the parameter, wherever it is read, by its DTensor."""
-    inner = Shard(0) if spec.zero_stage > 0 and not spec.ignored else Replicate()
-    placement: Sequence[Placement] = (*[Replicate()] * (mesh.ndim - 1), inner)
+    """Replace the parameter by its DTensor, wherever it is read."""
+    placements = spec.layout.placements(mesh.ndim)
     with torch.no_grad():
         if spec.ignored:
-            distributed = DTensor.from_local(entry.parameter.detach(), mesh, placement, run_check=False)
+            distributed = DTensor.from_local(entry.parameter.detach(), mesh, placements, run_check=False)
         else:
-            distributed = distribute_tensor(entry.parameter.detach(), mesh, placement)
+            distributed = distribute_tensor(entry.parameter.detach(), mesh, placements)
     sharded = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad)
-    for mark, value in vars(entry.parameter).items():  # such as what a user's optimizer groups go by
+    for mark, value in vars(entry.parameter).items():  # attributes by which users group parameters, for instance
         setattr(sharded, mark, value)
     for _, part, attribute in entry.sites:
         replace_parameter(part, attribute, sharded)
 
 
 def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...]) -> None:
-    """Decide who gathers it: the named unit around all its readers, else their closest common parent."""
+    """Choose the module that gathers it: the named unit around all its readers, else their closest common parent."""
     sites = tuple((part, attribute) for _, part, attribute in entry.sites)
     handle = make_handle(entry.name)
     attach_state(handle, *sites[0])
-    read = ShardedParam(entry.name, spec, handle, sites)
+    param = ShardedParam(entry.name, spec, handle, sites)
     prefixes = [prefix for prefix, _, _ in entry.sites]
     unit = next((name for name in unit_names if all(_inside(prefix, name) for prefix in prefixes)), None)
     if unit is None:
         unit = _common_parent(prefixes)
     owner = _state(root.get_submodule(unit))
-    owner.reads += (read,)
+    owner.params += (param,)
     for _, part, attribute in entry.sites:
-        _state(part).by_attribute[attribute] = read
+        _state(part).by_attribute[attribute] = param
 
 
 def _common_parent(prefixes: Sequence[str]) -> str:
@@ -339,7 +352,7 @@ def _state(module: nn.Module) -> ModuleState:
 
 
 def _separate_reductions(mesh: DeviceMesh) -> str:
-    """Let reductions over the last axis not wait behind gathers, nor gathers behind them: the group of gathers."""
+    """Give gathers and reductions over the last axis a group each; return the name of the group of gathers."""
     group = mesh.get_group(mesh.ndim - 1)
     device = torch.device(mesh.device_type)
     # NCCL may split the new group off the default one, which takes every rank of the world.
@@ -351,7 +364,7 @@ def _separate_reductions(mesh: DeviceMesh) -> str:
 
 
 def _broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Rank 0's buffers become everyone's, as its parameters did."""
+    """Copy rank 0's buffers to all ranks, as `_place` did with its parameters."""
     for group in mesh.get_all_groups():  # along the first axis, then from there along the second
         for buffer in module.buffers():
             if buffer.device.type == mesh.device_type and not isinstance(buffer, DTensor):

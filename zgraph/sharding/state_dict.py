@@ -1,61 +1,63 @@
-"""State dicts of sharded models: plain whole tensors go in and come out, and torch.compile leaves no trace in the keys.
+"""State dicts of sharded models: loading and returning unsharded tensors, under keys without torch.compile's prefix.
 
-What `state_dict()` returns are the DTensors at rest, which torch.distributed.checkpoint stores and reshards. The hooks
-here let `load_state_dict` take whole tensors too, and `full_state_dict` gives them back.
+`state_dict()` returns the sharded DTensors, which torch.distributed.checkpoint stores and reshards. The hooks here let
+`load_state_dict` take unsharded tensors too, and `full_state_dict` returns them.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from zgraph.errors import ZgraphError
-from zgraph.runtime.chunks import chunk_rows, local_rows, pad_rows
+from zgraph.runtime.chunks import pad_rows
+from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.sharding.dry_run_load import COMPILED, dry_run_of
-from zgraph.sharding.scope import state_of
+from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
-from zgraph.torch_compat.groups import is_distributed_ready
+from zgraph.torch_compat.groups import is_distributed_ready, resolve_group
 from zgraph.torch_compat.modules import local_parameters
 
 ASSIGN = "assign_to_params_buffers"  # how torch tells a module's load hooks of assign=True
 
 
 def follow_state_dicts(module: nn.Module) -> None:
-    """Let one module of a sharded model, not its children, translate the state dicts it writes and reads."""
+    """Make one module of a sharded model, not its children, translate the state dicts that it writes and reads."""
     module.register_state_dict_post_hook(_strip_names)
     module.register_load_state_dict_pre_hook(_accept)
 
 
-@functools.cache  # one hook, whichever models follow
+@cache
 def follow_compiled_modules() -> None:
-    """Let what torch.compile makes of sharded modules load keys without `_orig_mod.`; the first `shard` calls it.
+    """Let what torch.compile makes of sharded modules load keys without `_orig_mod.`; once per process.
 
-    The wrapper sees a state dict before the module inside, finds none of its keys there, and has no hook of its own;
-    torch's registration hook is the public way to be told that one is being built. It leaves all other modules alone,
-    and stays: copies of sharded models, which nobody announces, need it as well.
+    The wrapper sees a state dict before the module inside, finds none of its keys there, and has no hook of its own.
+    torch's registration hook, which meets every module of the process, is the only public way to learn that a wrapper
+    is being built. It is one for all models, and stays: where a forward builds a module, as a slice of a ModuleList
+    does, Dynamo guards on each such hook, and one that came and went with a model would recompile the others.
     """
+    register_module_module_registration_hook(_follow_if_compiled)
 
-    def meet(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if f"{name}." == COMPILED and submodule is not None and state_of(submodule) is not None:
-            module.register_load_state_dict_pre_hook(_accept_compiled)
-            module.register_load_state_dict_post_hook(_strip_missing)
 
-    register_module_module_registration_hook(meet)
+def _follow_if_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if f"{name}." == COMPILED and submodule is not None and state_of(submodule) is not None:
+        module.register_load_state_dict_pre_hook(_accept_compiled)
+        module.register_load_state_dict_post_hook(_strip_missing)
 
 
 def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Take `_orig_mod.` out of the keys that a compiled module's wrapper has put before this module's."""
+    """Remove the `_orig_mod.` that a compiled module's wrapper has put before this module's keys."""
     if not prefix.endswith(COMPILED):
         return
     outer = prefix.removesuffix(COMPILED)
-    for key in [key for key in state_dict if key.startswith(prefix)]:  # popped and put back: the order stays
+    for key in [key for key in state_dict if key.startswith(prefix)]:  # popped and inserted anew, to keep the order
         state_dict[outer + key.removeprefix(prefix)] = state_dict.pop(key)
     versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
     for key in [key for key in versions if f"{key}.".startswith(prefix)]:
@@ -63,7 +65,7 @@ def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def _strip_missing(wrapper: nn.Module, incompatible: Any) -> None:
-    """Take `_orig_mod.` out of the keys that `load_state_dict` reports, in place, as torch's hooks may."""
+    """Remove `_orig_mod.` from the keys that `load_state_dict` reports; in place, as torch allows its hooks."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(COMPILED, "") for key in keys]
 
@@ -78,7 +80,7 @@ def _accept_compiled(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Give keys without `_orig_mod.` to the module inside; nothing is loaded if some value cannot be."""
+    """Pass keys without `_orig_mod.` on to the module inside; load nothing if any value cannot be loaded."""
     inner = f"{prefix}{COMPILED}"
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(inner):
@@ -86,12 +88,12 @@ def _accept_compiled(
     module = without_compile(wrapper)
     given = {key.removeprefix(inner): value for key, value in state_dict.items() if key.startswith(inner)}
     assign = bool(local_metadata.get(ASSIGN))
-    rehearsal = dry_run_of(module, given, assign)
+    dry_run = dry_run_of(module, given, assign)
     try:
-        # Whether the caller is strict is not told to hooks: only what fails either way is found here.
-        nn.Module.load_state_dict(module, rehearsal, strict=False, assign=assign)
+        # Hooks are not told whether the caller is strict, so this finds only what fails either way.
+        nn.Module.load_state_dict(module, dry_run, strict=False, assign=assign)
     except RuntimeError:
-        state_dict.update({inner + key: value for key, value in rehearsal.items()})  # torch will say what is wrong
+        state_dict.update({inner + key: value for key, value in dry_run.items()})  # torch will say what is wrong
 
 
 def _accept(
@@ -104,7 +106,7 @@ def _accept(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Turn whole tensors into DTensors like those at rest, which torch can copy."""
+    """Turn unsharded tensors into DTensors that are sharded like the parameters, which torch can copy."""
     if f"{COMPILED[:-1]}" not in dict(module.named_children()):
         compiled = f"{prefix}{COMPILED}"
         for key in [key for key in state_dict if key.startswith(compiled)]:
@@ -112,7 +114,7 @@ def _accept(
     state = state_of(module)
     if state is None:
         return
-    if state.scope.opened:  # found by the rehearsal, so nothing was loaded yet
+    if state.scope.opened:  # the dry run comes here first, so nothing was loaded yet
         raise ZgraphError(
             f"zgraph: load_state_dict in an open no_sync window (at {prefix or type(module).__name__}). What it has "
             "gathered would hide the new values, and its gradients are of the old ones; run the last forward and "
@@ -120,7 +122,7 @@ def _accept(
         )
     if not state.by_attribute:
         return
-    # Copied, never assigned: a new tensor would be strange to the optimizer, and would tear tied parameters apart.
+    # Copied, never assigned: the optimizer would not know a new tensor, and tied parameters would come apart.
     assign = bool(local_metadata.pop(ASSIGN, False))
     for attribute in state.by_attribute:
         key = f"{prefix}{attribute}"
@@ -141,56 +143,51 @@ def _accept(
 
 
 def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
-    """The whole model as plain CPU tensors, on rank 0: what the unsharded model's `state_dict` would hold.
+    """Gather the model on rank 0, as plain CPU tensors: what the unsharded model's `state_dict` would hold.
 
-    Every rank must call it. Parameters travel one by one, so a device holds one whole parameter at a time beyond the
-    shards. Tied parameters share storage, dtypes are those at rest, persistent buffers are rank 0's.
+    Every rank must call it. Parameters travel one by one, so that beside the shards a device holds one unsharded
+    parameter at a time. Tied parameters share storage, dtypes are those of the sharded parameters, persistent buffers
+    are rank 0's.
 
     Args:
         model: sharded or not, compiled or not.
 
     Returns:
-        Keys without `_orig_mod.`, on CPU, for `load_state_dict` of a plain model, `torch.save`, safetensors or
-        Hugging Face's `save_pretrained(..., state_dict=)`; empty on all ranks but the first.
+        Tensors on CPU under keys without `_orig_mod.`, for `load_state_dict` of a plain model, `torch.save`,
+        safetensors or Hugging Face's `save_pretrained(..., state_dict=)`; empty on all ranks but the first.
     """
     module = without_compile(model)
     first = not is_distributed_ready() or dist.get_rank() == 0
     result: OrderedDict[str, Any] = OrderedDict()
     done: dict[int, Tensor | None] = {}
+    layouts = {id(param.sharded): param.spec.layout for param in sharded_parameters(module).values()}
     # keep_vars: with it tied parameters are one object, not two detached ones.
     for key, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             result[key] = value
             continue
         if id(value) not in done:
-            done[id(value)] = _whole_on_first(value.detach(), first)
+            done[id(value)] = _unsharded_on_first(value.detach(), layouts.get(id(value)), first)
         result[key] = done[id(value)]
     return result if first else OrderedDict()
 
 
-def _whole_on_first(value: Tensor, first: bool) -> Tensor | None:
+def _unsharded_on_first(value: Tensor, layout: ShardLayout | None, first: bool) -> Tensor | None:
     """A plain copy on the CPU of rank 0; None on the others."""
-    if not isinstance(value, DTensor):
-        return value.to("cpu", copy=True) if first else None
-    axes = [axis for axis, placement in enumerate(value.placements) if isinstance(placement, Shard)]
-    local = value.to_local()
-    if not axes:
-        return local.to("cpu", copy=True) if first else None
-    mesh, axis = value.device_mesh, axes[0]
-    coordinate = mesh.get_coordinate() or []
-    if any(place for other, place in enumerate(coordinate) if other != axis):
-        return None  # a replica of shards that rank 0's group has too
-    group = mesh.get_group(axis)
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    chunk = pad_rows(local, chunk_rows(value.shape[0], world))
-    pieces = [torch.empty_like(chunk) for _ in range(world)] if rank == 0 else None
-    dist.gather(chunk, pieces, group=group, group_dst=0)
+    if layout is None or not layout.is_sharded:
+        plain = value
+        if isinstance(value, DTensor):
+            plain = value.full_tensor() if layout is None else value.to_local()
+        return plain.to("cpu", copy=True) if first else None
+    if layout.replica > 0:
+        return None  # rank 0's group has these shards too
+    chunk = pad_rows(cast(DTensor, value).to_local(), layout.chunk_rows)
+    pieces = [torch.empty_like(chunk) for _ in range(layout.world)] if layout.rank == 0 else None
+    dist.gather(chunk, pieces, group=resolve_group(layout.gather_group), group_dst=0)
     if pieces is None:
         return None
-    whole = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-    start = 0
-    for peer in range(world):
-        rows = local_rows(value.shape[0], world, peer)
-        whole[start : start + rows].copy_(pieces[peer][:rows])
-        start += rows
-    return whole
+    unsharded = torch.empty(layout.shape, dtype=value.dtype, device="cpu")
+    parts = unsharded.split([layout.rows_of(rank) for rank in range(layout.world)])
+    for part, piece in zip(parts, pieces, strict=True):
+        part.copy_(piece[: len(part)])
+    return unsharded

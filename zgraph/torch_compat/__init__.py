@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 OLDEST = (2, 11)
 NEWEST = (2, 13)
 
@@ -34,3 +36,6 @@ def require_supported_torch(version: str) -> None:
             f"zgraph: torch {version} is newer than this zgraph was checked with; install torch>=2.11,<2.14 "
             "or a newer zgraph."
         )
+
+
+require_supported_torch(torch.__version__)

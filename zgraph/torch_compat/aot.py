@@ -1,13 +1,13 @@
-"""AOTAutograd: joint graphs, their inputs, their partition, and calls that empty their lists."""
+"""AOTAutograd and `make_fx`: traced graphs, their inputs, their partition, and calls that empty their lists."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from zgraph.torch_compat.inductor import inductor_decompositions
@@ -126,3 +126,39 @@ class BoxedCodeGen(CodeGen):
             lines.append(f"    {', '.join(names)}, = args_list")
         lines.append("    args_list.clear()")
         return "\n".join(lines)
+
+
+def trace(function: Callable[..., Any], fakes: Sequence[Tensor], mode: Any, *, decompose: bool) -> fx.GraphModule:
+    """`make_fx` of a function of fake tensors: forward, backward and whatever else it runs, as one graph.
+
+    Args:
+        function: returns a flat list of tensors.
+        fakes: its arguments, made by the mode.
+        mode: what `step_mode` returned.
+        decompose: take operators apart as Inductor needs it.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # 2.11 - 2.13: operators that read a tensor's value are traced as nodes whose result is a symbol.
+    table: Mapping[Any, Any] = inductor_decompositions() if decompose else {}
+    with mode:
+        return make_fx(function, decomposition_table=dict(table), _error_on_data_dependent_ops=False)(*fakes)
+
+
+def _graph() -> fx.Graph | None:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+def newest_node() -> fx.Node | None:
+    """The last node of the graph that `make_fx` is making (`get_proxy_mode`, 2.11 - 2.13)."""
+    graph = _graph()
+    return None if graph is None else next(iter(reversed(graph.nodes)), graph._root)
+
+
+def nodes_after(node: fx.Node | None) -> Iterator[fx.Node]:
+    """The nodes that were made since; their doubly linked list ends at its root (`_root`, 2.11 - 2.13)."""
+    while node is not None and (node := node.next).op != "root":
+        yield node

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -58,6 +59,23 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 def without_compile(module: nn.Module) -> nn.Module:
     """The module inside what torch.compile returned, else the module itself (`_orig_mod`, 2.11 - 2.13)."""
     return cast(nn.Module, module._orig_mod) if is_compiled_wrapper(module) else module
+
+
+def inline_compiled() -> AbstractContextManager[Any]:
+    """Run compiled modules as they were before torch.compile while `make_fx` traces (2.11 - 2.13).
+
+    `error_on_nested_fx_trace` off: a compiled function calls the original one.
+    """
+    from torch._dynamo import config
+
+    return config.patch(error_on_nested_fx_trace=False)
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace of this compile; made only where TORCH_TRACE is on (2.11 - 2.13)."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
 
 
 def dynamo_example(node: fx.Node) -> object:

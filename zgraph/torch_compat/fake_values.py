@@ -44,7 +44,7 @@ def hint_of(size: object) -> int | None:
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:
-    """Real tensors while a compile is under way: torch._subclasses.fake_tensor.unset_fake_temporarily (2.11 - 2.13)."""
+    """Real tensors in the middle of a compile: torch._subclasses.fake_tensor.unset_fake_temporarily (2.11 - 2.13)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
@@ -55,3 +55,31 @@ def fake_mode_of(values: Sequence[object]) -> Any:
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(list(values))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values (FakeTensor, 2.11 - 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def step_mode() -> Any:
+    """A fake mode with static shapes, in which numbers read from tensors are symbols (FakeTensorMode, 2.11 - 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=False, shape_env=ShapeEnv(), static_shapes=True)
+
+
+def fake_of(mode: Any, tensor: Tensor) -> Tensor:
+    """A leaf without gradient that looks like the tensor (`from_tensor`, 2.11 - 2.13)."""
+    return mode.from_tensor(tensor.detach(), static_shapes=True)
+
+
+def data_dependent_errors() -> tuple[type[BaseException], ...]:
+    """What is raised where Python asks for a value that only the run will know (2.11 - 2.13)."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException

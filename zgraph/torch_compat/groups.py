@@ -50,7 +50,7 @@ def groups_of_ranks() -> int:
     return sum(dist.get_world_size(group) > 1 for group in _world.pg_names)
 
 
-def make_beside(
+def make_sibling_group(
     group: ProcessGroup, group_name: str, members: Sequence[int] | None = None, *, high_priority: bool = False
 ) -> ProcessGroup:
     """A second group of the same ranks, backend and timeout, of this name; called by its members alone.

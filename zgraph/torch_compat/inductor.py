@@ -112,7 +112,7 @@ def load_cpp(source: str) -> ctypes.CDLL:
     (`CppOptions`) turn off the vectorization of loops, so they are not taken.
 
     Raises:
-        RuntimeError: there is no compiler, or it refuses the source.
+        RuntimeError: a compiler was not found, or rejected the source.
         OSError: the cache directory cannot be written to, or libraries in it cannot be loaded.
     """
     from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir, write
@@ -155,3 +155,29 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
     kept = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in first.splitlines() if line.partition("\t")[0].strip(" :") in kept)
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor calls; None where it finds none (`get_cpp_compiler`, 2.11 - 2.13)."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return get_cpp_compiler()
+    except RuntimeError:  # InvalidCxxCompiler, and on Windows others
+        return None
+
+
+def inductor_cache_directory() -> str:
+    """Where Inductor keeps what it has compiled, whether it is there yet or not (`default_cache_dir`, 2.11 - 2.13)."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+
+
+def cpu_features() -> dict[str, bool]:
+    """Features of this processor by name, such as "avx512_f" and "avx512_bf16"; empty where torch does not say.
+
+    `torch.cpu.get_capabilities` is public in 2.13, and was not looked for in 2.11 and 2.12.
+    """
+    found: Any = getattr(torch.cpu, "get_capabilities", dict)()
+    return {name: value for name, value in dict(found).items() if isinstance(value, bool)}

@@ -61,3 +61,19 @@ def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
 def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
     """`reset_parameters`; nn.MultiheadAttention and nn.Transformer call theirs `_reset_parameters` (2.11 - 2.13)."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The class's own `step`, without profiling and hooks (`profile_hook_step`, 2.11 - 2.13)."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Hooks before and after this optimizer's step (`_optimizer_step_pre_hooks`, 2.11 - 2.13)."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers that the optimizer has stepped (`_opt_called`, 2.11 - 2.13)."""
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 
 
 def foreach_norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
@@ -91,6 +92,18 @@ def is_pure(target: OpOverload) -> bool:
     return not target._schema.is_mutable and not random.intersection(target.tags)
 
 
+def is_tagged_random(target: OpOverload) -> bool:
+    """Whether the operator draws from a generator, by its tags (2.11 - 2.13)."""
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
+    """All overloads of an operator (`OpOverloadPacket`, 2.11 - 2.13); of one overload itself."""
+    if isinstance(operator, OpOverload):
+        return [operator]
+    return [getattr(operator, name) for name in operator.overloads()]
+
+
 def is_higher_order(target: object) -> bool:
     """Whether a node's target calls other graphs, as torch.cond does (HigherOrderOperator, 2.11 - 2.13)."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -127,3 +140,8 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             items = given if isinstance(given, list | tuple) else (given,)
             written.extend(item for item in items if isinstance(item, Tensor))
     return written
+
+
+def is_profiler(target: object) -> bool:
+    """Whether an operator only marks a range for the profiler (`torch.ops.profiler`, 2.11 - 2.13)."""
+    return isinstance(target, OpOverload) and target.namespace == "profiler"

@@ -1,7 +1,7 @@
-"""The two compression kernels for CPUs: C++ that equals the reference (kernels/reference.py) bit for bit, in one pass.
+"""The two compression kernels for CPUs: single-pass C++ that equals the reference (kernels/reference.py) bit for bit.
 
-The source (`zgraph.codegen.kernels.cpu.source`) is made for a method and a dtype. So one library serves every bucket of
-whatever shape, and is compiled once, not once per bucket shape. It is found on disk by other processes.
+The source (`zgraph.codegen.kernels.cpu.source`) is generated for a method and a dtype, so that one library, compiled
+once, serves buckets of any shape. Other processes find it on disk.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def quantize_bucket(
     rank: int,
     payload: Tensor,
 ) -> None:
-    """As `reference.quantize_bucket`, for tensors on the CPU, by torch.get_num_threads() threads.
+    """Quantize a bucket on the CPU as `reference.quantize_bucket` does, with torch.get_num_threads() threads.
 
-    Gradients that are contiguous are read where they are.
+    Contiguous gradients are read in place.
     """
     calls = _quantize_calls(layout, tuple(grad.dtype for grad in grads))
     if calls is None:
@@ -80,7 +80,7 @@ def dequantize_sum_bucket(
     *,
     accumulate: bool = False,
 ) -> None:
-    """As `reference.dequantize_sum_bucket`, for tensors on the CPU, by torch.get_num_threads() threads."""
+    """Dequantize and sum on the CPU as `reference.dequantize_sum_bucket` does, with torch.get_num_threads() threads."""
     calls = _dequantize_calls(layout, tuple(output.dtype for output in outputs))
     if calls is None:
         return reference.dequantize_sum_bucket(
@@ -107,7 +107,7 @@ def dequantize_sum_bucket(
 
 
 def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
-    """As `reference.dequantize_each_bucket`: one call of the kernel for each rank, which costs a microsecond."""
+    """Dequantize on the CPU as `reference.dequantize_each_bucket` does; a kernel call per rank costs a microsecond."""
     for rank in range(received.shape[0]):
         parts = [output[rank] for output in outputs]
         dequantize_sum_bucket(received[rank : rank + 1], layout, draw, rank, 1, parts)
@@ -115,12 +115,12 @@ def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey,
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before any tensor is there.
+    """The parts of a call that do not depend on tensors.
 
     Attributes:
-        kernel: the function in the library.
-        members: the gradients of one dtype, as places in the bucket.
-        table: struct Member of the source, for each of them.
+        kernel: function in the library.
+        members: gradients of one dtype, as indices into the bucket.
+        table: an entry of `struct Member` for each of them.
     """
 
     kernel: Any
@@ -174,7 +174,7 @@ def _dequantize_kernel(method: BlockMethod, dtype: torch.dtype) -> Any:
 
 
 def _loaded(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
-    """The function in the compiled source; None, and a warning, where it cannot be compiled."""
+    """The function in the compiled source; None, with a warning, if it cannot be compiled."""
     try:
         kernel = getattr(load_cpp(source), name)
     except (RuntimeError, OSError) as error:

@@ -123,7 +123,7 @@ INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
             if constexpr (FEEDBACK) {
                 const Floats old = load(batch.error + at);
                 rotated[p] += ERROR_INT8 ? old * wide : old;
-                // Kept is OLD_SHARE * old + LOST_SHARE * (whole - sent); in 8 bits all of it is divided by LOST_SHARE,
+                // Kept is RESIDUAL_DECAY * old + RESIDUAL_GAIN * (compensated - sent); in 8 bits all of it is divided by RESIDUAL_GAIN,
                 // so that the code's size alone takes that factor.
                 lost[s][p] = ERROR_INT8 ? rotated[p] + old * (wide * OLD_OVER_LOST) : rotated[p];
             }
@@ -185,7 +185,7 @@ INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
                 float* const error = (float*)batch.error + s * GROUP;
                 UNROLL
                 for (int p = 0; p < PARTS; p++)
-                    store(error + p * LANES, OLD_SHARE * load(error + p * LANES) + LOST_SHARE * lost[s][p]);
+                    store(error + p * LANES, RESIDUAL_DECAY * load(error + p * LANES) + RESIDUAL_GAIN * lost[s][p]);
             }
         }
     }
@@ -193,7 +193,7 @@ INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
         const Floats most = (Floats)merge_lanes(top, larger);
         const Floats sizes = (Floats)(bf16_bits(most >= TINY ? most * LOST_SHARE_127TH : Floats{}) << 16);
         store(scale, sizes);
-        store(inverse, sizes > 0 ? reciprocal(sizes) * LOST_SHARE : Floats{});
+        store(inverse, sizes > 0 ? reciprocal(sizes) * RESIDUAL_GAIN : Floats{});
         for (int s = 0; s < batch.count; s++) {
             if (!finite[s]) continue;
             batch.error_scale[s] = upper_half(scale[s]);

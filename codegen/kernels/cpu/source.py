@@ -26,13 +26,13 @@ def emit_quantize(method: BlockMethod, grad_dtype: torch.dtype) -> str:
         KeyError: the dtype is none of C_TYPES.
     """
     wire, error = _wire_bytes(method), _error_bytes(method)
-    coded = "H (signs * whole), H being a Hadamard transform of 32 elements" if method.rotate else "whole"
+    coded = "H (signs * compensated), H being a Hadamard transform of 32 elements" if method.rotate else "compensated"
     what = f"""\
 Codes and scales of gradients, to which what earlier ones have lost is added; the error becomes the new one.
 
-    whole = grad + error
+    compensated = grad + error
     codes, scale = those of {coded}
-    error = OLD_SHARE * error + LOST_SHARE * (whole - what codes and scale stand for)
+    error = RESIDUAL_DECAY * error + RESIDUAL_GAIN * (compensated - what codes and scale stand for)
 
 grad      [present] {C_TYPES[grad_dtype]}: [stretches * world, numel], and what it lacks counts as zeros
 error     {_error_shape(method)}
@@ -128,7 +128,7 @@ constexpr bool EXACT_SUMS = {str(reference.sums_are_exact(method)).lower()};
 constexpr bool FEEDBACK = {str(feedback).lower()};
 constexpr bool ERROR_INT8 = {str(method.error_dtype == torch.int8).lower()};
 using Error = {"int8_t" if method.error_dtype == torch.int8 else "float"};
-constexpr float OLD_SHARE = {_literal(share)}, LOST_SHARE = {_literal(1 - share)};
+constexpr float RESIDUAL_DECAY = {_literal(share)}, RESIDUAL_GAIN = {_literal(1 - share)};
 constexpr float OLD_OVER_LOST = {_literal(share / (1 - share))};
 constexpr float TINY = {_literal(reference.TINY)};
 constexpr float LOST_SHARE_127TH = {_literal((1 - share) / 127)};

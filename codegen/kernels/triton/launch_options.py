@@ -1,4 +1,4 @@
-"""How a kernel is launched: how many groups a program takes, and with how many warps."""
+"""Launch options of a kernel: how many groups a program processes, and with how many warps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.codegen.kernels.triton.source import stripes_of
+from zgraph.codegen.kernels.triton.constants import BlockConstants, stripes_of
 from zgraph.compression.methods import BlockMethod
 
 WARP = 32  # threads
@@ -23,11 +23,11 @@ ROUNDS = 7  # of trying every option in turn
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """Changes the speed of a kernel, and none of its results.
+    """Options that change the speed of a kernel, but not its results.
 
     Attributes:
-        warps: of a program; each thread takes a block of 32 elements.
-        compile_only: the kernel is compiled, and does not run.
+        warps: warps of a program; each thread processes a block of 32 elements.
+        compile_only: compile the kernel without running it.
     """
 
     warps: int = 1
@@ -50,17 +50,25 @@ class LaunchOptions:
 OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 4))
 
 
-def start(kernel: Any, grid: tuple[int, ...], options: LaunchOptions, *args: Any, contracts: bool) -> None:
+def load(name: str) -> Any:
+    """A kernel, whose module has its name and is imported only here: machines without a GPU may lack Triton."""
+    return getattr(importlib.import_module(f"zgraph.codegen.kernels.triton.{name}_kernel"), name)
+
+
+def start(
+    kernel: Any, grid: tuple[int, ...], options: LaunchOptions, case: BlockConstants, *args: Any, contracts: bool
+) -> None:
     """Launch a kernel, or only compile it.
 
     Args:
         kernel: of Triton.
         grid: its programs.
         options: how.
-        args: those before the options' own.
+        case: the constants that it is compiled for.
+        args: those before the constants.
         contracts: whether multiplications may be contracted with additions.
     """
-    more = {**options.arguments(), "enable_fp_fusion": contracts}
+    more = {"CASE": case, **options.arguments(), "enable_fp_fusion": contracts}
     if options.compile_only:
         kernel.warmup(*args, grid=grid, **more)
     else:
@@ -68,7 +76,7 @@ def start(kernel: Any, grid: tuple[int, ...], options: LaunchOptions, *args: Any
 
 
 def compile_all(run: Callable[[LaunchOptions], None]) -> None:
-    """Compile a kernel with all options, side by side: most of it is done outside Python."""
+    """Compile a kernel with all options in parallel: most of the work is done outside of Python."""
     triton: Any = importlib.import_module("triton")
     with ThreadPoolExecutor(len(OPTIONS)) as pool, triton.AsyncCompileMode(pool):
         for options in OPTIONS:
@@ -81,12 +89,12 @@ def is_compiled(kernel: Any) -> bool:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one: Triton launches there, whichever holds the tensors."""
+    """Make a GPU the current one: Triton launches on the current GPU, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def drawn(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel] normal numbers to try a kernel on, from a generator of their own: the user's would go on elsewhere."""
+    """[numel] normal numbers to try a kernel on, from a separate generator, so that the user's does not advance."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(numel, device=device, generator=generator).to(dtype)
 

@@ -1,6 +1,6 @@
-"""What compression kernels read of a bucket: where each tensor lies, and for which of them each program works.
+"""Tables that describe a bucket to compression kernels: where each tensor lies, and which programs process it.
 
-So that one compiled kernel serves every bucket, of however many tensors of whatever sizes.
+With them, one compiled kernel serves every bucket, whatever the number and sizes of its tensors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def programs_of(groups: tuple[int, ...], at_once: int, device: torch.device) -> Tensor:
-    """[programs, 2] int32 on a device: for which tensor a program works, and on which of its chunk's runs of groups.
+    """[programs, 2] int32 on a device: the tensor that each program processes, and which groups of its chunk.
 
     Args:
-        groups: of a chunk of each tensor.
-        at_once: groups of a program.
+        groups: groups in a chunk of each tensor.
+        at_once: groups that a program processes.
     """
     counts = torch.tensor([-(-count // at_once) for count in groups])
     members = torch.repeat_interleave(torch.arange(len(groups)), counts)

@@ -1,0 +1,239 @@
+"""Functions that the Triton kernels share: how a group lies in a program, and arithmetic of the same bits everywhere.
+
+Checked with Triton 3.6.0 and 3.7.1 (which torch 2.11 and 2.13 bring):
+
+- `enable_fp_fusion=False`, given at launch, keeps a multiplication and an addition apart: LLVM writes mul.rn and
+  add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals. Where all products that are
+  added are exact, contracting them changes nothing, and kernels allow it.
+- `/` compiles to div.full, which is off by up to two units in the last place; `tl.div_rn` is IEEE's division.
+- The interpreter rounds to bfloat16 wrongly, so bfloat16 is read and written as integers here, to nearest even. A NaN
+  becomes 0x7FC0 here, where cvt.rn.bf16 gives 0x7FFF.
+- `tl.sum` adds in an order of its own, so it only ever adds two numbers here, or some whose sum is exact.
+- `tl.full` makes 0.0 of -0.0.
+- `tl.clamp` between 0 and 1 costs nothing: ptxas saturates the operation before it.
+
+How a group lies in a program. A thread owns a block, see `reference.to_blocks`: what a rotation mixes, and what the
+first additions of a sum meet, stays in its registers. Memory is read and written as [runs, THREADS, RUN], of which
+Triton's layout gives each thread one run of 8 elements after another; inside, values are *in stripes*, [places of a
+block, THREADS] flattened, of which it has a column. Between both no value leaves its thread.
+
+No kernel knows how many gradients a bucket has, or of what sizes: an entry of a table on the device says where each
+lies, and a second table, for which of them a program works (`zgraph.codegen.kernels.triton.tables`).
+
+CASE is what a kernel is compiled for, see `zgraph.codegen.kernels.triton.constants`.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# Triton reads these functions in a way of its own, and its types do not tell others what they are.
+
+import triton
+import triton.language as tl
+
+from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.triton import tables
+from zgraph.compression import exact_arithmetic, residual_codec
+
+RUN = tl.constexpr(reference.RUN)
+ENTRY = tl.constexpr(tables.ENTRY)
+TINY = tl.constexpr(residual_codec.TINY)
+NEWTON_STEPS = tl.constexpr(exact_arithmetic.NEWTON_STEPS)
+RECIPROCAL = tl.constexpr(exact_arithmetic.RECIPROCAL)
+# Adding it rounds to an integer, which then stands in the low bits of the sum. Conversion instructions run at a quarter
+# to an eighth of the rate of additions.
+ROUNDER = tl.constexpr(1.5 * 2**23)
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def low_bits(x):
+    """The low bits of an integral fp32 in two's complement; the bits above them are arbitrary."""
+    return (x + ROUNDER).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def reciprocal(x):
+    """The reciprocal by Newton's method, see `zgraph.compression.exact_arithmetic`."""
+    found = (-x.to(tl.int32, bitcast=True) + RECIPROCAL).to(tl.float32, bitcast=True)
+    for _ in tl.static_range(NEWTON_STEPS):
+        found = found * tl.fma(-x, found, 2.0)
+    return found
+
+
+@triton.jit
+def from_bf16(bits):
+    """int16 -> fp32."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_bf16(x):
+    """fp32 -> int16, to nearest even."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(nan, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def number_to_bf16(x):
+    """The same for values that are not NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def widened(x, DTYPE: tl.constexpr):
+    """Numbers of a dtype, by its name, as fp32; bf16 may be given as int16."""
+    return from_bf16(x.to(tl.int16, bitcast=True)) if DTYPE == "bfloat16" else x.to(tl.float32)
+
+
+@triton.jit
+def narrowed(x, DTYPE: tl.constexpr):
+    """fp32 or fp64 in a dtype, by its name; bf16 as int16."""
+    return to_bf16(x) if DTYPE == "bfloat16" else x.to(getattr(tl, DTYPE))
+
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def halves(x, MANY: tl.constexpr, SIZE: tl.constexpr):
+    """[MANY * 2 * SIZE] -> twice [MANY * SIZE]."""
+    pairs = tl.permute(tl.reshape(x, [MANY, 2, SIZE]), (0, 2, 1))
+    return tl.split(tl.reshape(pairs, [MANY * SIZE, 2]))
+
+
+@triton.jit
+def unite(first, second, MANY: tl.constexpr, SIZE: tl.constexpr):
+    """What `halves` has taken apart."""
+    pairs = tl.reshape(tl.join(first, second), [MANY, SIZE, 2])
+    return tl.reshape(tl.permute(pairs, (0, 2, 1)), [2 * MANY * SIZE])
+
+
+@triton.jit
+def in_stripes(x):
+    """[runs, THREADS, run] -> [runs * run * THREADS]."""
+    return tl.reshape(tl.permute(x, (0, 2, 1)), [x.shape[0] * x.shape[1] * x.shape[2]])
+
+
+@triton.jit
+def in_runs(x, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    """What `in_stripes` has taken apart: [RUNS, THREADS, SIZE]."""
+    return tl.permute(tl.reshape(x, [RUNS, SIZE, x.shape[0] // (RUNS * SIZE)]), (0, 2, 1))
+
+
+@triton.jit
+def run_begins(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr):
+    """Where the runs of each thread's block begin, [RUNS, THREADS], given what a group and a run take."""
+    return (group * GROUP + place * SIZE)[None, :] + (tl.arange(0, RUNS) * (SIZE * PLACES))[:, None]
+
+
+@triton.jit
+def offsets(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr):
+    """Where the elements of each thread's block lie, [RUNS, THREADS, SIZE]."""
+    return run_begins(group, place, GROUP, RUNS, SIZE, PLACES)[:, :, None] + tl.arange(0, SIZE)[None, None, :]
+
+
+@triton.jit
+def for_all(mask, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    """[THREADS] -> [RUNS, THREADS, SIZE]."""
+    return tl.broadcast_to(mask[None, :, None], [RUNS, mask.shape[0], SIZE])
+
+
+@triton.jit
+def to_all(x, STRIPES: tl.constexpr):
+    """[THREADS] -> [STRIPES * THREADS]."""
+    return tl.reshape(tl.broadcast_to(x[None, :], [STRIPES, x.shape[0]]), [STRIPES * x.shape[0]])
+
+
+# --- over a group: each of its threads gets the same result -----------------------------------------------------------
+
+
+@triton.jit
+def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
+    """[STRIPES * THREADS] -> [THREADS] of magnitudes; a NaN is larger than anything."""
+    x = tl.abs(x)
+    for _ in tl.static_range(HALVINGS):
+        first, second = halves(x, 1, x.shape[0] // 2)
+        x = tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+    if PLACES > 1:
+        bits = tl.reshape(x.to(tl.int32, bitcast=True), [x.shape[0] // PLACES, PLACES])
+        bits = tl.broadcast_to(tl.max(bits, axis=1, keep_dims=True), [x.shape[0] // PLACES, PLACES])
+        x = tl.reshape(bits, [x.shape[0]]).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def exact_sum(x, STRIPES: tl.constexpr, PLACES: tl.constexpr):
+    """[STRIPES * THREADS] -> [THREADS]; exact, so in any order."""
+    x = tl.sum(tl.reshape(x, [STRIPES, x.shape[0] // STRIPES]), axis=0)
+    if PLACES > 1:
+        of_group = tl.sum(tl.reshape(x, [x.shape[0] // PLACES, PLACES]), axis=1, keep_dims=True)
+        x = tl.reshape(tl.broadcast_to(of_group, [x.shape[0] // PLACES, PLACES]), [x.shape[0]])
+    return x
+
+
+@triton.jit
+def ordered_sum(x, STRIPE_HALVINGS: tl.constexpr, PLACE_HALVINGS: tl.constexpr):
+    """[STRIPES * THREADS] -> [THREADS]; the second half is added to the first, again and again."""
+    for _ in tl.static_range(STRIPE_HALVINGS):
+        first, second = halves(x, 1, x.shape[0] // 2)
+        x = first + second
+    if PLACE_HALVINGS > 0:
+        PLACES: tl.constexpr = 1 << PLACE_HALVINGS
+        GROUPS: tl.constexpr = x.shape[0] // PLACES
+        for halving in tl.static_range(PLACE_HALVINGS):
+            x = tl.sum(tl.reshape(x, [GROUPS, 2, PLACES >> (halving + 1)]), axis=1)
+        x = tl.broadcast_to(tl.reshape(x, [GROUPS, 1]), [GROUPS, PLACES])
+        x = tl.reshape(x, [GROUPS * PLACES])
+    return x
+
+
+# --- rotation -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def hash_32(words):
+    """Wellons' "lowbias32"."""
+    words = words ^ (words >> 16)
+    words = words * 0x7FEB352D
+    words = words ^ (words >> 15)
+    words = words * 0x846CA68B
+    return words ^ (words >> 16)
+
+
+@triton.jit
+def sign_key(base, rank):
+    """The key of a rank's signs, from the key of step and salt."""
+    return hash_32(base.to(tl.uint32) + rank.to(tl.uint32) * 0x85EBCA77)
+
+
+@triton.jit
+def draw_signs(block, key, STRIPES: tl.constexpr):
+    """Blocks of the chunk [THREADS] -> [STRIPES * THREADS] int32, of which the highest bit is a sign."""
+    words = hash_32(block.to(tl.uint32) ^ key)
+    bits = words[None, :] << tl.arange(0, STRIPES).to(tl.uint32)[:, None]
+    return tl.reshape(bits.to(tl.int32, bitcast=True), [STRIPES * block.shape[0]])
+
+
+@triton.jit
+def flip(x, signs, sign_bit):
+    """X times the signs."""
+    return (x.to(tl.int32, bitcast=True) ^ (signs & sign_bit)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def butterflies(x, STAGE: tl.constexpr):
+    first, second = halves(x, 1 << STAGE, x.shape[0] >> (STAGE + 1))
+    return unite(first + second, first - second, 1 << STAGE, x.shape[0] >> (STAGE + 1))
+
+
+@triton.jit
+def hadamard(x):
+    """Over the 32 stripes, not normalised."""
+    for stage in tl.static_range(5):
+        x = butterflies(x, stage)
+    return x

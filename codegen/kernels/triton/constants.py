@@ -1,0 +1,218 @@
+"""Compile-time constants of the block kernels: everything that differs between methods or dtypes.
+
+A kernel takes them as one constexpr argument, and reads only its fields, never properties: Triton's cache identifies a
+kernel by the text of its constants, across versions of zgraph, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zgraph.codegen.kernels.reference import RUN, CodeBook, is_unbiased, sums_are_exact
+from zgraph.compression.exact_arithmetic import fp32
+from zgraph.compression.methods import HADAMARD, BlockMethod
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConstants:
+    """How groups of elements, and their codes, lie in a program; see `blocks`.
+
+    Attributes:
+        bits: bits of a code.
+        group: elements that share a scale.
+        rotate: whether the elements of a block are rotated, with random signs.
+        stripes: elements of a block, which one thread owns.
+        places: blocks of a group.
+        stripe_halvings, place_halvings: how often these two can be halved until one is left.
+        runs: runs of RUN neighbouring elements in a block.
+        code_bytes: bytes of a group's codes.
+        code_run, code_runs: bytes of codes that a thread moves at once, and how often it does so for a block.
+        code_alignment: alignment of a group's codes, in bytes.
+        after: b, added to a code when it is read.
+        aligned: whether gradients, or outputs, and each of their chunks begin at a multiple of 16 bytes and end with a
+            complete run, so that 16 bytes can be moved at once.
+    """
+
+    bits: int
+    group: int
+    rotate: bool
+    stripes: int
+    places: int
+    stripe_halvings: int
+    place_halvings: int
+    runs: int
+    code_bytes: int
+    code_run: int
+    code_runs: int
+    code_alignment: int
+    after: float
+    aligned: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConstants(BlockConstants):
+    """Constants of the kernel that quantizes gradients.
+
+    Attributes:
+        grad: name of the gradients' dtype in torch and Triton.
+        error: dtype of the error-feedback state, or "none".
+        error_alignment: alignment of a group's error, in bytes.
+        old_factor: weight of an old int8 error relative to that of the new quantization error.
+        residual_decay, residual_gain: weights of the old error, and of the new quantization error, in the new state.
+        error_unit: scale of an int8 error whose largest magnitude is 1.
+        contracts: whether products that are added are exact, so that multiply-add may be fused.
+        exact_sums: whether sums over a group's integers have the same bits in any order.
+        unbiased: whether the scale is unbiased, and not that of least squares.
+        slopes: factor for integers, at each clipping level.
+        clipped: whether each clipping level is below the largest magnitude.
+        begins: first level of each clipping level, relative to that of the grid of non-negative integers.
+        top: largest integer u.
+        intervals: intervals of the grid between both clips.
+        step: integers that share a level.
+        low, high: smallest and largest code.
+        unit: scale of a group whose largest magnitude is 1.
+    """
+
+    grad: str
+    error: str
+    error_alignment: int
+    old_factor: float
+    residual_decay: float
+    residual_gain: float
+    error_unit: float
+    contracts: bool
+    exact_sums: bool
+    unbiased: bool
+    slopes: tuple[float, ...]
+    clipped: tuple[bool, ...]
+    begins: tuple[float, ...]
+    top: int
+    intervals: float
+    step: int
+    low: float
+    high: float
+    unit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DequantizeConstants(BlockConstants):
+    """Constants of the kernel that dequantizes.
+
+    Attributes:
+        output: name of the outputs' dtype in torch and Triton.
+        accumulate: whether values are added to the outputs.
+        each: whether the values of every rank become a row of the outputs, instead of being summed.
+        divides: whether sums are divided, by IEEE division; otherwise they are multiplied by the reciprocal.
+        signs, word_signs: bits that flip the signs of the codes of a byte, or of four bytes, so that the lowest code
+            becomes 0.
+        middle: the fp32 number, made of a code's bits, that represents level 0.
+    """
+
+    output: str
+    accumulate: bool
+    each: bool
+    divides: bool
+    signs: int
+    word_signs: int
+    middle: float
+
+
+@functools.lru_cache(maxsize=1024)
+def quantize_constants(method: BlockMethod, dtype: torch.dtype, *, aligned: bool) -> QuantizeConstants:
+    """Constants for gradients of one dtype."""
+    book, share = CodeBook.of(method), method.residual_decay
+    lost = 1.0 if share is None else 1 - share
+    clipped = tuple(book.rotated and clip != 1 for clip in book.clips)
+    return QuantizeConstants(
+        **_shared(method),
+        aligned=aligned,
+        grad=dtype_name(dtype),
+        error="none" if share is None else dtype_name(method.error_dtype),
+        error_alignment=min(16, method.group),
+        old_factor=fp32((share or 0.0) / lost),
+        residual_decay=fp32(share or 0.0),
+        residual_gain=fp32(lost),
+        error_unit=fp32(lost / 127),
+        contracts=may_contract(method),
+        exact_sums=sums_are_exact(method),
+        unbiased=is_unbiased(method),
+        slopes=tuple(book.slope(clip) for clip in book.clips),
+        clipped=clipped,
+        begins=tuple(0.5 - (3 * 2**22 + (book.top + 1 if below else 0)) / book.step for below in clipped),
+        top=book.top,
+        intervals=float(2 * book.top + 1),
+        step=book.step,
+        low=float(book.low),
+        high=float(book.high),
+        unit=book.unit,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def dequantize_constants(
+    method: BlockMethod, dtype: torch.dtype, *, accumulate: bool, each: bool, divides: bool, aligned: bool
+) -> DequantizeConstants:
+    """Constants for outputs of one dtype."""
+    half = method.levels // 2
+    signs = sum(half << place for place in range(0, 8, method.bits))
+    return DequantizeConstants(
+        **_shared(method),
+        aligned=aligned,
+        output=dtype_name(dtype),
+        accumulate=accumulate,
+        each=each,
+        divides=divides,
+        signs=signs,
+        word_signs=signed(signs * 0x01010101),
+        middle=float(2**22 + half - CodeBook.of(method).after),
+    )
+
+
+def may_contract(method: BlockMethod) -> bool:
+    """Whether multiplications may be fused with additions, because every product that is added is exact.
+
+    For 8-bit errors this requires that the bits of the scale (8), of the factor, and of the code (7) fit into 24.
+    """
+    share = method.residual_decay
+    if share is not None and method.error_dtype.is_floating_point:
+        return False
+    factor = torch.tensor(0.0 if share is None else fp32(share / (1 - share))).view(torch.int32).item()
+    return sums_are_exact(method) and factor % 2 ** (23 - 8) == 0
+
+
+def stripes_of(method: BlockMethod) -> int:
+    """Elements of a block, which a thread owns."""
+    return min(HADAMARD, method.group)
+
+
+def signed(word: int) -> int:
+    """32 bits as a signed number, which Triton takes as int32."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shared(method: BlockMethod) -> dict[str, Any]:
+    stripes = stripes_of(method)
+    places, code_bytes = method.group // stripes, stripes * method.bits // 8  # bytes of a block
+    return {
+        "bits": method.bits,
+        "group": method.group,
+        "rotate": method.rotate,
+        "stripes": stripes,
+        "places": places,
+        "stripe_halvings": stripes.bit_length() - 1,
+        "place_halvings": places.bit_length() - 1,
+        "runs": stripes // RUN,
+        "code_bytes": method.group * method.bits // 8,
+        "code_run": min(RUN, code_bytes),
+        "code_runs": max(1, code_bytes // RUN),
+        "code_alignment": min(16, method.group * method.bits // 8),
+        "after": CodeBook.of(method).after,
+    }

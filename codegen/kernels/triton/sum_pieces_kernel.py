@@ -1,0 +1,35 @@
+"""The Triton kernel that sums what ranks have sent: it reads each piece once, in rank order, and writes the sum."""
+
+# pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# Triton reads these functions in a way of its own, and its types do not tell others what they are.
+
+import triton
+import triton.language as tl
+
+from zgraph.codegen.kernels.triton.blocks import narrowed, widened
+
+
+@triton.jit(do_not_specialize=["numel", "ranks", "divisor"])
+def sum_pieces(
+    output, received, numel: tl.int64, ranks, divisor,
+    WIRE: tl.constexpr, OUTPUT: tl.constexpr, DIVIDES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of [ranks, numel] numbers, in fp32.
+
+    Args:
+        output: [numel]; bf16 is read and written as int16.
+        received: [ranks, numel].
+        divisor: of the sums.
+        WIRE, OUTPUT: dtypes by their names: fp32, bf16 or fp16.
+        DIVIDES: whether the sums are divided.
+        BLOCK: numbers of a program.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    total = widened(tl.load(received + at, mask=inside, other=0), WIRE)
+    for sender in range(1, ranks):
+        total += widened(tl.load(received + (tl.cast(sender, tl.int64) * numel + at), mask=inside, other=0), WIRE)
+    if DIVIDES:
+        total = tl.div_rn(total, tl.cast(divisor, tl.float32))
+    tl.store(output + at, narrowed(total, OUTPUT), mask=inside)

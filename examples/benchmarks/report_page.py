@@ -1,0 +1,202 @@
+"""How fast the page of a report answers, in headless Chromium: its size, first paint, and each interaction.
+
+    python examples/benchmarks/report_page.py                        # a made-up report of 20,000 nodes
+    python examples/benchmarks/report_page.py --report out/          # one that was written
+    python examples/benchmarks/report_page.py --json page.json
+
+An interaction *answers* when the frame that follows it has been painted, and is *done* three frames (50 ms) after the
+last picture that it changes. What a report lacks, such as a second graph, is named in the table as skipped.
+
+Needs playwright (pip install 'zgraph[test]'), a Chromium of the system, and a checkout: the tests make up the report.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from provenance import commit, processor
+
+from zgraph.reporting.export.reading import load
+from zgraph.reporting.page.write_page import write_page
+
+# What an interaction does, as the body of a function that yields false where there is nothing to do it with. `round`
+# counts the repetitions, so that none does what another has done.
+INTERACTIONS = {
+    "open a group of the graph": """
+        const closed = [...document.querySelectorAll("button.group[aria-expanded=false]")];
+        if (!closed.length) return false;
+        closed[(7 * round) % closed.length].click();""",
+    "close a group": """
+        const opened = [...document.querySelectorAll("button.group[aria-expanded=true]")];
+        if (!opened.length) return false;
+        opened[opened.length - 1].click();""",
+    "search the graph": """
+        const field = document.getElementById("graph-search");
+        field.value = `${"mm add view a e".split(" ")[round % 5]}`;
+        field.dispatchEvent(new Event("input"));""",
+    "go to what was found": """
+        const found = [...document.querySelectorAll("#graph-results button")];
+        if (!found.length) return false;
+        found[(11 * round) % found.length].click();""",
+    "colour the graph otherwise": """
+        const field = document.getElementById("graph-shade");
+        field.value = ["cost", "memory", "communication"][round % 3];
+        field.dispatchEvent(new Event("change"));""",
+    "show the other graph": """
+        const field = document.getElementById("graph-direction");
+        if (field.options.length < 2) return false;
+        field.value = String((Number(field.value) + 1) % field.options.length);
+        field.dispatchEvent(new Event("change"));""",
+    "collapse all": """document.getElementById("graph-collapse").click();""",
+    "zoom the timeline": """
+        const chart = document.getElementById("timeline-chart");
+        if (!chart) return false;
+        chart.dispatchEvent(new KeyboardEvent("keydown", { key: ["+", "+", "+", "-", "0"][round % 5] }));""",
+    "zoom the memory curve": """
+        const chart = document.getElementById("memory-chart");
+        if (!chart) return false;
+        chart.dispatchEvent(new KeyboardEvent("keydown", { key: ["+", "+", "+", "-", "0"][round % 5] }));""",
+    "select a collective": """
+        const buttons = [...document.querySelectorAll("#collectives-table tbody button")];
+        if (!buttons.length) return false;
+        buttons[round % buttons.length].click();""",
+    "sort the collectives": """
+        const heads = [...document.querySelectorAll("#collectives-table thead button")];
+        heads[round % heads.length].click();""",
+    "sort the parameters": """
+        const heads = [...document.querySelectorAll("#parameters-table thead button")];
+        if (!heads.length) return false;
+        heads[round % heads.length].click();""",
+    "filter the parameters": """
+        const field = document.getElementById("parameters-filter");
+        if (!field) return false;
+        field.value = String(round % 10);
+        field.dispatchEvent(new Event("input"));""",
+    "show the diff of a pass": """
+        const buttons = [...document.querySelectorAll("#passes-table tbody button")];
+        if (!buttons.length) return false;
+        buttons[round % buttons.length].click();""",
+}
+
+# Milliseconds until an action is answered, and until all is done: null where there was nothing to do it with.
+MEASURE = """async ([action, round]) => {
+    const painted = () => new Promise((resolve) => requestAnimationFrame(() => {
+        const channel = new MessageChannel();
+        channel.port1.onmessage = resolve;
+        channel.port2.postMessage(0);
+    }));
+    await painted();
+    const began = performance.now();
+    if (new Function("round", action)(round) === false) return null;
+    await painted();
+    const answers = performance.now() - began;
+    // Pictures follow in tasks behind the answer, and that of the graph when it is laid out.
+    for (let calm = 0; calm < 3; calm++) {
+        await painted();
+        if (document.getElementById("graph-picture").getAttribute("aria-busy") === "true") calm = -1;
+    }
+    return [answers, performance.now() - began];
+}"""
+
+MARKS = """() => ({
+    paint: performance.getEntriesByName("first-contentful-paint")[0].startTime,
+    ...Object.fromEntries(performance.getEntriesByType("mark").map((mark) => [mark.name, mark.startTime])),
+})"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--report", type=Path, help="folder or report.json to show instead of the made-up one")
+    add("--nodes", type=int, default=20_000, help="of the made-up report")
+    add("--loads", type=int, default=5, help="how often the page is loaded")
+    add("--rounds", type=int, default=10, help="how often each interaction is done")
+    add("--json", type=Path, help="file for all samples")
+    options = parser.parse_args()
+    document = load(options.report) if options.report else made_up(options.nodes)
+    with tempfile.TemporaryDirectory() as folder:
+        page = write_page(document, Path(folder))
+        size = page.stat().st_size
+        browser, loads, samples = measure(page, options.loads, options.rounds)
+    nodes = sum(len(graph["nodes"]["line"]) for frame in document["frames"] for graph in frame["graphs"])
+    print(f"{nodes} nodes, {size / 2**20:.2f} MiB; {browser} on {processor()}, commit {commit()}\n")
+    print("\n".join(table(loads, samples)))
+    if options.json:
+        where = {"processor": processor(), "cores": os.cpu_count(), "commit": commit(), "browser": browser}
+        found = {**where, "nodes": nodes, "bytes": size, "loads": loads, "interactions": samples}
+        options.json.write_text(json.dumps(found) + "\n")
+
+
+def made_up(nodes: int) -> dict[str, Any]:
+    """A report of so many nodes, as the tests make it."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.support.reports import large_report
+
+    return large_report(nodes)
+
+
+Samples = dict[str, list[list[float]]]
+
+
+def measure(page: Path, loads: int, rounds: int) -> tuple[str, dict[str, list[float]], Samples]:
+    """The browser, and milliseconds: until the page is seen and drawn, until each interaction is answered and done."""
+    from playwright import sync_api
+
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        raise SystemExit("there is no Chromium: apt-get install chromium")
+    seen: dict[str, list[float]] = {}
+    samples: Samples = {name: [] for name in INTERACTIONS}
+    with sync_api.sync_playwright() as driver:
+        # A container's root has no user namespaces for a sandbox; the page is our own.
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        for _ in range(loads):
+            view = browser.new_page(viewport={"width": 1400, "height": 900})
+            view.goto(page.as_uri())
+            view.wait_for_selector("html[data-drawn]", state="attached")
+            for name, after in view.evaluate(MARKS).items():
+                seen.setdefault(name, []).append(round(after, 1))
+            view.close()
+        view = browser.new_page(viewport={"width": 1400, "height": 900})
+        view.goto(page.as_uri())
+        view.wait_for_selector("html[data-drawn]", state="attached")
+        view.locator("#graph").scroll_into_view_if_needed()
+        view.wait_for_selector("#graph-picture[aria-busy=false]")
+        for round_ in range(rounds):
+            for name, action in INTERACTIONS.items():
+                took = view.evaluate(MEASURE, [action, round_])
+                if took:
+                    samples[name].append([round(each, 1) for each in took])
+        version = f"Chromium {browser.version}"
+        browser.close()
+    return version, seen, samples
+
+
+def table(loads: dict[str, list[float]], samples: Samples) -> list[str]:
+    """Medians, and in brackets the fastest and the slowest."""
+    rows = ["| page | ms |", "| --- | --- |"]
+    rows.append(f"| first paint | {spread(loads['paint'])} |")
+    rows.append(f"| timeline is drawn | {spread(loads['zgraph timeline'])} |")
+    rows.append(f"| everything is drawn | {spread(loads['zgraph all'])} |")
+    rows += ["", "| interaction | answers, ms | done, ms |", "| --- | --- | --- |"]
+    for name, taken in samples.items():
+        columns = [spread(list(column)) for column in zip(*taken, strict=True)] or [
+            "skipped: nothing to do it with",
+            "",
+        ]
+        rows.append(f"| {name} | {columns[0]} | {columns[1]} |")
+    return rows
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
+
+
+if __name__ == "__main__":
+    main()

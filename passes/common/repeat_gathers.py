@@ -1,0 +1,55 @@
+"""Gathers of a whole training step: those of stages 0 and 3 are repeated in each backward that reads them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zgraph.graph import dataflow, meta, nodes
+from zgraph.graph.operator_arguments import UnshardArgs
+
+
+def repeat_gathers(graph: fx.Graph) -> int:
+    """Give each forward and each backward that reads a parameter of stage 0 or 3 a gather of its own.
+
+    Views and casts of the gathered parameter, such as its transpose, are repeated with it.
+
+    Returns:
+        The number of gathers that were added.
+    """
+    added = 0
+    order = nodes.order_of(graph)
+    for marker in nodes.call_functions(graph, nodes.is_unshard):
+        if UnshardArgs.of(marker).layout.zero_stage not in (0, 3):
+            continue
+        values = dict.fromkeys(dataflow.reshaped_values(marker))
+        readers: dict[int, list[fx.Node]] = {}
+        for node in sorted(dict.fromkeys(user for value in values for user in value.users), key=order.__getitem__):
+            part = meta.part(node)
+            if part is not None and part != meta.part(marker) and node.op == "call_function":
+                readers.setdefault(part, []).append(node)
+        for part, found in readers.items():
+            _repeat(graph, marker, values, found, part)
+            added += 1
+    return added
+
+
+def _repeat(graph: fx.Graph, marker: fx.Node, values: dict[fx.Node, None], readers: list[fx.Node], part: int) -> None:
+    """Let these readers of a gathered parameter, all of one part, read a gather of that part."""
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(value: fx.Node) -> fx.Node:
+        if value not in values or meta.part(value) == part:
+            return value
+        if value not in copies:
+            for source in value.all_input_nodes:
+                copy(source)
+            copies[value] = graph.node_copy(value, lambda source: copies.get(source, source))
+            meta.set_part(copies[value], part)
+        return copies[value]
+
+    for reader in readers:
+        with graph.inserting_before(readers[0]):
+            for source in reader.all_input_nodes:
+                copied = copy(source)
+                if copied is not source:
+                    reader.replace_input_with(source, copied)

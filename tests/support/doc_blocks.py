@@ -1,0 +1,373 @@
+"""The Python blocks of the README and of the pages in docs/, and what a reader has at hand when they type them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import zgraph
+from tests.support import models
+from tests.support.graphs import fake_world
+from zgraph.plan_command import call
+from zgraph.torch_compat.fake_values import fake_mode
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INCLUDED = '--8<-- "examples/'  # the site shows the example, which tests/test_examples.py runs
+RANKS = 2
+
+
+class Net(nn.Module):
+    """A language model that returns its loss, on the meta device where it is built there."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.trunk = models.Language(layers=1, width=width)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.trunk(x).flatten(0, 1).float(), y.flatten())
+
+
+class Llama(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        from transformers import LlamaForCausalLM
+
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=labels).loss
+
+
+def _tokens() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, models.VOCABULARY, (2, 9))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+
+
+def _unsharded() -> dict[str, Any]:
+    x, y = _tokens()
+    return {"init_device_mesh": init_device_mesh, "model": Net(), "x": x, "y": y}
+
+
+def _sharded() -> dict[str, Any]:
+    # 80 wide: one of its weights is large enough to be compressed by default.
+    model = zgraph.shard(Net(width=80), _mesh())
+    opt = torch.optim.AdamW(model.parameters())
+    return {"model": model, "opt": opt, "batches": [_tokens() for _ in range(3)], "step": 0}
+
+
+def _training() -> dict[str, Any]:
+    given = _sharded()
+    given["model"] = torch.compile(given["model"], backend="zgraph")
+    given["scheduler"] = torch.optim.lr_scheduler.ConstantLR(given["opt"])
+
+    def train_step(batch: tuple[Tensor, Tensor]) -> None:
+        given["model"](*batch).backward()
+        given["opt"].step()
+        given["opt"].zero_grad()
+
+    train_step(given["batches"][0])
+    return given | {"train_step": train_step}
+
+
+def _llama() -> dict[str, Any]:
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {"Llama": Llama, "config": LlamaConfig(vocab_size=64, max_position_embeddings=4096, **sizes)}
+
+
+def _with_a_batch() -> dict[str, Any]:
+    """A model that is not compiled, and a batch."""
+    given = _sharded()
+    x, y = _tokens()
+    return given | {"x": x, "y": y}
+
+
+def _blocks() -> dict[str, Any]:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    return {"model": model, "mesh": _mesh()}
+
+
+def _unsharded_on_a_mesh() -> dict[str, Any]:
+    return {"model": Net(), "mesh": _mesh()}
+
+
+def _a_pass() -> dict[str, Any]:
+    return {"dataclass": dataclass, "ClassVar": ClassVar, "fx": fx, "changed": False}
+
+
+def _train(names: dict[str, Any]) -> None:
+    """What the block has compiled trains."""
+    names["model"](*_tokens()).backward()
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+
+
+def _trained(names: dict[str, Any]) -> None:
+    assert names["loss"].isfinite()
+    assert Path("out/rank0").is_dir()
+
+
+def _reduced(names: dict[str, Any]) -> None:
+    states = [names["opt"].state[parameter] for parameter in names["model"].parameters()]
+    assert all(int(state["step"]) == 1 for state in states)
+
+
+def _planned(names: dict[str, Any]) -> None:
+    with fake_mode():
+        model, inputs = call(names["step"])
+    assert isinstance(model, Llama) and len(inputs) == 2
+
+
+def _sharded_inside(names: dict[str, Any]) -> None:
+    weight = names["model"].trunk.blocks[0].qkv.weight
+    assert weight.to_local().shape[0] == -(-weight.shape[0] // 4)
+
+
+def _compressed(names: dict[str, Any]) -> None:
+    _train(names)
+    sent = [transfer for graph in zgraph.summary(names["model"]).graphs for transfer in graph.transfers]
+    assert any("LoCo" in method for transfer in sent for method in transfer.methods)
+
+
+def _saved(names: dict[str, Any]) -> None:
+    assert names["step"] == 0
+    latest = zgraph.latest_checkpoint("runs/a")
+    assert latest is not None and zgraph.load_checkpoint(latest, names["model"], names["opt"]).step == 0
+
+
+def _materialized(names: dict[str, Any]) -> None:
+    assert not any(parameter.is_meta for parameter in names["model"].parameters())
+
+
+def _measured(names: dict[str, Any]) -> None:
+    assert "measured" in str(zgraph.explain(names["model"]))
+
+
+def _counted(names: dict[str, Any]) -> None:
+    last = names["metrics"].last
+    assert last.step == 3 and last.own["loss"] == float(names["loss"]) and last.sent_bytes > 0
+    assert len(list(Path().glob("run-*.jsonl"))) >= 1
+
+
+def _paused(names: dict[str, Any]) -> None:
+    assert isinstance(names["loss"], float)
+
+
+def _runs_as_a_pass(names: dict[str, Any]) -> None:
+    model = torch.compile(nn.Linear(2, 2), backend="zgraph", options={"pipeline": names["pipeline"]})
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def _exported(names: dict[str, Any]) -> None:
+    assert names["largest"] in names["network"]
+    assert Path("forward.graphml").is_file() and Path("backward.graphml").is_file()
+
+
+def _nothing(names: dict[str, Any]) -> None:
+    pass
+
+
+def _stepped(names: dict[str, Any]) -> None:
+    assert all(parameter in names["opt"].state for parameter in names["model"].parameters())
+
+
+def _stepped_whole(names: dict[str, Any]) -> None:
+    assert names["metrics"]["loss"].isfinite()
+    assert all(int(state["step"]) == len(names["batches"]) for state in names["opt"].state.values())
+
+
+def _summarized(names: dict[str, Any]) -> None:
+    assert zgraph.summary(names["model"]).step_bytes > 0
+
+
+def _two_stages(names: dict[str, Any]) -> None:
+    norm, rest = names["model"].trunk.norm.weight, names["model"].trunk.blocks[0].qkv.weight
+    assert norm.to_local().shape == norm.shape
+    assert rest.to_local().shape[0] < rest.shape[0]
+
+
+def _chosen(names: dict[str, Any]) -> None:
+    assert names["chosen"] in names["pipeline"].passes
+
+
+def _loaded(names: dict[str, Any]) -> None:
+    for key, stored in names["state"]["model"].items():
+        assert torch.equal(stored.to_local(), names["model"].state_dict()[key].to_local())
+
+
+def _saved_by_fsdp2() -> dict[str, Any]:
+    """A model and a mesh, and in runs/fsdp2 a checkpoint of the model after a step with FSDP2."""
+    trained, mesh = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5)), _mesh()
+    model = copy.deepcopy(trained)
+    fully_shard(trained, mesh=mesh)
+    opt = torch.optim.AdamW(trained.parameters())
+    trained(torch.randn(4, 6)).square().mean().backward()
+    opt.step()
+    state, optimizer_state = get_state_dict(trained, opt)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id="runs/fsdp2")
+    return {"model": model, "mesh": mesh, "trained": trained}
+
+
+def _loaded_from_fsdp2(names: dict[str, Any]) -> None:
+    stored = names["trained"].state_dict()
+    loaded = names["model"].state_dict()
+    assert all(torch.equal(value.full_tensor(), loaded[key].full_tensor()) for key, value in stored.items())
+    assert all(int(names["opt"].state[parameter]["step"]) == 1 for parameter in names["model"].parameters())
+    names["model"](torch.randn(4, 6)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+
+
+def _gathered(names: dict[str, Any]) -> None:
+    assert Path("model.pt").exists() or not names["full"]
+
+
+def _reduced_on_gpu(names: dict[str, Any]) -> None:
+    assert all(parameter.grad is not None and parameter.is_cuda for parameter in names["model"].parameters())
+
+
+def _is_fsdp(names: dict[str, Any]) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    assert all(isinstance(block, FSDPModule) for block in names["model"].blocks)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a block is run.
+
+    Attributes:
+        begins: the block, by its first line.
+        given: makes the names that the text around it takes for granted. None: it goes on where the block before it
+            on the page has ended.
+        check: of what the block has made.
+        on: "ranks": on two real ones; "one process"; "eight ranks" that are not there; "a GPU": one rank of NCCL.
+    """
+
+    begins: str
+    given: Callable[[], dict[str, Any]] | None
+    check: Callable[[dict[str, Any]], None]
+    on: str = "ranks"
+
+
+SETTINGS = [
+    Setting('mesh  = init_device_mesh("cpu", (2,)', _unsharded, _trained),
+    # getting-started.md
+    Setting("import torch\nfrom torch import nn", dict, _stepped),
+    Setting("model.eval()", None, _gathered),
+    Setting("zgraph.step_on_shards(opt)", None, _stepped),
+    Setting("print(zgraph.summary(model))", None, _summarized),
+    Setting("import os\nimport torch.distributed as dist", _unsharded, _reduced_on_gpu, on="a GPU"),
+    # sharding.md
+    Setting("zgraph.shard(model.trunk.norm, mesh, zero_stage=0)", _unsharded_on_a_mesh, _two_stages),
+    Setting("for x, y in batches[:-1]:", _sharded, _reduced),
+    Setting('mesh  = init_device_mesh("cpu", (2, 4)', _unsharded, _sharded_inside, on="eight ranks"),
+    Setting('with torch.device("meta"):', lambda: {"Net": models.Attending, "mesh": _mesh()}, _materialized),
+    Setting("scaler = zgraph.GradScaler", _with_a_batch, _reduced),
+    # training-step.md
+    Setting("@zgraph.training_step(model, opt", _sharded, _stepped_whole),
+    # compression.md
+    Setting("P      = zgraph.passes\npasses", _sharded, _compressed),
+    Setting("P      = zgraph.passes\nchosen", dict, _chosen, on="one process"),
+    # checkpoints.md
+    Setting('latest = zgraph.latest_checkpoint("runs/a")', _training, _saved),
+    Setting("import torch.distributed.checkpoint as dcp", None, _loaded),
+    Setting("from torch.distributed.checkpoint.state_dict import", _saved_by_fsdp2, _loaded_from_fsdp2),
+    Setting("full = zgraph.full_state_dict(model)", _training, _gathered),
+    # planning.md
+    Setting("def batch():", _llama, _nothing, on="one process"),
+    Setting("target   = zgraph.Target(", _sharded, _train),
+    Setting("with zgraph.measure(model):", _training, _measured),
+    # metrics.md
+    Setting("metrics = zgraph.Metrics(model", _training, _counted),
+    Setting("with metrics.pause():", None, _paused),
+    # command-line.md
+    Setting("def step():", _llama, _planned, on="one process"),
+    # inductor.md
+    Setting('model = torch.compile(model, backend="zgraph", options={"lowering": "fx"})', _sharded, _train),
+    # migrating.md
+    Setting("from torch.distributed.fsdp import", _blocks, _is_fsdp),
+    Setting("model = zgraph.shard(model, mesh, param_dtype=", _unsharded_on_a_mesh, _train),
+    # read-a-dump.md
+    Setting("import networkx", _unsharded, _exported, on="one process"),
+    # write-a-pass.md
+    Setting("@dataclass(frozen=True, kw_only=True)", _a_pass, _runs_as_a_pass, on="one process"),
+]
+
+
+@dataclass(frozen=True)
+class Story:
+    """Blocks of a page that run one after the other, with the names of those before.
+
+    Attributes:
+        page: its name, as "docs/sharding.md".
+        blocks: the first makes its own start.
+    """
+
+    page: str
+    blocks: tuple[str, ...]
+
+    @property
+    def on(self) -> str:
+        return setting_of(self.blocks[0]).on
+
+
+def blocks_of(page: Path) -> list[str]:
+    """The Python blocks of a page, without those that show an example."""
+    return [block for block in BLOCK.findall(page.read_text()) if not block.startswith(INCLUDED)]
+
+
+def settings_of(block: str) -> list[Setting]:
+    return [one for one in SETTINGS if block.startswith(one.begins)]
+
+
+def setting_of(block: str) -> Setting:
+    (setting,) = settings_of(block)
+    return setting
+
+
+def stories() -> list[Story]:
+    """All blocks, those that go on behind the one that they go on from. A block that several pages show runs once."""
+    found: dict[tuple[str, ...], str] = {}
+    for page in PAGES:
+        told: list[tuple[str, ...]] = []
+        for block in blocks_of(page):
+            if len(settings_of(block)) != 1:
+                continue  # a test of its own complains
+            if setting_of(block).given is None:
+                told[-1] = (*told[-1], block)
+            else:
+                told.append((block,))
+        for blocks in told:
+            found.setdefault(blocks, str(page.relative_to(ROOT)))
+    return [Story(page, blocks) for blocks, page in found.items()]
+
+
+def run_story(story: Story, directory: str) -> None:
+    """Run blocks as they are printed, in a directory of their own, and look at what they have made."""
+    with contextlib.chdir(directory), fake_world(8) if story.on == "eight ranks" else contextlib.nullcontext():
+        names: dict[str, Any] = {"torch": torch, "zgraph": zgraph}
+        for block in story.blocks:
+            setting = setting_of(block)
+            names |= {} if setting.given is None else setting.given()
+            exec(compile(block, f"a block of {story.page}", "exec"), names)
+            setting.check(names)

@@ -1,0 +1,282 @@
+"""Golden texts of the passes: a small graph before and after each, in tests/passes/golden/PASS.txt.
+
+    python -m tests.support.golden        # writes them anew; read the difference before you commit it
+
+A case of a pass is one entry of CASES. Its file shows the graph it gets, the graph it leaves, and its notes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from tests.support.costs import cost_of
+from tests.support.graphs import Traced, apply, copy_of, fake_world, traced
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
+from zgraph.graph import meta
+from zgraph.graph.text import graph_text
+from zgraph.passes import (
+    BucketCollectives,
+    ChooseLifetimes,
+    CompressGradients,
+    DedupeGathers,
+    FuseAttention,
+    HoistStarts,
+    LoCo,
+    LowerGathers,
+    LowerReductions,
+    LowRank,
+    NoFeedback,
+    QuantizeGathers,
+    ScheduleOverlap,
+    SinkWaits,
+)
+from zgraph.torch_compat.aot import aot_autograd
+
+FOLDER = Path(__file__).resolve().parents[1] / "passes" / "golden"
+
+
+def one() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4, bias=False))
+
+
+def uneven() -> nn.Module:
+    """Three rows over two ranks: the second shard is padded."""
+    return nn.Sequential(nn.Linear(4, 3, bias=False))
+
+
+def two() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+
+def three() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+
+
+class Shared(nn.Module):
+    """Reads its one weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pass on one graph of a model that is sharded over two ranks.
+
+    Attributes:
+        about: what the graph is, and what becomes of it.
+        before: passes of phase "graph" that have run.
+        zero_stage: of all parameters.
+        costed: whether the pass plans by `tests.support.costs.cost_of`.
+    """
+
+    about: str
+    graph_pass: GraphPass
+    build: Callable[[], nn.Module] = two
+    direction: Direction = "forward"
+    before: tuple[GraphPass, ...] = ()
+    zero_stage: int = 3
+    costed: bool = False
+
+    def texts(self) -> tuple[str, str]:
+        """The graph before, and the graph after with the notes of the pass."""
+        with fake_world(2):
+            found = traced(self.build, self.before, zero_stage=self.zero_stage)
+            if self.direction == "joint":
+                found.graphs["joint"] = found.captured
+            if self.costed:
+                found.know(cost_of=cost_of)
+            return _around(self.graph_pass, found, self.direction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsharded:
+    """One pass on the inference graph of a function, with operators taken apart as for Inductor.
+
+    Attributes:
+        about: what the graph is, and what becomes of it.
+    """
+
+    about: str
+    graph_pass: GraphPass
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+
+    def texts(self) -> tuple[str, str]:
+        """The graph before, and the graph after with the notes of the pass."""
+        kept: list[fx.GraphModule] = []
+
+        def keep(gm: fx.GraphModule, _: Any = None) -> Any:
+            kept.append(copy_of(gm))
+            return gm.forward
+
+        torch.compiler.reset()
+        backend = aot_autograd(
+            compile_forward=keep, compile_backward=keep, compile_inference=keep, partition=None, decompose=True
+        )
+        torch.compile(self.function, backend=backend)(*self.inputs)
+        (captured,) = kept
+        found = Traced(captured, {"inference": captured}, PassContext(direction="inference", decomposed=True))
+        return _around(self.graph_pass, found, "inference")
+
+
+def _around(graph_pass: GraphPass, found: Traced, direction: Direction) -> tuple[str, str]:
+    gm = found.graphs[direction]
+    before = _text(gm.graph)
+    apply(graph_pass, found, direction)
+    notes = [f"note: {text}\n" for _, _, text in found.ctx.notes]
+    after = _text(gm.graph)
+    return before, ("unchanged\n" if after == before else after) + "".join(notes)
+
+
+def _text(graph: fx.Graph) -> str:
+    """A line for each node, with what the partitioner is told of it."""
+    lines = graph_text(graph).splitlines()
+    marks = [
+        " [recompute]" if meta.is_tagged_recompute(node) else " [save]" if meta.is_tagged_saved(node) else ""
+        for node in graph.nodes
+    ]
+    return "".join(f"{line}{mark}\n" for line, mark in zip(lines, marks, strict=True))
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.transpose(-2, -1) / 2, -1) @ v
+
+
+def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) / 2) @ v
+
+
+HEADS = tuple(torch.zeros(1, 2, 3, 4) for _ in range(3))
+LOWERED = (LowerGathers(), LowerReductions())
+BUCKETED = (*LOWERED, BucketCollectives(bucket_bytes=64))
+
+CASES: tuple[Case | Unsharded, ...] = (
+    Case(
+        about="a weight that is read twice: one gather, one reduction",
+        graph_pass=DedupeGathers(),
+        build=Shared,
+        direction="joint",
+    ),
+    Case(about="two weights, each read once", graph_pass=DedupeGathers(), direction="joint"),
+    Case(about="stage 3: backward gathers again", graph_pass=ChooseLifetimes(), direction="joint"),
+    Case(about="stage 2: what was gathered is saved", graph_pass=ChooseLifetimes(), direction="joint", zero_stage=2),
+    Case(about="four rows over two ranks", graph_pass=LowerGathers(), build=one),
+    Case(about="three rows over two ranks: padding is cut off", graph_pass=LowerGathers(), build=uneven),
+    Case(about="stage 3: each rank receives its rows", graph_pass=LowerReductions(), build=one, direction="backward"),
+    Case(
+        about="stage 0: and then they are gathered",
+        graph_pass=LowerReductions(),
+        build=one,
+        direction="backward",
+        zero_stage=0,
+    ),
+    Case(
+        about="two gathers become one",
+        graph_pass=BucketCollectives(bucket_bytes=1 << 20),
+        before=LOWERED,
+    ),
+    Case(
+        about="two reductions become one",
+        graph_pass=BucketCollectives(bucket_bytes=1 << 20),
+        direction="backward",
+        before=LOWERED,
+    ),
+    Case(
+        about="codes of four bits, with error feedback",
+        graph_pass=CompressGradients(method=LoCo(group=32), min_numel=1),
+        build=one,
+        direction="backward",
+    ),
+    Case(
+        about="factors of rank 1",
+        graph_pass=CompressGradients(method=LowRank(rank=1), min_numel=1),
+        build=one,
+        direction="backward",
+        zero_stage=0,
+    ),
+    Case(
+        about="codes of eight bits travel",
+        graph_pass=QuantizeGathers(method=NoFeedback(bits=8, group=32), min_numel=1),
+        build=one,
+    ),
+    Case(
+        about="a matrix that is too small",
+        graph_pass=QuantizeGathers(method=NoFeedback(bits=8, group=32)),
+        build=one,
+    ),
+    Case(about="waits stand before their readers already", graph_pass=SinkWaits(), before=LOWERED),
+    Case(
+        about="reductions end late, one in flight",
+        graph_pass=SinkWaits(reductions_in_flight=1),
+        build=three,
+        direction="backward",
+        before=LOWERED,
+    ),
+    Case(
+        about="gathers start one ahead",
+        graph_pass=HoistStarts(prefetch=1),
+        build=three,
+        before=(*LOWERED, SinkWaits()),
+    ),
+    Case(
+        about="and so in backward",
+        graph_pass=HoistStarts(prefetch=1),
+        build=three,
+        direction="backward",
+        before=(*LOWERED, SinkWaits(reductions_in_flight=1)),
+    ),
+    Case(about="gathers hide under products", graph_pass=ScheduleOverlap(), before=LOWERED, costed=True),
+    Case(
+        about="reductions hide under products",
+        graph_pass=ScheduleOverlap(),
+        direction="backward",
+        before=LOWERED,
+        costed=True,
+    ),
+    Unsharded(about="attention by hand", graph_pass=FuseAttention(), function=by_hand, inputs=HEADS),
+    Unsharded(about="no attention: no softmax", graph_pass=FuseAttention(), function=without_softmax, inputs=HEADS),
+)
+
+
+def golden_text(name: str) -> str:
+    """All cases of the pass of this name, as its file is to read."""
+    parts: list[str] = []
+    for case in CASES:
+        if case.graph_pass.name == name:
+            before, after = case.texts()
+            parts.append(f"== {case.about}\n-- before\n{before}-- after\n{after}")
+    return "\n".join(parts)
+
+
+def difference(name: str) -> str:
+    """What the cases of a pass have become, as a diff against its file; "" where they are the same."""
+    path = FOLDER / f"{name}.txt"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = golden_text(name).splitlines(keepends=True)
+    return "".join(difflib.unified_diff(lines, found, f"golden/{name}.txt", "now"))
+
+
+PASSES = tuple(dict.fromkeys(case.graph_pass.name for case in CASES))
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name in PASSES:
+        (FOLDER / f"{name}.txt").write_text(golden_text(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Real gloo ranks for tests: worker processes that stay alive and run one function after another on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ANSWER_S = 240.0
+
+
+class RankFailure(AssertionError):
+    """A function failed on at least one rank; the text holds every rank's traceback."""
+
+
+def _serve(rank: int, world: int, rendezvous: str, pipe: Connection, timeout_s: float) -> None:
+    # Before any backward: in CUDA builds it starts threads, which would all at once replace the pool lost in the fork.
+    torch.set_num_threads(1)
+    # gloo would look the host's name up; the loopback is all a test needs.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+    )
+    while True:
+        job = pipe.recv()
+        if job is None:
+            break
+        function, args = job
+        try:
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """`world` processes in one process group."""
+
+    def __init__(self, world: int, timeout_s: float = 60.0) -> None:
+        self.world = world
+        self.timeout_s = timeout_s
+        self._start()
+
+    def _start(self) -> None:
+        # The fork server has compiled once (support/preloaded.py), so that a rank starts in a fraction of a second.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.preloaded"])
+        rendezvous = f"tcp://127.0.0.1:{_free_port()}"
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world, rendezvous, theirs, self.timeout_s), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a module-level function on every rank; its results by rank.
+
+        Raises:
+            RankFailure: it raised, or a rank died or gave no answer.
+        """
+        answers = self.outcomes(function, *args)
+        failed = [f"--- rank {rank}\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        if failed:
+            self.close()  # a rank may still sit in a collective that the others have left
+            self._start()
+            raise RankFailure("\n".join(failed))
+        return [value for _, value in answers]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
+        """(True, result) or (False, traceback) by rank, for tests of failures."""
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((function, args))
+        answers: list[tuple[bool, Any]] = []
+        for pipe in self.pipes:
+            try:
+                answers.append(pipe.recv() if pipe.poll(ANSWER_S) else (False, f"no answer in {ANSWER_S} s"))
+            except (EOFError, ConnectionResetError):
+                answers.append((False, "died"))
+        return answers
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError, OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class RanksPool:
+    """Ranks that stay for the next test: those of a group of two, and of the other number that was asked for last."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Ranks] = {}
+
+    def of(self, world: int) -> Ranks:
+        for other in [other for other in self._running if world != 2 and other not in (2, world)]:
+            self._running.pop(other).close()
+        if world not in self._running:
+            self._running[world] = Ranks(world)
+        return self._running[world]
+
+    def close(self) -> None:
+        for ranks in self._running.values():
+            ranks.close()
+
+
+def worlds(*sizes: int) -> pytest.MarkDecorator:
+    """Run a test on groups of these sizes; pytest runs all tests of one size before it starts the next."""
+    return pytest.mark.parametrize("ranks", sizes, indirect=True, scope="session", ids="ranks{}".format)
+
+
+every_world = worlds(1, 2, 3, 4)
+
+
+@contextlib.contextmanager
+def fresh_ranks(world: int, timeout_s: float = 60.0) -> Iterator[Ranks]:
+    """Ranks for one test alone, such as one that kills some of them."""
+    ranks = Ranks(world, timeout_s)
+    try:
+        yield ranks
+    finally:
+        ranks.close()

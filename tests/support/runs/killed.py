@@ -1,0 +1,218 @@
+"""A training run that is killed by SIGKILL again and again, and each time resumed; see test_kills.py.
+
+    python -m tests.support.runs.killed FOLDER --kills 200 --seed 1
+
+Two ranks train a model with dropout, uneven shards and data of their own, and save every third step. Every other kill
+comes at a random moment of a save, the others at a random moment; one rank or both are hit. How long these moments may
+be is measured in a run of its own, so that a slow machine is not killed before it has saved. Afterwards the run goes on
+for a few steps, and an unbroken run of as many steps is made beside it. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tests.support.preloaded  # noqa: F401  # before the forks, each of which would import it anew
+import zgraph
+
+RANKS = 2
+SAVE_EVERY = 3
+LIMIT_S = 60.0  # an attempt that is not over by then is an error
+SAVES = 3  # a kill at a random moment comes within the steps and saves of so many
+
+
+def train(rank: int, folder: Path, attempt: int, last: int) -> None:
+    """From the newest checkpoint to step `last`. Notes what it does, line by line, in `folder/rank<r>.txt`."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{attempt}", rank=rank, world_size=RANKS)
+    latest = zgraph.latest_checkpoint(folder / "checkpoints")
+    # What an attempt draws before it loads is of no account. On a slow machine several come to no checkpoint at all.
+    torch.manual_seed(0 if latest is None else attempt)
+    model = zgraph.shard(nn.Sequential(nn.Linear(6, 37), nn.Dropout(0.3), nn.Tanh(), nn.Linear(37, 5)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    torch.manual_seed(rank)
+    data = torch.Generator().manual_seed(rank)
+    done = 0
+    if latest is not None:
+        checkpoint = zgraph.load_checkpoint(latest, model, optimizer)
+        scheduler.load_state_dict(checkpoint.extra["scheduler"])
+        data.set_state(checkpoint.extra["data"])
+        done = checkpoint.step
+    with (folder / f"rank{rank}.txt").open("a", buffering=1) as notes:
+        notes.write(f"start {done}\n")
+        started = time.monotonic()
+        for step in range(done + 1, last + 1):
+            loss = model(torch.randn(9, 6, generator=data)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            notes.write(f"step {step} {loss.item().hex()}\n")
+            if step % SAVE_EVERY == 0:
+                notes.write(f"saving {step}\n")
+                saving = time.monotonic()
+                extra = {"scheduler": scheduler.state_dict(), "data": data.get_state()}
+                zgraph.save_checkpoint(folder / "checkpoints", model, optimizer, step=step, extra=extra)
+                notes.write(f"saved {step} {time.monotonic() - saving} {time.monotonic() - started}\n")
+    dist.destroy_process_group()
+
+
+@dataclass
+class Run:
+    """One folder of notes and checkpoints, and the attempts made in it."""
+
+    folder: Path
+    attempts: int = 0
+    processes: list[int] = field(default_factory=list[int])
+
+    def start(self, last: int) -> None:
+        """Forked, so that an attempt does not have to import torch again; nothing runs in this process but Python."""
+        self.folder.mkdir(exist_ok=True)
+        self.attempts += 1
+        for rank in range(RANKS):
+            process = os.fork()
+            if process == 0:
+                code = 1
+                try:
+                    with (self.folder / f"errors{rank}.txt").open("w") as errors:
+                        os.dup2(errors.fileno(), 2)
+                    train(rank, self.folder, self.attempts, last)
+                    code = 0
+                finally:
+                    sys.excepthook(*sys.exc_info()) if code else None
+                    os._exit(code)
+            self.processes.append(process)
+
+    def notes(self, rank: int) -> list[str]:
+        path = self.folder / f"rank{rank}.txt"
+        return path.read_text().splitlines() if path.exists() else []  # each line was written at once
+
+    def wait_for(self, kind: str) -> None:
+        """Until rank 0 notes another line of this kind."""
+        known, until = len(self.notes(0)), time.monotonic() + LIMIT_S
+        while not any(line.startswith(kind) for line in self.notes(0)[known:]):
+            self._check(until)
+            time.sleep(0.0005)
+
+    def finish(self) -> None:
+        """Wait until both ranks are through.
+
+        Raises:
+            RuntimeError: one failed.
+        """
+        until = time.monotonic() + LIMIT_S
+        while self.processes:
+            self._check(until)
+            time.sleep(0.01)
+
+    def _check(self, until: float) -> None:
+        for process in list(self.processes):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                self.processes.remove(process)
+                if status != 0:
+                    raise RuntimeError(self._errors())
+        if time.monotonic() > until:
+            raise RuntimeError(f"an attempt takes longer than {LIMIT_S} s\n{self._errors()}")
+
+    def _errors(self) -> str:
+        return "\n".join((self.folder / f"errors{rank}.txt").read_text() for rank in range(RANKS))
+
+    def kill(self, victims: list[int]) -> None:
+        """SIGKILL to these ranks; to the other one when it has had time to notice."""
+        for rank in victims:
+            os.kill(self.processes[rank], signal.SIGKILL)
+        until = time.monotonic() + 1.0
+        for process in self.processes:
+            while os.waitpid(process, os.WNOHANG) == (0, 0):
+                if time.monotonic() > until:
+                    os.kill(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
+                    break
+                time.sleep(0.001)
+        self.processes.clear()
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+
+
+def losses(notes: list[str]) -> dict[int, set[str]]:
+    """All losses noted for each step: one, where repeated steps are the same steps."""
+    found: dict[int, set[str]] = {}
+    for line in notes:
+        kind, *values = line.split()
+        if kind == "step":
+            found.setdefault(int(values[0]), set()).add(values[1])
+    return found
+
+
+def measure_pace(folder: Path) -> tuple[float, float]:
+    """Run an attempt of some saves to its end: seconds that it takes, and those of its last save."""
+    run = Run(folder)
+    try:
+        run.start(last=SAVES * SAVE_EVERY)
+        run.finish()
+    finally:
+        run.close()
+    _, _, save_s, all_s = run.notes(0)[-1].split()
+    return float(all_s), float(save_s)
+
+
+def kill_again_and_again(folder: Path, kills: int, seed: int) -> dict[str, int]:
+    moments = random.Random(seed)
+    moment_s, save_s = measure_pace(folder / "pace")
+    broken, unbroken = Run(folder / "broken"), Run(folder / "unbroken")
+    statistics = {"kills": kills, "while saving": 0, "partial directories": 0, "resumed": 0, "from scratch": 0}
+    try:
+        for number in range(kills):
+            broken.start(last=sys.maxsize)
+            if number % 2 == 0:
+                broken.wait_for("saving")
+                time.sleep(moments.uniform(0, save_s))
+            else:
+                broken.wait_for("step" if number > 1 else "saved")  # all attempts but the first two resume
+                time.sleep(moments.uniform(0, moment_s))
+            broken.kill(moments.choice([[0], [1], [0, 1]]))
+            statistics["while saving"] += broken.notes(0)[-1].startswith("saving")
+            statistics["partial directories"] += any(broken.folder.glob("checkpoints/.step_*"))
+        last = 10 + max(step for rank in range(RANKS) for step in losses(broken.notes(rank)))
+        for run in (broken, unbroken):
+            run.start(last)
+            run.finish()
+    finally:
+        broken.close()
+        unbroken.close()
+    starts = [int(line.split()[1]) for line in broken.notes(0) if line.startswith("start")]
+    statistics |= {"resumed": sum(step > 0 for step in starts), "from scratch": sum(step == 0 for step in starts)}
+    curves = [[losses(run.notes(rank)) for rank in range(RANKS)] for run in (broken, unbroken)]
+    statistics["steps"] = last
+    statistics["differing"] = sum(
+        ours[step] != theirs.get(step) for ours, theirs in zip(*curves, strict=True) for step in ours
+    )
+    statistics["complete curves"] = sum(set(curve) == set(range(1, last + 1)) for run in curves for curve in run)
+    return statistics
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Kill and resume a training run.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(json.dumps(kill_again_and_again(options.folder, options.kills, options.seed)))

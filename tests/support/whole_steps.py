@@ -1,0 +1,224 @@
+"""Training loops that run as one graph and as the plain lines they are, to be compared bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import zgraph
+from tests.support import models
+from tests.support.judges.replicated import whole
+
+P = zgraph.passes
+BATCH, LENGTH = 2, 7
+STEPS = 3
+LR = 1e-2
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda given: torch.optim.SGD(given, lr=LR, momentum=0.9, weight_decay=0.1),
+    "sgd_foreach": lambda given: torch.optim.SGD(given, lr=LR, momentum=0.9, nesterov=True, foreach=True),
+    "adam": lambda given: torch.optim.Adam(given, lr=LR, amsgrad=True),
+    "adamw_foreach": lambda given: torch.optim.AdamW(given, lr=LR, foreach=True),
+    "adamw_fused": lambda given: torch.optim.AdamW(given, lr=LR, fused=True),
+    "adagrad": lambda given: torch.optim.Adagrad(given, lr=LR, lr_decay=0.1),
+    "rmsprop": lambda given: torch.optim.RMSprop(given, lr=LR, momentum=0.9, centered=True),
+    "adamax": lambda given: torch.optim.Adamax(given, lr=LR),
+    "adadelta": lambda given: torch.optim.Adadelta(given, lr=LR),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training loop."""
+
+    stage: int = 3
+    optimizer: str = "adamw_fused"
+    clip: str = "none"  # "torch", "zgraph"
+    accumulation: int = 1
+    no_sync: bool = False
+    precision: str = "fp32"  # "bf16", "autocast"
+    loco: bool = False
+    dropout: float = 0.0
+    schedule: bool = False
+    frozen: bool = False
+    zero_first: bool = False
+    compiled: bool = False
+    resume: bool = False
+    checkpointed: bool = False
+    lowering: str = "fx"
+
+    def options(self) -> dict[str, Any]:
+        compression = P.CompressGradients(method=P.LoCo(), min_numel=64) if self.loco else None
+        passes = P.presets.default(bucket_bytes=4096)
+        if compression is not None:
+            place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))
+            passes.insert(place, compression)
+        return {"lowering": self.lowering, "pipeline": zgraph.Pipeline(passes, replay_all=True)}
+
+
+class Loop:
+    """A model, its optimizer, and one step of its loop."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        torch.manual_seed(0)
+        model = models.Language(case.dropout, layers=1)
+        if case.frozen:
+            model.blocks[0].qkv.weight.requires_grad_(False)
+            model.embed.weight.requires_grad_(False)
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if case.precision == "bf16" else {}
+        self.model = zgraph.shard(model, zero_stage=case.stage, **dtypes)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.ndim > 1]
+        others = [parameter for parameter in trained if parameter.ndim <= 1]
+        self.optimizer = OPTIMIZERS[case.optimizer]([{"params": matrices}, {"params": others, "lr": LR / 2}])
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9) if case.schedule else None
+
+    def plain(self, options: dict[str, Any] | None = None) -> Callable[[Tensor, Tensor], Any]:
+        """The loop body as anybody would write it; with options its model is compiled."""
+        case, model, opt = self.case, self.model, self.optimizer
+        called: Any = model if options is None else torch.compile(model, backend="zgraph", options=options)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
+                logits: Any = checkpoint(called, x, use_reentrant=False) if case.checkpointed else called(x)
+                return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            if case.zero_first:
+                opt.zero_grad()
+            metrics: dict[str, Any] = {"loss": torch.zeros(()), "rows": x.shape[0]}
+            for number, (inputs, targets) in enumerate(
+                zip(x.chunk(case.accumulation), y.chunk(case.accumulation), strict=True)
+            ):
+                last = number == case.accumulation - 1
+                waits = zgraph.no_sync(model) if case.no_sync and not last else contextlib.nullcontext()
+                with waits:
+                    loss = loss_of(inputs, targets) / case.accumulation
+                    loss.backward()
+                metrics["loss"] = metrics["loss"] + loss.detach()
+            if case.clip != "none":
+                clip = torch.nn.utils.clip_grad_norm_ if case.clip == "torch" else zgraph.clip_grad_norm_
+                metrics["norm"] = clip([p for p in model.parameters() if p.requires_grad], 0.5)
+            opt.step()
+            if not case.zero_first:
+                opt.zero_grad()
+            return metrics
+
+        return step
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        rows = BATCH * self.case.accumulation
+        x, y = torch.randint(0, models.VOCABULARY, (2, rows, LENGTH), generator=generator)
+        return x, y
+
+    def advance(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+
+@dataclass
+class Outcome:
+    """Everything a loop leaves behind."""
+
+    metrics: list[dict[str, Any]]
+    parameters: dict[str, Tensor]
+    state: dict[str, Any]
+    grads: dict[str, Tensor | None]
+    random: Tensor
+    graphs: int = 0
+
+
+def train(case: Case, *, whole_step: bool, steps: int = STEPS) -> Outcome:
+    """Run a loop; as one graph, or as the plain lines."""
+    loop = Loop(case)
+    options = case.options()
+    report = zgraph.Report()
+    if whole_step:
+        function: Any = zgraph.training_step(loop.model, loop.optimizer, options=options | {"report": report})(
+            loop.plain()
+        )
+    else:
+        # Compression exists in compiled graphs alone.
+        function = loop.plain(options if case.compiled or case.loco else None)
+    torch.manual_seed(7 + dist.get_rank())
+    metrics: list[dict[str, Any]] = []
+    for number in range(steps):
+        if case.resume and number == steps // 2:
+            _reload(loop)
+        found = function(*loop.batch(number))
+        metrics.append({key: _number(value) for key, value in found.items()})
+        loop.advance()
+    return Outcome(
+        metrics=metrics,
+        parameters={name: whole(parameter.detach()) for name, parameter in loop.model.named_parameters()},
+        state=_state_of(loop.optimizer),
+        grads={
+            name: None if parameter.grad is None else whole(parameter.grad)
+            for name, parameter in loop.model.named_parameters()
+        },
+        random=torch.get_rng_state(),
+        graphs=len(report.graphs),
+    )
+
+
+def _reload(loop: Loop) -> None:
+    """Store model and optimizer, spoil them, and load them again."""
+    stored = io.BytesIO()
+    torch.save(loop.optimizer.state_dict(), stored)
+    weights = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.mul_(0.5)
+    for entries in loop.optimizer.state.values():
+        for value in entries.values():
+            value.add_(1)
+    stored.seek(0)
+    loop.model.load_state_dict(weights)
+    loop.optimizer.load_state_dict(torch.load(stored, weights_only=False))
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        f"{number}.{key}": (type(value).__name__, whole(value) if isinstance(value, Tensor) else value)
+        for number, entries in enumerate(optimizer.state.values())
+        for key, value in entries.items()
+    }
+
+
+def _number(value: Any) -> Any:
+    return whole(value).item() if isinstance(value, Tensor) else value
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    """Equal bit for bit."""
+    assert found.metrics == expected.metrics
+    for name, parameter in expected.parameters.items():
+        assert torch.equal(found.parameters[name], parameter), name
+    assert list(found.state) == list(expected.state)
+    for name, (kind, value) in expected.state.items():
+        assert found.state[name][0] == kind, name
+        assert torch.equal(found.state[name][1], value), name
+    for name, grad in expected.grads.items():
+        ours = found.grads[name]
+        assert (ours is None) == (grad is None), name
+        assert grad is None or (ours is not None and torch.equal(ours, grad)), name
+    assert torch.equal(found.random, expected.random)
+
+
+def compare(case: Case) -> int:
+    """Run a case both ways; the number of graphs that the captured one needed."""
+    found = train(case, whole_step=True)
+    assert_same(found, train(case, whole_step=False))
+    return found.graphs

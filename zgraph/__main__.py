@@ -1,0 +1,35 @@
+"""`zgraph` on the command line, also `python -m zgraph`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+NEEDED = ("click", "rich")
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"zgraph: the command line needs {' and '.join(missing)}; pip install 'zgraph[cli]'.", file=sys.stderr)
+        sys.exit(2)
+    from zgraph.command_line import commands
+
+    _keep_output_apart()
+    commands(prog_name="zgraph")
+
+
+def _keep_output_apart() -> None:
+    """Send what libraries print to standard error: gloo says on standard output whom it is connected to."""
+    try:
+        results = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # closed
+        return
+    sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+
+
+if __name__ == "__main__":
+    run()

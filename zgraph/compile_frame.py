@@ -1,0 +1,253 @@
+"""The compile of one frame: trace, plan, agreement between ranks, report, lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from torch import fx
+
+from zgraph.codegen.inductor import InductorLowering
+from zgraph.codegen.kernel_sources import sources_of
+from zgraph.codegen.lower_fx import lower_fx
+from zgraph.codegen.step_variants import switch_by_step
+from zgraph.compiler.agreement import Signature, agree
+from zgraph.compiler.frame import Frame
+from zgraph.compiler.frame_plan import FramePlan, Variant, plan_frame, plan_within_budget
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
+from zgraph.compiler.partition import partition
+from zgraph.compiler.pipeline import Observer, Pipeline
+from zgraph.graph import meta, nodes
+from zgraph.graph.collective_dispatch import order_of_waits
+from zgraph.graph.traffic import transfers
+from zgraph.options import CompileOptions
+from zgraph.passes import presets
+from zgraph.reporting.collective_numbers import with_numbers
+from zgraph.reporting.dump import Dumper
+from zgraph.reporting.export.build_frame import build_frame
+from zgraph.reporting.export.folder import trace_graphs, write_frame
+from zgraph.reporting.export.parameters import KnownParameter, known_parameters
+from zgraph.reporting.export.record_passes import PassRecorder
+from zgraph.reporting.metrics.called_graph import called_graph, called_in_warm_up
+from zgraph.reporting.metrics.step_clock import CalledGraph, GraphWatch
+from zgraph.reporting.of_graph import describe, predict
+from zgraph.reporting.summary import Report
+from zgraph.runtime.groups import rank_and_world
+from zgraph.sharding.local_shards import compile_on_local_shards
+from zgraph.sharding.scope import Scope
+from zgraph.torch_compat.aot import aot_autograd, aot_input_index
+from zgraph.torch_compat.fake_values import without_fake_mode
+
+Program = Callable[[list[Any]], Any]
+
+
+class FrameCompiler:
+    """Compiles one frame; all state of that compile lives here.
+
+    Args:
+        frame: what is compiled.
+        options: of the backend.
+        known: of the cluster, where groups that move nothing stand for another one's; None: what is found here.
+        on_plan: called with the plan once it is made.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        options: CompileOptions,
+        *,
+        known: PassContext | None = None,
+        on_plan: Callable[[FramePlan], None] = lambda plan: None,
+    ) -> None:
+        self.options = options
+        self.on_plan = on_plan
+        self.pipeline = options.pipeline or Pipeline(presets.default())
+        self.captured = frame
+        self.frame = frame.name
+        self.reason = frame.reason
+        known = known or PassContext(machine=frame.machine)
+        self.ctx = replace(known, decomposed=options.lowering == "inductor")
+        self.names = frame.handle_names()
+        scopes = frame.scopes()
+        self.report = _report_of(scopes, options.report)
+        self.clocks = [scope.clocks for scope in scopes]
+        self.called: dict[Direction, CalledGraph] = {}
+        self.rank, ranks = rank_and_world()
+        self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
+        self.variants: tuple[Variant, ...] = ()  # of the plan
+        self.dumper: Dumper | None = None  # of the last try, as the next one
+        self.recorder: PassRecorder | None = None
+        self.known: dict[str, KnownParameter] = {}
+        if self.frame.endswith("/0"):  # not again for every recompile
+            frame.warn_if_replicas_drift()
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        backend = aot_autograd(
+            compile_forward=partial(self.lower, "forward"),
+            compile_backward=partial(self.lower, "backward"),
+            compile_inference=self.compile_inference,
+            partition=self.partition,
+            decompose=self.inductor is not None,
+        )
+        with self.report.phase("tracing"):
+            return compile_on_local_shards(gm, example_inputs, backend)
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The final forward and backward graph of a joint graph."""
+
+        def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            with self.report.phase("tracing"):
+                return partition(gm, inputs, **kwargs)
+
+        graphs = self._plan(joint, replace(self.ctx, user_outputs=kwargs["num_fwd_outputs"], split=split)).graphs
+        return graphs["forward"], graphs["backward"]
+
+    def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
+        return self.lower("inference", self._plan(gm, self.ctx).graphs["inference"], inputs)
+
+    def compile_step(self, gm: fx.GraphModule) -> Program:
+        """The whole training step as a callable."""
+        return self.lower("step", self._plan(gm, replace(self.ctx, direction="step")).graphs["step"], ())
+
+    def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
+        """A final graph as a callable."""
+        with self.report.phase("lowering"):
+            profiler_of = partial(self.report.profiler_of, self.frame, direction)
+            watch = GraphWatch(self.called[direction], self.clocks, profiler_of)
+            title = f"{self.frame} {direction}"
+            main = with_numbers(self._lowered(gm, watch, title), gm.graph, title, self.rank)
+            if direction not in ("backward", "step"):
+                return main
+            programs = [(each.from_step, self._lowered_warm_up(each, direction, title)) for each in self.variants[:-1]]
+            return switch_by_step([*programs, (self.variants[-1].from_step, main)], gm)
+
+    def _lowered_warm_up(self, variant: Variant, direction: Direction, title: str) -> Program:
+        gm = variant.graphs[direction]
+        about = called_in_warm_up(gm.graph, self.called[direction])
+        return self._lowered(gm, GraphWatch(about, self.clocks), f"{title} of warm-up")
+
+    def _lowered(self, gm: fx.GraphModule, watch: GraphWatch, title: str) -> Program:
+        if self.inductor is None:
+            return lower_fx(gm, watch, self._ranks_per_host)
+        islands, distinct = self.inductor.islands, len(self.inductor.compiled)
+        lowered = self.inductor.lower(gm, watch, self._ranks_per_host, f"frame {title}")
+        self.report.islands += self.inductor.islands - islands
+        self.report.distinct_islands += len(self.inductor.compiled) - distinct
+        return lowered
+
+    @property
+    def _ranks_per_host(self) -> int:
+        return 1 if self.pipeline.target is None else self.pipeline.target.hardware.ranks_per_host
+
+    def _plan(self, captured: fx.GraphModule, ctx: PassContext) -> FramePlan:
+        """Plan the frame, within the budget if there is one; agree on the plan with the other ranks, and report it."""
+        self._name_markers(captured.graph)
+        self.known = known_parameters(captured.graph, self.names.values())
+        target = self.pipeline.target
+        if target is not None:
+            ctx = target.known_to(ctx, captured.graph)
+        with self.report.phase("passes"):
+            if ctx.plan_bytes is None:
+                plan = plan_frame(captured, self.pipeline, ctx, self._observer())
+            else:
+                plan = plan_within_budget(
+                    lambda plan_bytes: plan_frame(
+                        captured, self.pipeline, replace(ctx, plan_bytes=plan_bytes), self._observer()
+                    ),
+                    ctx.plan_bytes,
+                    self.frame,
+                )
+        self.variants = plan.variants
+        self._finish(plan, ctx.plan_bytes)
+        self.on_plan(plan)
+        return plan
+
+    def _observer(self) -> Observer:
+        """Writes a dump, if one is wanted; that of a later try replaces it."""
+        if self.dumper is not None and self.dumper.failed:
+            self.report.dump_failed = True
+        self.recorder = None
+        dumps = self.options.dump is not None and not self.report.dump_failed
+        if not dumps and not self.report.keep_passes:
+            return lambda graph_pass, ctx, graph: None
+        self.recorder = recorder = PassRecorder()
+        if self.options.dump is None or not dumps:
+            return recorder.observe
+        self.dumper = dumper = Dumper(directory=self.options.dump, rank=self.rank, frame=self.frame)
+
+        def observe(graph_pass: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
+            recorder.observe(graph_pass, ctx, graph)
+            if graph_pass is None:
+                dumper.captured(ctx.direction, graph)
+                return
+            notes = [text for name, where, text in ctx.notes if (name, where) == (graph_pass.name, ctx.direction)]
+            dumper.after(graph_pass, ctx.direction, graph, tuple(notes))
+
+        return observe
+
+    def _finish(self, plan: FramePlan, budget_bytes: int | None) -> None:
+        """Agree with the peers on what will be sent before anything is, and report on the graphs."""
+        with self.report.phase("predicting"):
+            graphs: dict[Direction, fx.Graph] = {direction: gm.graph for direction, gm in plan.graphs.items()}
+            predictions = predict(graphs, plan.ctx, self.frame)
+            found = describe(
+                graphs,
+                plan.ctx,
+                predictions,
+                limits=plan.limits,
+                frame=self.frame,
+                parameters=tuple(self.names.values()),
+                reason=self.reason,
+                keep_graphs=self.report.keep_graphs,
+            )
+            data = build_frame(
+                plan, predictions, found, self.known, lowering=self.options.lowering, recorder=self.recorder
+            )
+        self.called = {graph.direction: called_graph(graph, plan, budget_bytes) for graph in found}
+        signatures = [self._signed(direction, gm.graph) for direction, gm in plan.graphs.items()]
+        for variant, following in pairwise(plan.variants):
+            closing = "step" if "step" in variant.graphs else "backward"
+            warm = f"{closing} of {following.from_step} steps of warm-up"  # as many on all
+            signatures.append(self._signed(warm, variant.graphs[closing].graph))
+        with self.report.phase("agreement"):
+            agree(signatures, self.options.agreement_timeout_s)
+        if self.options.report is not None:  # somebody wants to read them
+            self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in plan.ctx.notes)
+        self.report.passes.extend(plan.runs)
+        self.report.graphs.extend(found)
+        if data is not None:
+            self.report.frames.append(data)
+            if self.dumper is not None:
+                failed = self.dumper.failed or not write_frame(self.dumper.directory, data, self.report)
+                self.report.dump_failed = self.report.dump_failed or failed
+            trace_graphs(data)
+        if self.dumper is not None:
+            with without_fake_mode():  # they are emitted with torch's own roundings
+                for gm in plan.graphs.values():
+                    self.dumper.kernels(sources_of(gm.graph))
+
+    def _signed(self, direction: str, graph: fx.Graph) -> Signature:
+        return Signature.of(direction, [*transfers(graph)], order_of_waits(graph, self._ranks_per_host))
+
+    def _name_markers(self, graph: fx.Graph) -> None:
+        """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""
+        names: dict[str, str] = {}
+        for place, node in enumerate(graph.find_nodes(op="placeholder")):
+            index = place if self.captured.is_step else aot_input_index(node)
+            if index in self.names:
+                names[node.name] = self.names[index]
+        for marker in nodes.call_functions(graph, nodes.is_marker):
+            handle = marker.args[1]
+            assert isinstance(handle, fx.Node)
+            meta.set_parameters(marker, [names.get(handle.name, "?")], [handle.name])
+
+
+def _report_of(scopes: Sequence[Scope], given: Report | None) -> Report:
+    """The one the user has given, else that of the model whose parameters the frame reads, which is told of it."""
+    report = given or next((scope.report for scope in scopes if isinstance(scope.report, Report)), None) or Report()
+    for scope in scopes:
+        scope.report = report
+    return report

@@ -1,0 +1,68 @@
+"""A frame: what is compiled at once, with the real inputs of the call that it is compiled for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from zgraph.analysis.hardware import Hardware
+from zgraph.errors import ZgraphWarning
+from zgraph.runtime.handle import name_of
+from zgraph.sharding.scope import Scope, scope_behind
+from zgraph.torch_compat.dynamo import compile_id, dynamo_example, recompile_reason
+from zgraph.torch_compat.groups import is_distributed_ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """What is compiled.
+
+    Attributes:
+        name: "frame/recompile", as Dynamo counts them; of a whole step "step/recompile".
+        reason: why it is compiled again; "" for the first time, or if nobody says.
+        inputs: its real inputs; None where they are not known any more.
+        is_step: whether it is a whole training step, whose graph takes exactly these inputs.
+    """
+
+    name: str
+    reason: str
+    inputs: Sequence[Any]
+    is_step: bool = False
+
+    @classmethod
+    def of_dynamo(cls, gm: fx.GraphModule) -> Frame:
+        """The frame that Dynamo is compiling."""
+        inputs = [dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
+        return cls(name=compile_id(), reason=recompile_reason(), inputs=inputs)
+
+    def scopes(self) -> list[Scope]:
+        """Scopes of the models whose parameters the frame reads."""
+        return list(dict.fromkeys(scope for scope in map(scope_behind, self.inputs) if scope is not None))
+
+    @property
+    def machine(self) -> Hardware | None:
+        return next((scope.machine for scope in self.scopes() if scope.machine is not None), None)
+
+    def handle_names(self) -> dict[int, str]:
+        """Parameter names by the position of their handle among the inputs."""
+        names = {position: name_of(value) for position, value in enumerate(self.inputs)}
+        return {position: name for position, name in names.items() if name != "?"}
+
+    def warn_if_replicas_drift(self) -> None:
+        """Warn where several ranks train something that is not sharded."""
+        if not is_distributed_ready() or dist.get_world_size() == 1:
+            return
+        trainable = [value for value in self.inputs if isinstance(value, nn.Parameter) and value.requires_grad]
+        if trainable and not any(isinstance(value, DTensor) for value in trainable):
+            warnings.warn(
+                f"zgraph: {dist.get_world_size()} ranks train a model of which nothing is sharded, so nothing is "
+                "communicated and the ranks drift apart; call zgraph.shard(model) before torch.compile.",
+                ZgraphWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,158 @@
+"""The plan of a frame: its final graphs, and from which optimizer step on each of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from torch import fx
+
+from zgraph.analysis.liveness import MemoryCurve, memory_curve, step_curve
+from zgraph.compiler.fit_budget import explain, fit, smallest_feasible
+from zgraph.compiler.graph_pass import Direction, PassContext
+from zgraph.compiler.pipeline import Observer, PassRun, Pipeline
+from zgraph.errors import PreconditionError
+from zgraph.graph import edits
+from zgraph.scheduling.problem import Limits
+from zgraph.torch_compat.dynamo import raise_through_dynamo
+
+Graphs = dict[Direction, fx.GraphModule]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """The final graphs of a frame by direction, which run from an optimizer step on."""
+
+    from_step: int
+    graphs: Graphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramePlan:
+    """What became of a captured graph.
+
+    Attributes:
+        variants: one, or where passes count from later steps on several, by step. They differ in their backward alone.
+        ctx: what the passes knew, with what they left in it.
+        runs: each pass on each graph of the last variant.
+        limits: within which its graphs were ordered by costs; None: they were ordered by rules.
+    """
+
+    variants: tuple[Variant, ...]
+    ctx: PassContext
+    runs: tuple[PassRun, ...]
+    limits: Limits | None
+
+    @property
+    def graphs(self) -> Graphs:
+        """The final graphs of the last variant, with which a long training runs; lowering changes them."""
+        return self.variants[-1].graphs
+
+    @cached_property
+    def curve(self) -> MemoryCurve:
+        """Memory curve of the step that holds most."""
+        return max(map(self._curve_of, reversed(self.variants)), key=lambda curve: curve.peak_bytes)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Most that a step holds at any moment, as all ranks count it."""
+        return self.curve.peak_bytes
+
+    def _curve_of(self, variant: Variant) -> MemoryCurve:
+        if "forward" not in variant.graphs:
+            (whole,) = variant.graphs.values()
+            return memory_curve(whole.graph, agreed=True)
+        forward, backward = (variant.graphs[direction].graph for direction in ("forward", "backward"))
+        assert self.ctx.user_outputs is not None
+        return step_curve(forward, backward, user_outputs=self.ctx.user_outputs, agreed=True)
+
+
+def plan_frame(captured: fx.GraphModule, pipeline: Pipeline, ctx: PassContext, observe: Observer) -> FramePlan:
+    """Run all passes of a pipeline, and the partition between those of phase "joint" and those of phase "graph".
+
+    Args:
+        captured: a joint graph, the one of inference, or that of a whole step; it is not changed.
+        pipeline: of the frame.
+        ctx: what passes may know; a joint graph has a `split`. It is not changed.
+        observe: called with each graph as captured and as each pass of the last variant leaves it, for dumps.
+
+    Raises:
+        PreconditionError: a pass that counts from a later step on has changed a forward.
+    """
+    ctx = replace(ctx, notes=[])
+    limits = next((found for entry in pipeline.passes if (found := entry.limits(ctx)) is not None), None)
+    gm = edits.copy_of(captured)
+    if ctx.split is None:
+        graphs: Graphs = {"step" if ctx.direction == "step" else "inference": gm}
+        _show(graphs, ctx, observe)
+        runs = [*pipeline.run("joint", ctx, graphs, observe)]
+        steps = pipeline.steps if "step" in graphs else (0,)  # inference reduces nothing
+        earlier = [_earlier(step, graphs, pipeline, ctx) for step in steps[:-1]]
+        runs += pipeline.run("graph", ctx, graphs, observe)
+        last = Variant(from_step=steps[-1], graphs=graphs)
+        return FramePlan(variants=(*earlier, last), ctx=ctx, runs=tuple(runs), limits=limits)
+    joint: Graphs = {"joint": gm}
+    _show(joint, ctx, observe)
+    runs = [*pipeline.run("joint", ctx, joint, observe)]
+    forward, backward = ctx.split(gm)
+    graphs = {"forward": forward, "backward": backward}
+    earlier = [_earlier(step, graphs, pipeline, ctx) for step in pipeline.steps[:-1]]
+    _show(graphs, ctx, observe)
+    runs += pipeline.run("graph", ctx, graphs, observe)
+    last = Variant(from_step=pipeline.steps[-1], graphs=graphs)
+    _check_forward(runs, pipeline)
+    return FramePlan(variants=(*earlier, last), ctx=ctx, runs=tuple(runs), limits=limits)
+
+
+def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, frame: str) -> FramePlan:
+    """The first plan found that keeps the budget; it is the last one made.
+
+    Args:
+        plan_for: plans the frame for so many bytes; equal plans for equal bytes.
+        budget_bytes: to keep.
+        frame: Dynamo's name of it, for the error.
+
+    Raises:
+        ValueError: no try fits; says which budget would do.
+    """
+    plans: dict[int, FramePlan] = {}  # by their peaks
+
+    @cache
+    def peak_of(plan_bytes: int) -> int:
+        plan = plan_for(plan_bytes)
+        plans[plan.peak_bytes] = plan
+        return plan.peak_bytes
+
+    plan_bytes = fit(peak_of, budget_bytes)
+    if plan_bytes is not None:
+        return plans[peak_of(plan_bytes)]
+    least = smallest_feasible(peak_of)
+    where = explain(plans[max(peak for peak in plans if peak <= least)].curve)
+    raise_through_dynamo(
+        f"zgraph: the step of frame {frame} does not fit into budget_bytes={budget_bytes}. The smallest budget that it "
+        f"was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; or take smaller "
+        "buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks."
+    )
+
+
+def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:
+    for direction, gm in graphs.items():
+        observe(None, replace(ctx, direction=direction), gm.graph)
+
+
+def _earlier(step: int, graphs: Graphs, pipeline: Pipeline, ctx: PassContext) -> Variant:
+    """The variant without those passes that count from a later step on; their notes and runs are not kept."""
+    copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
+    list(pipeline.at(step).run("graph", replace(ctx, notes=[]), copies, lambda *_: None))
+    return Variant(from_step=step, graphs=copies)
+
+
+def _check_forward(runs: Iterable[PassRun], pipeline: Pipeline) -> None:
+    later = {entry.name: entry.from_step for entry in pipeline.passes if entry.from_step}
+    for run in runs:
+        if run.name in later and run.direction == "forward" and run.changed:
+            raise PreconditionError(
+                f"{run.name} counts from step {later[run.name]} on and has changed the forward graph, of which there "
+                "is one for all steps; let its run leave forward graphs as they are."
+            )

@@ -1,0 +1,115 @@
+"""Compression methods as text, which graphs and checkpoints hold: a registered name, and the fields.
+
+A class registers by its `name`; Python itself knows which classes a process has defined. No module's or class's own
+name is written, so both may change, and none is imported because a text says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zgraph.compression.low_rank import LowRank
+from zgraph.compression.methods import CompressionMethod
+
+Kind = type[CompressionMethod] | type[LowRank]
+
+
+def to_text(method: CompressionMethod) -> str:
+    """A method as text, which a graph can hold and `from_text` reads.
+
+    Raises:
+        ValueError: its class has no name of its own, or one that another class has too; or a field is nothing that can
+            be written down.
+    """
+    kind = type(method)
+    name = vars(kind).get("name")
+    if not isinstance(name, str):
+        raise ValueError(
+            f"zgraph: the compression method {_place(kind)} has no name, by which graphs and checkpoints know it; "
+            f'write name: ClassVar[str] = "..." in the class itself, and keep it when the class is renamed or moved.'
+        )
+    if _named(name) is not kind:
+        raise ValueError(
+            f"zgraph: {_place(kind)}, named {name!r}, was defined again since this method was made; make the method "
+            "anew, of the class as it is now."
+        )
+    fields = {
+        field.name: _written(kind, field.name, getattr(method, field.name)) for field in dataclasses.fields(method)
+    }
+    return json.dumps([name, fields])
+
+
+@functools.cache
+def from_text(text: str) -> CompressionMethod:
+    """The method that `to_text` has written.
+
+    Raises:
+        ValueError: no class of that name is defined in this process, or more than one.
+    """
+    name, fields = json.loads(text)
+    kind = _named(name)
+    if kind is None or not issubclass(kind, CompressionMethod):
+        known = ", ".join(sorted({kind.name for kind in _kinds()}))
+        raise ValueError(
+            f"zgraph: no compression method is named {name!r} here, only {known}; import the module that defines it."
+        )
+    return kind(**{key: _read(value) for key, value in fields.items()})
+
+
+def kind_of(text: str) -> Kind | None:
+    """The class by which a text, such as a checkpoint's, was written; None where this process has none of its name."""
+    try:
+        name, _ = json.loads(text)
+    except (ValueError, TypeError):  # damaged
+        return None
+    return _named(name)
+
+
+def _named(name: str) -> Kind | None:
+    """The class of a name. One that was defined again, as in a notebook, replaces the one before."""
+    found = {_place(kind): kind for kind in _kinds() if kind.name == name}
+    if len(found) > 1:
+        raise ValueError(
+            f"zgraph: the compression methods {' and '.join(found)} are both named {name!r}, and a graph or checkpoint "
+            "cannot tell which it means; give one of them another name."
+        )
+    return next(iter(found.values()), None)
+
+
+def _kinds() -> Iterator[Kind]:
+    """Classes with a name of their own, as they were defined."""
+    yield LowRank
+    for kind in _subclasses(CompressionMethod):
+        if "name" in vars(kind):
+            yield kind
+
+
+def _subclasses(kind: type[CompressionMethod]) -> Iterator[type[CompressionMethod]]:
+    for found in kind.__subclasses__():
+        yield found
+        yield from _subclasses(found)
+
+
+def _place(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _written(kind: type, name: str, value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise ValueError(
+        f"zgraph: {kind.__name__}.{name} is a {type(value).__name__}, which a compiled graph cannot hold; a "
+        "compression method has fields that are numbers, strings, bools or dtypes."
+    )
+
+
+def _read(value: Any) -> Any:
+    return getattr(torch, value["dtype"]) if isinstance(value, dict) else value

@@ -1,0 +1,81 @@
+"""Following a value through views, casts and copies, forwards and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import fx
+
+from zgraph.graph import meta, nodes, traits
+from zgraph.torch_compat.operators import written_arguments
+
+
+def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and everything that is only a view, cast or copy of its result."""
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        yield value
+        pending.extend(user for user in value.users if traits.is_reshaping(user))
+
+
+def without_views(node: fx.Node) -> fx.Node:
+    """The node below views that change nothing, such as the view that `DTensor.to_local` leaves."""
+    while node.target is torch.ops.aten.view.default:
+        source = cast(fx.Node, node.args[0])
+        if not meta.same_layout(meta.value(source), meta.value(node)):
+            break
+        node = source
+    return node
+
+
+def copy_in(start: fx.Node) -> list[fx.Node] | None:
+    """The casts, pads and packing between the graph's inputs and a start; None where anything else is between."""
+    found: dict[fx.Node, None] = {}
+    pending = list(start.all_input_nodes)
+    for node in pending:
+        if node.op in ("placeholder", "get_attr") or node in found:
+            continue
+        is_copy = nodes.is_communication(node) or traits.is_reshaping(node)
+        if nodes.is_start(node) or nodes.is_wait(node) or not is_copy:
+            return None
+        found[node] = None
+        pending.extend(node.all_input_nodes)
+    return list(found)
+
+
+def pinned_reads(order: Sequence[fx.Node]) -> set[fx.Node]:
+    """Communication that reads what some node writes to, and could pass the writer if it moved.
+
+    A gather whose result is needed before its shard is updated may move: it always stays before that need.
+    """
+    position = {node: place for place, node in enumerate(order)}
+    first_write: dict[fx.Node, int] = {}
+    for node in order:
+        for argument in written_arguments(node):
+            while traits.is_reshaping(argument) and argument.all_input_nodes:
+                argument = argument.all_input_nodes[0]
+            for value in reshaped_values(argument):
+                first_write.setdefault(value, position[node])
+    pinned: set[fx.Node] = set()
+    for node in order:
+        if not nodes.is_communication(node):
+            continue
+        writes = [first_write[source] for source in node.all_input_nodes if source in first_write]
+        if writes and not (position[node] < min(writes) and _is_needed_before(node, min(writes), position)):
+            pinned.add(node)
+    return pinned
+
+
+def _is_needed_before(node: fx.Node, end: int, position: Mapping[fx.Node, int]) -> bool:
+    """Whether some node that computes with the result stands before this position."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if nodes.is_communication(user):
+                pending.append(user)
+            elif position[user] < end:
+                return True
+    return False

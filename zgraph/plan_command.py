@@ -1,0 +1,211 @@
+"""`zgraph plan`: what a training step takes on each rank of a cluster, on the command line."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zgraph.errors import ZgraphError
+from zgraph.reporting.commands.report import rebuild
+from zgraph.reporting.commands.terminal import UserError, json_option, print_json, print_tables, working
+
+if TYPE_CHECKING:
+    from zgraph.analysis.hardware import Hardware
+    from zgraph.planning import Plan
+
+Step = tuple[Any, tuple[Any, ...]]  # a model, and the arguments of one rank's forward
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)?", re.IGNORECASE)
+
+_INNER = re.compile(r"\bgot (\w+(?:Error|Exception)\(.*\))")
+
+
+class ByteSize(click.ParamType):
+    """Bytes as people write them: "60GiB" counts in powers of two, "60GB" in powers of ten, "64" in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = _SIZE.fullmatch(str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is not a size; write it as 60GiB, 1.5GB or 512MiB.", param, ctx)
+        number, prefix, binary = found.groups()
+        power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
+        count = int(float(number) * (1024 if binary else 1000) ** power)
+        if count < 1:
+            self.fail(f"{value!r} holds nothing; write a size such as 60GiB.", param, ctx)
+        return count
+
+
+@click.command()
+@click.argument("function", metavar="MODULE:FN")
+@click.option("--world-size", type=click.IntRange(min=1), required=True, help="Ranks of the cluster.")
+@click.option("--hardware", default="h100", show_default=True, help="A preset, or a file made by `calibrate --json`.")
+@click.option("--budget", type=ByteSize(), help="What a step may hold, such as 60GiB; passes then schedule by costs.")
+@click.option("--zero-stage", type=click.IntRange(0, 3), default=3, show_default=True, help="As in zgraph.shard.")
+@click.option("--param-dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="As in zgraph.shard.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Folder for a report of the plan, with a page to look at."
+)
+@json_option
+def plan(
+    function: str,
+    world_size: int,
+    hardware: str,
+    budget: int | None,
+    zero_stage: int,
+    param_dtype: str | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan a training step for a cluster, on this machine.
+
+    MODULE:FN names a function without arguments, such as train:step of train.py in this folder. It returns a model and
+    the tuple of arguments of one rank's forward. Inside, tensors have shapes but no values, so models of any size fit.
+    """
+    with working("planning"):
+        step = function_named(function)
+        machine = hardware_named(hardware)
+        found = _planned(step, machine, world_size, budget, zero_stage, param_dtype)
+        written = None if html is None else _write(found, html)
+    if as_json:
+        print_json(found.as_json() | ({} if written is None else {"report": str(written)}))
+        return
+    print_tables(found.tables())
+    if written is not None:
+        click.echo(f"report: {written}")
+
+
+def _write(found: Plan, directory: Path) -> Path:
+    """Write a report of a plan; its page."""
+    if not any(found.report(directory).rglob("report.json")):  # zgraph has warned of the reason
+        raise UserError(f"the report cannot be written to {directory}.")
+    return rebuild(directory)[0]
+
+
+def _planned(
+    step: Callable[[], Any],
+    machine: Hardware,
+    world_size: int,
+    budget: int | None,
+    zero_stage: int,
+    param_dtype: str | None,
+) -> Plan:
+    import torch
+
+    import zgraph
+
+    pipeline = None
+    if budget is not None:
+        target = zgraph.Target(hardware=machine, budget_bytes=budget)
+        pipeline = zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
+    dtype = getattr(torch, param_dtype) if param_dtype else None
+    made: list[Step] = []  # by the model's turn, for that of the batch
+
+    def make_model() -> Any:
+        made.append(call(step))
+        return made[0][0]
+
+    try:
+        return zgraph.plan(
+            make_model,
+            world_size=world_size,
+            batch=lambda: made[0][1],
+            shard_fn=functools.partial(zgraph.shard, zero_stage=zero_stage, param_dtype=dtype),
+            hardware=machine,
+            pipeline=pipeline,
+        )
+    except (click.ClickException, ZgraphError):
+        raise
+    except Exception as error:
+        if str(error).startswith("zgraph"):  # the compiler's own types around what zgraph says
+            raise ZgraphError(str(error)) from error
+        raise UserError(f"the step cannot be compiled: {_in_one_line(error)}") from error
+
+
+def call(step: Callable[[], Any]) -> Step:
+    """What a user's function makes, or what is wrong with it."""
+    try:
+        made = step()
+    except Exception as error:
+        raise UserError(f"the function failed: {_in_one_line(error)}") from error
+    import torch
+
+    match made:
+        case (torch.nn.Module() as model, tuple() | list() as inputs):
+            return model, tuple(inputs)
+        case _:
+            kind = "(" + ", ".join(type(part).__name__ for part in made) + ")" if isinstance(made, tuple) else made
+            raise UserError(
+                f"the function returned {kind if isinstance(kind, str) else type(kind).__name__}; return a model and "
+                "the tuple of its forward's arguments."
+            )
+
+
+def function_named(text: str) -> Callable[[], Any]:
+    """The function that MODULE:FN names; modules in the current folder are found as well.
+
+    Raises:
+        UserError: there is no such module or function, or the module cannot be imported.
+    """
+    module_name, colon, name = text.partition(":")
+    if not (colon and module_name and name):
+        raise UserError(f"{text!r} names no function; write MODULE:FN, such as train:step.")
+    if module_name.endswith(".py"):
+        raise UserError(f"{text!r} is a file; write {Path(module_name).stem}:{name}, in the folder of {module_name}.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise UserError(f"there is no module {error.name!r} here or among the installed ones.") from error
+        raise UserError(f"module {module_name!r} cannot be imported: {_in_one_line(error)}") from error
+    except Exception as error:
+        raise UserError(f"module {module_name!r} cannot be imported: {_in_one_line(error)}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"module {module_name!r} has no function {name!r}.")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"{text} is a {type(found).__name__}, not a function.")
+    return found
+
+
+def hardware_named(text: str) -> Hardware:
+    """A preset, or what a file holds that `zgraph calibrate --json` wrote.
+
+    Raises:
+        UserError: there is neither.
+    """
+    from zgraph.analysis.hardware import Hardware
+
+    path = Path(text)
+    try:
+        return Hardware.from_json(path.read_text()) if path.is_file() else Hardware.preset(text)
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+def _in_one_line(error: BaseException) -> str:
+    """What happened first, and where in the user's files."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    inner = _INNER.search(str(error))  # of what Dynamo explains at length
+    first = inner[1] if inner else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_installed(Path(frame.filename))]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{first}{where}"
+
+
+def _is_installed(path: Path) -> bool:
+    """Whether a file is zgraph's, an installed package's, or Python's own."""
+    return Path(__file__).parent in path.parents or "site-packages" in path.parts or not path.is_file()

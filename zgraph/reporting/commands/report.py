@@ -1,0 +1,98 @@
+"""`zgraph report`: makes the page and the other files of a report from what a run has written, and opens the page."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import webbrowser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from zgraph.errors import ZgraphError
+from zgraph.reporting.commands.terminal import UserError, json_option, print_json, print_tables, working
+from zgraph.reporting.tables import Table, size
+
+GRAPHVIZ_SECONDS = 10.0  # for one graph; it takes minutes for thousands of nodes whose edges cross
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
+@json_option
+def report(directory: Path, opens: bool, as_json: bool) -> None:
+    """Make index.html and the other files of a report from its report.json, and say where they are.
+
+    DIRECTORY is what options={"dump": ...} or zgraph.report(model, ...) has written, or one frame's folder in it. The
+    page shows all frames and ranks below it. Where graphviz is installed, an SVG lies beside each of its files, unless
+    graphviz takes more than ten seconds for it.
+    """
+    with working("writing the report"):
+        page, *others = rebuild(directory)
+    with working("drawing graphs with graphviz"):
+        others += drawn([file for file in others if file.suffix == ".dot"])
+    if as_json:
+        print_json({"page": str(page), "files": [str(file) for file in others]})
+    else:
+        rows = tuple((str(file), size(file.stat().st_size)) for file in (page, *others))
+        print_tables([Table("written", ("file", "size"), rows)])
+    if opens and not webbrowser.open(page.resolve().as_uri()):
+        raise UserError(f"there is no browser to open {page} with; open it in one of another machine.")
+
+
+def drawn(files: Sequence[Path], seconds: float = GRAPHVIZ_SECONDS) -> Iterator[Path]:
+    """Draw graphs in the DOT language as SVG beside them, where graphviz is installed.
+
+    Args:
+        files: of the graphs. Of one that takes too long, or that graphviz refuses, an SVG of before goes.
+        seconds: for each graph.
+
+    Yields:
+        The drawings.
+    """
+    program = shutil.which("dot")
+    if program is None:
+        return
+    for file in files:
+        drawing = file.with_suffix(".svg")
+        drawing.unlink(missing_ok=True)
+        try:
+            done = subprocess.run([program, "-Tsvg", str(file)], capture_output=True, timeout=seconds, check=True)
+            drawing.write_bytes(done.stdout)
+        except subprocess.TimeoutExpired:
+            click.echo(f"{drawing} is left out: graphviz took more than {seconds:g} s.", err=True)
+        except (subprocess.CalledProcessError, OSError) as error:
+            click.echo(f"{drawing} is left out: {error}.", err=True)
+        else:
+            yield drawing
+
+
+def rebuild(directory: Path) -> list[Path]:
+    """Write the page of all reports below a directory, and anew what is made from each report.json.
+
+    Args:
+        directory: with reports, or one report.json, whose page then lies beside it.
+
+    Returns:
+        The page, and then the other files.
+
+    Raises:
+        UserError: a report is missing or cannot be read, or the folder cannot be written.
+    """
+    from zgraph.reporting.export.folder import files_of
+    from zgraph.reporting.export.reading import load
+    from zgraph.reporting.export.report_json import REPORT
+    from zgraph.reporting.page.write_page import write_page
+
+    try:
+        # Says what is wrong with any of them before one is written.
+        written = [write_page(load(directory), directory if directory.is_dir() else directory.parent)]
+        for source in sorted(directory.rglob(REPORT)) if directory.is_dir() else [directory]:
+            for name, text in files_of(load(source)):
+                file = source.with_name(name)
+                file.write_text(text, encoding="utf-8", errors="backslashreplace")
+                written.append(file)
+    except (ZgraphError, OSError) as error:
+        raise UserError(str(error)) from error
+    return written

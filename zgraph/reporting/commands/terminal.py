@@ -1,0 +1,64 @@
+"""What commands print: tables for people, JSON for programs, and one line for whoever has mistyped something."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import click
+
+from zgraph.reporting.tables import Table
+
+PIPE_WIDTH = 200  # columns where no terminal says how many there are: rows are not broken for a file
+
+json_option: Callable[[Any], Any] = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output, and nothing else."
+)
+
+
+class UserError(click.ClickException):
+    """Something that was asked for does not exist or makes no sense: one line, and exit status 2."""
+
+    exit_code = 2
+
+
+def print_tables(tables: Iterable[Table], **styles: str) -> None:
+    """Print tables that have rows.
+
+    Args:
+        tables: whose texts are printed as they are: rich reads no markup in them.
+        styles: rich's style of a cell, by its text.
+    """
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    terminal = sys.stdout.isatty()
+    console = Console(file=sys.stdout, width=None if terminal else PIPE_WIDTH, highlight=False)
+    for table in tables:
+        if not table.rows:
+            continue
+        shown = RichTable(
+            title=Text(table.title), title_justify="left", title_style="bold", show_header=bool(table.columns)
+        )
+        for name in table.columns or table.rows[0]:
+            shown.add_column(Text(name if table.columns else ""), overflow="fold")
+        for row in table.rows:
+            shown.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+        console.print(shown)
+
+
+def print_json(document: object) -> None:
+    click.echo(json.dumps(document, indent=2))
+
+
+@contextlib.contextmanager
+def working(what: str) -> Generator[None]:
+    """Say on a terminal what takes a while; what runs inside prints to standard error, so results stand alone."""
+    from rich.console import Console
+
+    with contextlib.redirect_stdout(sys.stderr), Console(file=sys.stderr).status(what):
+        yield

@@ -1,0 +1,1 @@
+"""`report.json`, and the files of other tools that are made from it."""

@@ -1,0 +1,146 @@
+"""The folder of a report: for each rank and frame `report.json`, and what other tools read, made from it alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from zgraph.reporting.data.frame import FrameData
+from zgraph.reporting.export.chrome_trace import chrome_trace
+from zgraph.reporting.export.dot import dot
+from zgraph.reporting.export.graphml import graphml
+from zgraph.reporting.export.model_explorer import model_explorer
+from zgraph.reporting.export.reading import line_text, load
+from zgraph.reporting.export.report_json import REPORT, TIMES, Document, document_of, times_of, to_json
+from zgraph.reporting.of_model import report_of
+from zgraph.reporting.page.write_page import PAGE, page_text
+from zgraph.reporting.summary import Report
+from zgraph.runtime.groups import rank_and_world
+from zgraph.torch_compat.dynamo import trace_artifact
+
+_log = logging.getLogger(__name__)
+Exporter = Callable[[Document], str]
+
+
+@dataclass(frozen=True)
+class About:
+    """Who writes a report; see `document_of`."""
+
+    rank: int
+    world_size: int
+    optimizer_bytes: int | None = None
+
+
+def report(model: nn.Module, directory: str | Path) -> Path:
+    """Write what is known of a compiled model to a folder: `zgraph.report(model, "out/")` after the first step.
+
+    For each frame that this rank has compiled `rank<r>/frame_<id>/` has the page `index.html`, `report.json`,
+    `times.json` with what `zgraph.measure` has found, a trace for ui.perfetto.dev, graphs for Model Explorer, graphviz
+    and GraphML. What each
+    pass has changed is in it where the model was compiled with `options={"dump": ...}` or a report that keeps passes.
+    A folder that is full or cannot be written costs a warning.
+
+    Args:
+        model: what `zgraph.shard` returned, or what torch.compile made of it.
+        directory: where the ranks' folders go.
+
+    Returns:
+        The folder of this rank.
+
+    Raises:
+        ZgraphError: it was not sharded, or nothing has been compiled.
+    """
+    found = report_of(model, "report")
+    return write_report(Path(directory), found)
+
+
+def write_report(
+    directory: Path, found: Report, optimizer_bytes: int | None = None, world_size: int | None = None
+) -> Path:
+    """Write the folders of all frames of a report; what cannot be written costs a warning.
+
+    Args:
+        directory: where the ranks' folders go.
+        found: of the compile.
+        optimizer_bytes: of the optimizer's state on this rank, where that is known.
+        world_size: of a cluster that was only planned for; None: of this process's group.
+    """
+    rank, found_size = rank_and_world()
+    about = About(rank, world_size or found_size, optimizer_bytes)
+    newest = {frame.frame: frame for frame in found.frames}
+    for frame in newest.values():
+        if not write_frame(directory, frame, found, about):
+            break
+    return directory / f"rank{rank}"
+
+
+def write_frame(directory: Path, frame: FrameData, found: Report, about: About | None = None) -> bool:
+    """Write the folder of one frame; whether that worked. A folder that cannot be written costs a warning."""
+    about = about or About(*rank_and_world())
+    folder = folder_of(directory, about.rank, frame.frame)
+    try:
+        document = document_of([frame], **vars(about))
+        times = times_of(
+            [frame], found.seconds, {key: each for key, each in found.measured.items() if key[0] == frame.frame}
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, [(REPORT, to_json(document)), (TIMES, to_json(times))])
+        _write(folder, files_of(load(folder / REPORT)))  # as whoever has only the folder would make them
+    except Exception as error:  # a report must not be what ends a training run
+        _log.warning("zgraph: cannot write the report to %s: %s", folder, error)
+        return False
+    return True
+
+
+def _write(folder: Path, files: Iterable[tuple[str, str]]) -> None:
+    for name, text in files:
+        (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def folder_of(directory: Path, rank: int, frame: str) -> Path:
+    """Where the files of one compiled frame go; no two ranks share one."""
+    return directory / f"rank{rank}" / f"frame_{frame.replace('/', '_')}"
+
+
+def files_of(document: Document) -> Iterator[tuple[str, str]]:
+    """Names and texts of the page and of files for other tools; one that cannot be made is left out, with a warning.
+
+    Args:
+        document: of one frame, with its times if there are any.
+    """
+    makers: dict[str, Exporter] = {
+        PAGE: page_text,
+        "trace.json": lambda found: to_json(chrome_trace(found)),
+        "model_explorer.json": lambda found: to_json(model_explorer(found)),
+    }
+    (frame,) = document["frames"]
+    for graph in frame["graphs"]:
+        makers[f"{graph['direction']}.dot"] = lambda found, graph=graph: dot(found, frame, graph)
+        makers[f"{graph['direction']}.graphml"] = lambda found, graph=graph: graphml(found, frame, graph)
+    for name, make in makers.items():
+        try:
+            yield name, make(document)
+        except Exception:
+            _log.warning("zgraph: cannot make %s of frame %s", name, frame["frame"], exc_info=True)
+
+
+def trace_graphs(frame: FrameData) -> None:
+    """Add the final graphs and the report to torch's structured trace, for tlparse, where TORCH_TRACE is on."""
+    try:
+        for graph in frame.graphs:
+            trace_artifact(
+                f"zgraph_{graph.direction}_graph", "string", lambda graph=graph: _text_of(frame, graph.nodes.line)
+            )
+        rank, world_size = rank_and_world()
+        trace_artifact("zgraph_report", "json", lambda: to_json(document_of([frame], rank=rank, world_size=world_size)))
+    except Exception:
+        _log.warning("zgraph: cannot add frame %s to torch's trace", frame.frame, exc_info=True)
+
+
+def _text_of(frame: FrameData, lines: Sequence[int]) -> str:
+    shown: Document = {"lines": vars(frame.lines), "strings": frame.strings}
+    return "\n".join(line_text(shown, line) for line in lines)

@@ -1,0 +1,140 @@
+"""The table of parameters: how each lies, what carries it, in how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.analysis.sizes import size_hint, tensor_bytes
+from zgraph.compression.low_rank import state_of_matrix
+from zgraph.compression.method_text import from_text
+from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import DISK, HOST_TO_DEVICE
+from zgraph.graph.operator_arguments import LowRankArgs, QuantizeArgs, layout_of
+from zgraph.graph.text import dtype_text
+from zgraph.reporting.data.frame import GraphData, ParameterColumns, Strings
+from zgraph.reporting.of_graph import GraphReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownParameter:
+    """A parameter as the markers of a captured graph tell of it.
+
+    Attributes:
+        shape: of the whole; None: no marker does.
+        zero_stage: 0 to 3; -1: unknown.
+        dtype, local_bytes, rests: of what this rank keeps between steps.
+    """
+
+    shape: tuple[int, ...] | None = None
+    zero_stage: int = -1
+    dtype: torch.dtype | None = None
+    local_bytes: int = 0
+    rests: str = ""
+
+
+def known_parameters(captured: fx.Graph, names: Iterable[str]) -> dict[str, KnownParameter]:
+    """The parameters that a frame reads, in the given order.
+
+    Args:
+        captured: the graph before any pass, whose markers have the parameters' names.
+        names: of the parameters.
+    """
+    found = dict.fromkeys(names, KnownParameter())
+    for marker in nodes.call_functions(captured, nodes.is_marker):
+        layout = layout_of(marker)
+        for name in meta.parameters(marker):
+            if name not in found or (found[name].dtype is not None):
+                continue
+            at_rest = marker.args[0] if nodes.is_unshard(marker) else None
+            value = meta.value(at_rest) if isinstance(at_rest, fx.Node) else None
+            known = KnownParameter(shape=tuple(map(size_hint, layout.shape)), zero_stage=layout.zero_stage)
+            if isinstance(at_rest, fx.Node) and isinstance(value, Tensor):
+                known = KnownParameter(
+                    shape=known.shape,
+                    zero_stage=known.zero_stage,
+                    dtype=value.dtype,
+                    local_bytes=tensor_bytes(value),
+                    rests=_rests(at_rest),
+                )
+            found[name] = known
+    return found
+
+
+def _rests(at_rest: fx.Node) -> str:
+    lanes = [meta.lane(each) for each in (at_rest, *at_rest.users)]
+    return "disk" if DISK in lanes else "host" if HOST_TO_DEVICE in lanes else "device"
+
+
+def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
+    """What error feedback keeps on this rank from step to step for each parameter, once it has run."""
+    found: dict[str, int] = {}
+    for graph in graphs:
+        for node in nodes.call_functions(graph, lambda node: nodes.is_quantize(node) or nodes.is_low_rank_left(node)):
+            for name, kept in zip(meta.parameters(node), _kept_by(node), strict=False):
+                found[name] = found.get(name, 0) + sum(prod(shape) * dtype.itemsize for shape, dtype in kept.values())
+    return found
+
+
+def _kept_by(node: fx.Node) -> list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Shapes and dtypes that the method keeps, for each parameter of a compressed reduction."""
+    if nodes.is_low_rank_left(node):
+        layout = LowRankArgs.of(node).layout
+        return [
+            state_of_matrix(rows, columns, layout.rank)
+            for rows, columns in zip(layout.rows, layout.columns, strict=True)
+        ]
+    args = QuantizeArgs.of(node)
+    method = from_text(args.method)
+    return [method.state(numel, args.world * args.stretches) for numel in args.numels]
+
+
+def parameter_columns(
+    known: Mapping[str, KnownParameter],
+    reports: Sequence[GraphReport],
+    graphs: Sequence[GraphData],
+    feedback: Mapping[str, int],
+    strings: Strings,
+) -> ParameterColumns:
+    """The table of parameters of a frame.
+
+    Args:
+        known: the parameters, in order.
+        reports: of the frame's graphs.
+        graphs: the same graphs' columns.
+        feedback: bytes that error feedback keeps, by name.
+        strings: texts by number.
+    """
+    names = list(known)
+    carried: list[list[tuple[int, int]]] = [[] for _ in names]
+    wire: list[int] = [0] * len(names)
+    codecs: list[dict[str, None]] = [{} for _ in names]
+    sizes = [prod(known[name].shape or (0,)) for name in names]
+    for graph_number, graph in enumerate(graphs):
+        for number, members in enumerate(graph.collectives.parameters):
+            whole = sum(sizes[member] for member in members)
+            for member in members:
+                carried[member].append((graph_number, number))
+                wire[member] += graph.collectives.sent_bytes[number] * sizes[member] // whole if whole else 0
+                codec = strings.texts[graph.collectives.codec[number]]
+                if codec:
+                    codecs[member][codec] = None
+    columns = ParameterColumns()
+    lifetimes = reports[0].lifetimes
+    for number, (name, one) in enumerate(known.items()):
+        columns.name.append(name)
+        columns.shape.append(strings.number("?" if one.shape is None else f"[{', '.join(map(str, one.shape))}]"))
+        columns.dtype.append(strings.number("?" if one.dtype is None else dtype_text(one.dtype)))
+        columns.zero_stage.append(one.zero_stage)
+        columns.lifetime.append(strings.number(str(lifetimes.get(name, ""))))
+        columns.codec.append(strings.number(", ".join(codecs[number])))
+        columns.rests.append(strings.number(one.rests))
+        columns.local_bytes.append(one.local_bytes)
+        columns.feedback_bytes.append(feedback.get(name, 0))
+        columns.collectives.append(carried[number])
+        columns.wire_bytes.append(wire[number])
+    return columns

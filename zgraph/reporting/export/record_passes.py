@@ -1,0 +1,109 @@
+"""Takes down what each pass did to each graph: the lines it changed, and nodes, bytes, peak and times around it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import fx
+
+from zgraph.analysis.liveness import memory_curve
+from zgraph.analysis.sizes import size_hint
+from zgraph.analysis.storages import mortal_inputs
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
+from zgraph.compiler.pipeline import PassRun
+from zgraph.graph import nodes
+from zgraph.graph.text import safely, shown
+from zgraph.graph.traffic import transfers
+from zgraph.reporting.data.frame import PassData, Strings, Totals
+from zgraph.reporting.data.line_pool import LinePool, Runs, hunks_between, runs_of
+from zgraph.scheduling.simulate import simulate
+
+
+class PassRecorder:
+    """What the passes of one plan did.
+
+    Attributes:
+        pool: every line met.
+        captured: by direction the lines of the graph before any pass.
+        passes: one for each pass on each graph, in order.
+    """
+
+    def __init__(self) -> None:
+        self.pool = LinePool(Strings())
+        self.captured: dict[str, Runs] = {}
+        self.passes: list[PassData] = []
+        self._lines: dict[str, list[int]] = {}
+        self._totals: dict[str, Totals] = {}
+
+    def observe(self, graph_pass: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
+        """A graph as captured, or as a pass has left it; never an exception."""
+        direction = ctx.direction
+        lines = self.pool.lines_of(graph)
+        if graph_pass is None:
+            self.captured[direction] = runs_of(lines)
+            self._lines[direction], self._totals[direction] = lines, totals_of(graph, ctx)
+            return
+        before = self._lines.get(direction, [])
+        hunks = hunks_between(before, lines)
+        was = self._totals.get(direction)
+        # What cannot be read in the lines, such as a tag, changes no time and no bytes.
+        totals = was if was is not None and not hunks else totals_of(graph, ctx)
+        notes = [text for name, where, text in ctx.notes if (name, where) == (graph_pass.name, direction)]
+        self.passes.append(
+            PassData(
+                name=graph_pass.name,
+                options=options_text(graph_pass),
+                direction=direction,
+                changed=bool(hunks),
+                notes=[_note(text) for text in notes],
+                before=was,
+                after=totals,
+                hunks=hunks,
+            )
+        )
+        self._lines[direction], self._totals[direction] = lines, totals
+
+
+def unrecorded(runs: Iterable[PassRun], notes: Iterable[tuple[str, Direction, str]]) -> list[PassData]:
+    """What is known of the passes of a plan where nobody wanted to see the graphs between them."""
+    said = list(notes)
+    return [
+        PassData(
+            name=run.name,
+            options="",
+            direction=run.direction,
+            changed=run.changed,
+            notes=[_note(text) for name, where, text in said if (name, where) == (run.name, run.direction)],
+            before=None,
+            after=None,
+            hunks=[],
+        )
+        for run in runs
+    ]
+
+
+def _note(text: object) -> str:
+    return " ".join(shown(lambda: str(text), text).split())
+
+
+def options_text(graph_pass: GraphPass) -> str:
+    """The pass as it shows itself, without addresses, which would differ from run to run."""
+    return safely(lambda: re.sub(r" at 0x[0-9a-f]+", "", repr(graph_pass)), graph_pass.name)
+
+
+def totals_of(graph: fx.Graph, ctx: PassContext) -> Totals:
+    """Bytes, peak and predicted time of a graph between passes; what cannot be told is None."""
+    found = Totals(nodes=len(graph.nodes), sent_bytes=0)
+    try:
+        found.sent_bytes = size_hint(sum(transfer.sent_bytes for transfer in transfers(graph)))
+        owned = mortal_inputs(graph.nodes) if ctx.direction == "backward" else ()
+        found.peak_bytes = memory_curve(graph, owned=owned).peak_bytes
+        if ctx.cost_of is not None:
+            costs = {node: ctx.cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
+            timeline = simulate(list(graph.nodes), costs, ctx.sharing)
+            found.predicted_us = round(timeline.step_us, 3)
+            found.exposed_us = round(sum(timeline.exposed_us.values()), 3)
+    except Exception:  # of a graph that a pass has left half built, or of values nobody knows
+        pass
+    return found

@@ -1,0 +1,138 @@
+"""`report.json`: a versioned document of plain columns, the same bytes in every run; docs/report-json.md explains it.
+
+What a clock has measured lies in `times.json` beside it, so that two reports of one program are equal files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from zgraph.reporting.data.frame import FrameData
+from zgraph.reporting.data.memory import CLASSES, FEEDBACK, OPTIMIZER, PARAMETERS, SPACES
+from zgraph.runtime.profiler import Measured
+
+FORMAT, VERSION = "zgraph-report", "1.0"
+REPORT, TIMES = "report.json", "times.json"
+Document = dict[str, Any]
+
+
+def document_of(
+    frames: Iterable[FrameData],
+    *,
+    rank: int,
+    world_size: int,
+    optimizer_bytes: int | None = None,
+) -> Document:
+    """What `report.json` holds.
+
+    Args:
+        frames: compiled by this rank.
+        rank, world_size: of the process.
+        optimizer_bytes: of the optimizer's state on this rank; None: unknown.
+    """
+    listed = list(frames)
+    document: Document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "made_with": {"zgraph": _zgraph_version(), "torch": torch.__version__, "python": platform.python_version()},
+        "rank": rank,
+        "world_size": world_size,
+        "memory_classes": list(CLASSES),
+        "memory_spaces": list(SPACES),
+        "at_rest": {} if optimizer_bytes is None else {OPTIMIZER: optimizer_bytes},
+        "frames": [plain(frame, leave_out=("seconds",)) for frame in listed],
+        "ranks": [{"rank": rank, "graphs": [row for frame in listed for row in _rows(frame)]}],
+    }
+    document["at_rest"] |= at_rest(document)
+    return document
+
+
+def at_rest(document: Document) -> dict[str, int]:
+    """Bytes that the rank keeps between steps for all parameters of the document's frames, by memory class."""
+    found: dict[str, dict[str, int]] = {PARAMETERS: {}, FEEDBACK: {}}
+    for frame in document["frames"]:
+        table = frame["parameters"]
+        found[PARAMETERS] |= dict(zip(table["name"], table["local_bytes"], strict=True))
+        found[FEEDBACK] |= {
+            name: max(count, found[FEEDBACK].get(name, 0))  # an evaluation's frame has none
+            for name, count in zip(table["name"], table["feedback_bytes"], strict=True)
+        }
+    return {kind: sum(counts.values()) for kind, counts in found.items()}
+
+
+def times_of(
+    frames: Iterable[FrameData],
+    seconds: Mapping[str, float],
+    measured: Mapping[tuple[str, str], Measured],
+) -> Document:
+    """What `times.json` holds: everything that a clock has measured.
+
+    Args:
+        frames: compiled by this rank.
+        seconds: of the compile, by phase.
+        measured: under `zgraph.measure`, by frame and direction.
+    """
+    return {
+        "format": f"{FORMAT}-times",
+        "version": VERSION,
+        "phases": dict(seconds),
+        "passes": {frame.frame: list(frame.seconds) for frame in frames},
+        "measured": [
+            {"frame": frame, "direction": direction, **plain(found)} for (frame, direction), found in measured.items()
+        ],
+    }
+
+
+def to_json(document: Mapping[str, Any]) -> str:
+    """The document as compact text: sorted keys, and no character that a file could not hold."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def plain(value: Any, leave_out: Sequence[str] = ()) -> Any:
+    """A dataclass as dicts, lists and what JSON has besides; nothing is copied that need not be."""
+    if is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value) if each.name not in leave_out}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in cast("Sequence[Any]", value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _rows(frame: FrameData) -> list[Document]:
+    """What ranks are compared by: their predictions, not their graphs."""
+    return [
+        {
+            "frame": frame.frame,
+            "direction": graph.direction,
+            "nodes": len(graph.nodes.line),
+            "sent_bytes": graph.sent_bytes,
+            "peak_bytes": graph.peak_bytes,
+            "predicted_us": graph.predicted_us,
+            "exposed_us": graph.exposed_us,
+        }
+        for graph in frame.graphs
+    ]
+
+
+def _zgraph_version() -> str:
+    try:
+        return version("zgraph")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def schema() -> Document:
+    """The JSON Schema of `report.json`, which comes with the package."""
+    return json.loads((Path(__file__).parent / "report.schema.json").read_text(encoding="utf-8"))

@@ -1,0 +1,30 @@
+"""The norm of error-feedback state: how much compression still owes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime.error_feedback import Feedback
+
+
+@torch.no_grad()
+def error_norm(feedbacks: Iterable[Feedback]) -> Tensor | None:
+    """The 2-norm of this rank's errors together, a tensor without dims; nothing communicates or waits.
+
+    Args:
+        feedbacks: of all parameters. None is returned where none keeps an error, or where one that is kept on the host
+            may still be on its way there from a device.
+    """
+    norms: list[Tensor] = []
+    for feedback in feedbacks:
+        if feedback.stored is not None:
+            return None
+        error, scale = (feedback.kept.get(name) for name in ("error", "error_scale"))
+        if error is None:
+            continue
+        norm = torch.linalg.vector_norm(error.float(), dim=None if scale is None else -1)
+        norms.append(norm if scale is None else torch.linalg.vector_norm(norm * scale))
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else None

@@ -1,0 +1,151 @@
+"""Counts calls of compiled graphs and times their waits, while `zgraph.Metrics` watches a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime.profiler import Build, Clock, GraphProfiler, Program, Runner, Wait, now
+from zgraph.runtime.window_state import state_behind
+
+
+class KeptGather(NamedTuple):
+    """A gather that sends nothing where its window has gathered the parameter before.
+
+    Attributes:
+        handle: position of the parameter's handle among the graph's inputs.
+        dtype: that it gathers in.
+        sent_bytes: by this rank, if it sends.
+    """
+
+    handle: int
+    dtype: torch.dtype
+    sent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalledGraph:
+    """A compiled graph as it counts each time it runs.
+
+    Attributes:
+        frame, direction: as `zgraph.explain` shows them.
+        sent_bytes: by this rank in one call, if all its gathers send.
+        kept_gathers: those of them that may not.
+        peak_bytes: predicted, without what is held outside of the graph; None: unknown.
+        frame_peak_bytes: predicted for a step of the frame, as budgets count; None: it has no budget.
+        budget_bytes: most that a step of the frame may hold; None: no limit.
+    """
+
+    frame: str
+    direction: str
+    sent_bytes: int
+    kept_gathers: tuple[KeptGather, ...] = ()
+    peak_bytes: int | None = None
+    frame_peak_bytes: int | None = None
+    budget_bytes: int | None = None
+
+    def sends(self, args: Sequence[Any]) -> int:
+        """Bytes that this rank is about to send in a call with these inputs."""
+        found = self.sent_bytes
+        for gather in self.kept_gathers:
+            if gather.dtype in state_behind(args[gather.handle]).kept:
+                found -= gather.sent_bytes
+        return found
+
+
+@dataclass
+class Counted:
+    """What the compiled graphs of a model have done.
+
+    Attributes:
+        calls: graphs in the order in which they were called.
+        sent_bytes: by this rank.
+        waits: begin and end of each wait: microseconds of the host, or events of the device.
+        profiled: whether `zgraph.measure` ran one of them.
+    """
+
+    calls: list[CalledGraph] = field(default_factory=list[CalledGraph])
+    sent_bytes: int = 0
+    waits: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+    profiled: bool = False
+
+
+class StepClock:
+    """Counts what the compiled graphs of a model do.
+
+    Attributes:
+        counted: since `take` was last called.
+        paused: whether calls do not count at present.
+    """
+
+    def __init__(self) -> None:
+        self.counted = Counted()
+        self.paused = False
+
+    def take(self) -> Counted:
+        """What was counted; counting starts anew."""
+        found, self.counted = self.counted, Counted()
+        return found
+
+
+class GraphWatch:
+    """Says before each call of one graph how to run it: None where nobody measures or counts."""
+
+    def __init__(
+        self,
+        about: CalledGraph,
+        clocks: Sequence[list[StepClock]],
+        profiler_of: Callable[[], GraphProfiler | None] = lambda: None,
+    ) -> None:
+        self.about = about
+        self.clocks = clocks  # of the models whose parameters the graph reads; they change while it lives
+        self.profiler_of = profiler_of
+        self._counted = CountedGraph()
+
+    def __call__(self, args: Sequence[Any]) -> Runner | None:
+        profiler = self.profiler_of()
+        counted = [clock.counted for each in self.clocks for clock in each if not clock.paused]
+        for each in counted:
+            each.calls.append(self.about)
+            each.sent_bytes += self.about.sends(args)
+            each.profiled |= profiler is not None
+        runner = profiler or (self._counted if counted else None)
+        if runner is not None:
+            runner.clocks = counted
+        return runner
+
+
+class CountedGraph:
+    """Runs a program whose waits are timed, for the clocks of the call."""
+
+    def __init__(self) -> None:
+        self.clocks: Sequence[Clock] = ()
+        self._program: Program | None = None
+        self._device: torch.device | None = None
+
+    def run(self, build: Build, args: list[Any]) -> Any:
+        if self._program is None:
+            self._program = build(self, False)
+            # A list: a generator would hold an input while the graph runs.
+            devices = [arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"]
+            self._device = devices[0] if devices else None
+        return self._program(args)
+
+    def watched(self, wait: Wait, name: str) -> Wait:
+        def run(*args: Any) -> Any:
+            begin = now(self._device)
+            result = wait(*args)
+            span = begin, now(self._device)
+            for clock in self.clocks:
+                clock.waits.append(span)
+            return result
+
+        return run
+
+    def hold(self, *values: Any) -> None: ...
+
+    def let_go(self) -> None: ...

@@ -1,0 +1,147 @@
+"""Where metrics are written: lines of JSON, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from zgraph.errors import ZgraphError
+from zgraph.runtime.groups import rank_and_world
+
+RANK = "{rank}"
+
+
+class Writer(Protocol):
+    """Takes the values of each step; write your own with these two methods."""
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write the values of one step by name; None: unknown."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left; called once, at the end."""
+        ...
+
+
+class JsonLines:
+    """Writes each step as one line of JSON, at the end of a file.
+
+    Where `path` contains "{rank}" each rank writes a file of its own; otherwise rank 0 alone writes. What is unknown is
+    null; infinity and NaN, which JSON does not have, are the strings "Infinity", "-Infinity" and "NaN". A run that
+    resumes from a checkpoint adds lines, so steps after the checkpoint may come twice: the last line counts.
+
+    Args:
+        path: of the file; its folders are made.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(str(path).replace(RANK, str(rank_and_world()[0])))
+        self._file: TextIO | None = None
+        if _writes(path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)  # by line: a killed run leaves whole ones
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({name: _as_json(value) for name, value in values.items()}) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class TensorBoard:
+    """Writes each known value as a scalar for TensorBoard.
+
+    Args:
+        log_dir: where its files go, for `torch.utils.tensorboard.SummaryWriter`; ranks as for `JsonLines`. Or a
+            SummaryWriter of your own, which you close yourself.
+        prefix: before each name.
+
+    Raises:
+        ZgraphError: TensorBoard is not installed.
+    """
+
+    def __init__(self, log_dir: str | Path | Any, *, prefix: str = "zgraph/") -> None:
+        self.prefix = prefix
+        self._owned = isinstance(log_dir, str | Path)
+        self._writer: Any = log_dir
+        if self._owned:
+            folder = str(log_dir).replace(RANK, str(rank_and_world()[0]))
+            self._writer = _summary_writer(folder) if _writes(log_dir) else None
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        if self._writer is not None:
+            for name, value in _known(values).items():
+                self._writer.add_scalar(f"{self.prefix}{name}", value, step)
+
+    def close(self) -> None:
+        if self._writer is not None and self._owned:
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """Logs the known values of each step to a run of Weights & Biases.
+
+    Args:
+        run: what `wandb.init(...)` returned, or None for the module's current run. Pass this writer on those ranks that
+            have a run. It is left open: you finish it.
+        prefix: before each name.
+
+    Raises:
+        ZgraphError: wandb is not installed, or no run has begun.
+    """
+
+    def __init__(self, run: Any = None, *, prefix: str = "zgraph/") -> None:
+        self.run = _current_run() if run is None else run
+        self.prefix = prefix
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        self.run.log({f"{self.prefix}{name}": value for name, value in _known(values).items()}, step=step)
+
+    def close(self) -> None: ...
+
+
+def _writes(path: object) -> bool:
+    return RANK in str(path) or rank_and_world()[0] == 0
+
+
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    """What viewers draw over steps; the step itself is their axis."""
+    return {name: value for name, value in values.items() if value is not None and name != "step"}
+
+
+def _as_json(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _summary_writer(folder: str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ZgraphError(
+            "zgraph.metrics.TensorBoard: TensorBoard is not installed; pip install tensorboard, or write "
+            "zgraph.metrics.JsonLines(path)."
+        ) from error
+    return SummaryWriter(folder)
+
+
+def _current_run() -> Any:
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ZgraphError(
+            "zgraph.metrics.WeightsAndBiases: wandb is not installed; pip install wandb, or write "
+            "zgraph.metrics.JsonLines(path)."
+        ) from error
+    if wandb.run is None:
+        raise ZgraphError(
+            "zgraph.metrics.WeightsAndBiases: no run has begun; call wandb.init(...) first, or pass the run that it "
+            "returned."
+        )
+    return wandb.run

@@ -1,0 +1,133 @@
+"""`zgraph.graph_of`: a compiled graph as a networkx graph, to be searched, drawn, or written as GraphML or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.sizes import tensor_bytes, tensors_of
+from zgraph.compiler.graph_pass import PassContext
+from zgraph.graph import meta, nodes, traits
+from zgraph.graph.text import dtype_text, safely, target_text, value_text
+from zgraph.scheduling.simulate import simulate
+from zgraph.scheduling.timeline import Timeline
+from zgraph.torch_compat.operators import written_arguments
+
+if TYPE_CHECKING:
+    import networkx
+
+
+def graph_of(gm: fx.GraphModule, ctx: PassContext | None = None) -> networkx.DiGraph[str]:
+    """A graph of a pass, or any other, as a `networkx.DiGraph`; nothing of it leads back to the original.
+
+    Nodes are named and ordered as in the program. Attributes are strings, integers, floats and bools, which every file
+    format supports; unknown ones are left out:
+
+        op, target, value   as torch.fx says, as dumps show: "call_function", "aten.mm", "f32[4, 8]"
+        shape, dtype, bytes of what the node yields, of several tensors together; symbolic sizes by their hints
+        position            in the program
+        parameters          that the node works for
+        module, source      path of the user's module, and line of the code, that it comes from
+        lane, us            that it occupies, and for how long, where ctx has costs
+        begin_us, end_us, exposed_us, critical   when it runs on the simulator, how long compute waits for it, and
+                            whether the predicted time of the graph would change with its own
+
+    An edge has a `kind`: "data"; "wait", from a collective's start to its wait; or "order", between nodes without a
+    data dependency whose order matters: reads and overwrites of a value, and consecutive collectives of a group.
+
+    Args:
+        gm: graph whose nodes have fake values.
+        ctx: context of a pass, for costs; None: no costs.
+    """
+    costs = timeline = None
+    if ctx is not None and ctx.cost_of is not None:
+        costs = {node: ctx.cost_of(node) for node in nodes.call_functions(gm.graph, lambda _: True)}
+        timeline = simulate(list(gm.graph.nodes), costs, ctx.sharing)
+    return network_of(gm.graph, costs, timeline)
+
+
+def network_of(
+    graph: fx.Graph, costs: Mapping[fx.Node, NodeCost] | None, timeline: Timeline | None
+) -> networkx.DiGraph[str]:
+    """The same as `graph_of`, from costs and a timeline that are known already."""
+    import networkx  # takes 0.2 s, and few ask for it
+
+    network: Any = networkx.DiGraph()
+    critical = dict.fromkeys(() if timeline is None else timeline.critical_path())
+    for position, node in enumerate(graph.nodes):
+        about = {"position": position, **_about(node)}
+        if costs is not None and node in costs:
+            about |= _cost(costs[node])
+        if timeline is not None:
+            span = timeline.spans[node]
+            about |= {"begin_us": span.begin_us, "end_us": span.end_us, "critical": node in critical}
+            if node in timeline.exposed_us:
+                about["exposed_us"] = timeline.exposed_us[node]
+        network.add_node(node.name, **about)
+    for before, after, kind in _edges(graph):
+        if not network.has_edge(before.name, after.name):
+            network.add_edge(before.name, after.name, kind=kind)
+    return network
+
+
+def _about(node: fx.Node) -> dict[str, Any]:
+    tensors = tensors_of(node)
+    found: dict[str, Any] = {
+        "op": node.op,
+        "target": plain_text(target_text(node.target)),
+        "value": plain_text(value_text(meta.value(node))),
+        "shape": ", ".join(f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors),
+        "dtype": ", ".join(dtype_text(tensor.dtype) for tensor in tensors),
+        "bytes": sum(tensor_bytes(tensor) for tensor in tensors),
+        "parameters": plain_text(", ".join(meta.parameters(node))),
+        "module": plain_text(meta.module_path(node)),
+        "source": plain_text(meta.source_line(node)),
+    }
+    return {name: value for name, value in found.items() if value != ""}
+
+
+def _cost(cost: NodeCost) -> dict[str, Any]:
+    return {} if cost.lane is None else {"lane": str(cost.lane), "us": float(cost.us)}
+
+
+def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
+    """Data edges come first: of several edges between the same nodes, the first one is kept."""
+    last_of_group: dict[str, fx.Node] = {}
+    order = nodes.order_of(graph)
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            yield source, node, "wait" if nodes.is_wait(node) and nodes.is_start(source) else "data"
+        for written in written_arguments(node):
+            for user in (user for alias in _aliases(written) for user in alias.users):
+                if user is not node:
+                    yield (user, node, "order") if order[user] < order[node] else (node, user, "order")
+        if nodes.is_start(node):
+            group_name = nodes.group_of(node)
+            if group_name in last_of_group:
+                yield last_of_group[group_name], node, "order"
+            last_of_group[group_name] = node
+
+
+def _aliases(value: fx.Node) -> Iterator[fx.Node]:
+    """Every value that shares its storage with one, itself included."""
+    while traits.is_view(value) and value.all_input_nodes:
+        value = value.all_input_nodes[0]
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        yield value
+        pending.extend(user for user in value.users if traits.is_view(user) and user.all_input_nodes[0] is value)
+
+
+def plain_text(text: str) -> str:
+    """A text that XML can hold: unprintable characters, which users' names may contain, are escaped."""
+
+    def show() -> str:
+        if text.isprintable():  # nearly every one, at once
+            return text
+        return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+    return safely(show, "?")

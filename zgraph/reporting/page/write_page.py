@@ -1,0 +1,39 @@
+"""Puts a report into the page: one file, without network, whose data is text and never markup."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PAGE = "index.html"
+_BUILT = "page.html"
+_PLACE = "{{report}}"
+
+
+def page_text(document: Mapping[str, Any]) -> str:
+    """The page of a report, the same bytes for equal documents.
+
+    Args:
+        document: as `zgraph.reporting.export.reading.load` returns it, with as many frames and ranks as there are.
+    """
+    data = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    # "<" begins markup wherever it stands in a script element; within JSON it only stands in strings.
+    before, _, after = (Path(__file__).parent / _BUILT).read_text(encoding="utf-8").partition(_PLACE)
+    return before + data.replace("<", "\\u003c") + after
+
+
+def write_page(document: Mapping[str, Any], path: Path) -> Path:
+    """Write the page of a report to a file, or as index.html into a folder.
+
+    Args:
+        document: see `page_text`.
+        path: of the file or folder.
+
+    Returns:
+        The file.
+    """
+    file = path / PAGE if path.is_dir() else path
+    file.write_text(page_text(document), encoding="utf-8")
+    return file

@@ -1,0 +1,151 @@
+"""How a parameter lies on the mesh: which rows each rank keeps, and over which groups they are gathered and reduced."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from zgraph.runtime.chunks import Chunk, chunk_rows, local_rows
+from zgraph.runtime.groups import group_rank, group_size, reduction_group
+from zgraph.runtime.window_state import ALONE
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Layout of one parameter and of its gradient.
+
+    A sharded parameter is split on dim 0 as `torch.chunk` and `Shard(0)` split: the last ranks may hold fewer rows, or
+    none. What travels is padded, so that every rank sends equally long chunks. Graphs hold a layout as four plain
+    arguments of the marker operators, see `zgraph.graph.operator_arguments`.
+
+    Attributes:
+        shape: of the unsharded parameter.
+        zero_stage: 0 replicated, 1 to 3 sharded; they differ in what a window keeps.
+        replica_group: name of the process group whose ranks hold equal shards (hybrid sharding); "" for none.
+        gather_group: name of the process group over which the parameter is sharded. At stage 0 its ranks hold the same
+            parameter, and share the work of averaging its gradient.
+    """
+
+    shape: tuple[int, ...]
+    zero_stage: int
+    replica_group: str
+    gather_group: str
+
+    # --- ranks ---
+
+    @property
+    def reduce_group(self) -> str:
+        """Group of the same ranks as `gather_group`, on which gradients are reduced."""
+        return reduction_group(self.gather_group)
+
+    @property
+    def world(self) -> int:
+        """Ranks over which the parameter is gathered and its gradient reduced, replicas aside."""
+        return group_size(self.gather_group)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return group_rank(self.gather_group)
+
+    @property
+    def num_replicas(self) -> int:
+        return group_size(self.replica_group)
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this rank holds."""
+        return group_rank(self.replica_group)
+
+    def divisor(self, reduction: str) -> int:
+        """Divisor of a summed gradient: the number of ranks for a "mean", 1 for a "sum"."""
+        return self.world * self.num_replicas if reduction == "mean" else 1
+
+    # --- at rest ---
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank keeps rows of its own between steps."""
+        return self.zero_stage > 0
+
+    def placements(self, ndim: int) -> tuple[Placement, ...]:
+        """DTensor placements on a mesh of so many axes, of which the last one shards."""
+        return (*[Replicate()] * (ndim - 1), Shard(0) if self.is_sharded else Replicate())
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of every rank's padded chunk."""
+        return chunk_rows(self.shape[0], self.world) if self.is_sharded else self.shape[0]
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of all chunks together, as they are gathered."""
+        return self.chunk_rows * (self.world if self.is_sharded else 1)
+
+    @property
+    def local_rows(self) -> int:
+        """Rows that this rank keeps."""
+        return self.rows_of(self.rank) if self.is_sharded else self.shape[0]
+
+    def rows_of(self, rank: int) -> int:
+        """Rows that a rank keeps of a sharded parameter."""
+        return local_rows(self.shape[0], self.world, rank)
+
+    @property
+    def first_row(self) -> int:
+        """Where this rank's rows start in the unsharded parameter; its end for a rank that has none."""
+        return min(self.rank * self.chunk_rows, self.shape[0]) if self.is_sharded else 0
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this rank keeps, and of its gradient."""
+        return (self.local_rows, *self.shape[1:]) if self.is_sharded else self.shape
+
+    # --- what travels ---
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether reading the parameter takes a collective."""
+        return self.is_sharded and self.world > 1
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether its gradient takes any."""
+        return self.world * self.num_replicas > 1
+
+    @property
+    def gathers_mean(self) -> bool:
+        """Whether ranks compute a part of the mean each, and gather the others' parts."""
+        return self.num_replicas > 1 or (not self.is_sharded and self.world > 1)
+
+    @property
+    def param_chunk(self) -> Chunk:
+        """The chunk of a sharded parameter that each rank sends."""
+        return Chunk(self.shape[0], math.prod(self.shape[1:]), (self.gather_group,))
+
+    @property
+    def grad_chunk(self) -> Chunk:
+        """The chunk of the gradient that each rank sums: its rows, or an equal part of a replicated gradient."""
+        rows, row_numel = (self.shape[0], math.prod(self.shape[1:])) if self.is_sharded else (self.numel, 1)
+        return Chunk(rows, row_numel, (self.reduce_group,))
+
+    @property
+    def replica_chunk(self) -> Chunk:
+        """The chunk that each rank then sums over the replicas of its part."""
+        return replace(self.grad_chunk, group_names=(self.reduce_group, self.replica_group))
+
+    # --- windows, see `zgraph.no_sync` ---
+
+    def keeps_gathered(self, window: str) -> bool:
+        """Whether the gathered parameter outlives the call, for the other forwards of the window."""
+        return self.zero_stage in (1, 2) and window != ALONE
+
+    def gradients_wait(self, window: str) -> bool:
+        """Whether gradients are summed on each rank until the closing backward."""
+        return self.zero_stage in (0, 1) and window != ALONE

@@ -1,0 +1,120 @@
+"""The dependency graph of a program: which nodes precede which, which may move, and the range in which they may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from zgraph.graph import dataflow, nodes, traits
+from zgraph.scheduling.simulate import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependencies:
+    """The dependency graph of a program; nodes are identified by number (see `Work`).
+
+    Attributes:
+        needs: nodes that must be issued before each node: its inputs and, if starts are queued, the previous start.
+        users: users of each node.
+        given: whether each node is an input of the graph, and so has no place in the order.
+        movable: whether the scheduler chooses the node's place.
+        is_start: whether the node starts a collective that is movable.
+        comes_along: whether each node is a view of what a collective sends or receives, and is issued together with
+            it. The scheduler does not place views, because ranks may differ in which views there are.
+        compute_order: nodes that are neither inputs nor movable, in the order that they keep, the output last. Slot p
+            lies before the p-th of them.
+        rank: position of each node in the compute order.
+        after: for each movable node, the nearest starts that it depends on through movable nodes alone.
+        release: for each movable node, the first slot in which everything that it needs has been computed.
+        use: for each movable node, the slot of the first node in the compute order that needs it.
+    """
+
+    needs: Sequence[Sequence[int]]
+    users: Sequence[Sequence[int]]
+    given: Sequence[bool]
+    movable: Sequence[bool]
+    is_start: Sequence[bool]
+    comes_along: Sequence[bool]
+    compute_order: Sequence[int]
+    rank: dict[int, int]
+    after: Sequence[tuple[int, ...]]
+    release: Sequence[int]
+    use: Sequence[int]
+
+    @classmethod
+    def of(cls, work: Work) -> Dependencies:
+        """Dependencies by data alone; starts are not queued yet."""
+        pinned = dataflow.pinned_reads(work.nodes)
+        given = [node.op in ("placeholder", "get_attr") for node in work.nodes]
+        movable = [traits.is_movable(node) and node not in pinned for node in work.nodes]
+        is_start = [moves and nodes.is_start(node) for moves, node in zip(movable, work.nodes, strict=True)]
+        compute_order = [number for number, moves in enumerate(movable) if not moves and not given[number]]
+        found = cls(
+            needs=[[work.numbers[source] for source in node.all_input_nodes] for node in work.nodes],
+            users=[[work.numbers[user] for user in node.users] for node in work.nodes],
+            given=given,
+            movable=movable,
+            is_start=is_start,
+            comes_along=[
+                moves and not starts and lane == Work.IN_NO_TIME
+                for moves, starts, lane in zip(movable, is_start, work.lane, strict=True)
+            ],
+            compute_order=compute_order,
+            rank={number: place for place, number in enumerate(compute_order)},
+            after=(),
+            release=(),
+            use=(),
+        )
+        release, after = found._look_back()
+        return replace(found, release=release, after=after, use=found._look_ahead({}))
+
+    def in_queues(self, queues: Sequence[Sequence[int]]) -> Dependencies:
+        """The same dependencies, with each start of a queue depending on the start before it."""
+        needs, release = list(self.needs), list(self.release)
+        following: dict[int, int] = {}
+        for queue in queues:
+            for before, start in pairwise(queue):
+                following[before] = start
+                needs[start] = [before, *self.needs[start]]
+                release[start] = max(release[start], release[before])
+        return replace(self, needs=needs, release=release, use=self._look_ahead(following))
+
+    def reads_inputs_alone(self, start: int) -> bool:
+        """Whether a collective, such as the gather of a parameter, can start at the beginning of the graph."""
+        return not self.release[start] and not self.after[start]
+
+    def output_chains(self) -> dict[tuple[int, ...], list[int]]:
+        """Nodes that only produce outputs of the graph, keyed by the starts whose results they are."""
+        output = self.compute_order[-1]
+        chains: dict[tuple[int, ...], list[int]] = {}
+        for number in self.needs[output]:
+            needs_more = self.release[number] > max((self.release[start] for start in self.after[number]), default=-1)
+            if self.movable[number] and not needs_more and self.use[number] == self.rank[output]:
+                chains.setdefault(self.after[number], []).append(number)
+        return chains
+
+    def _look_back(self) -> tuple[list[int], list[tuple[int, ...]]]:
+        release = [0] * len(self.movable)
+        after: list[tuple[int, ...]] = [()] * len(self.movable)
+        for number, moves in enumerate(self.movable):
+            if not moves:
+                continue
+            nearest: dict[int, None] = {}
+            for source in self.needs[number]:
+                if self.movable[source]:
+                    release[number] = max(release[number], release[source])
+                    nearest |= dict.fromkeys((source,) if self.is_start[source] else after[source])
+                elif source in self.rank:
+                    release[number] = max(release[number], self.rank[source] + 1)
+            after[number] = tuple(nearest)
+        return release, after
+
+    def _look_ahead(self, following: dict[int, int]) -> list[int]:
+        use = [len(self.compute_order) - 1] * len(self.movable)
+        for number in reversed(range(len(use))):
+            if self.movable[number]:
+                users = [*self.users[number], *([following[number]] if number in following else ())]
+                slots = [use[user] if self.movable[user] else self.rank[user] for user in users]
+                use[number] = min(slots, default=use[number])
+        return use

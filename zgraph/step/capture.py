@@ -1,0 +1,183 @@
+"""Capture of a training step: the function runs once on fake values, and what it did becomes one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ZgraphError
+from zgraph.step.clean import check_updates_come_last, clean
+from zgraph.step.lifted import Lifted, name_part
+from zgraph.step.stand_ins import StandIns, is_tensor_lr
+from zgraph.step.user_line import line_of
+from zgraph.step.watch import Watch
+from zgraph.step.windows import resolve_windows
+from zgraph.torch_compat.aot import trace
+from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.dynamo import inline_compiled
+from zgraph.torch_compat.fake_values import data_dependent_errors, fake_of, is_fake, step_mode
+from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A step as a graph.
+
+    Attributes:
+        gm: takes the tensors of `Lifted.tensors`, a learning rate for each group, and the tensors of the arguments;
+            returns a flat list, described by the rest. It writes to shards, buffers and state.
+        returned: leaves of what the function returns: `None` for a tensor of the graph, else the leaf itself in a
+            tuple.
+        likes: for each returned tensor the DTensor that it is a part of, or None.
+        tree: how the leaves make up what it returns.
+        state: (position, key) of new entries of the optimizer's state, returned behind.
+        constants: (position, key, value) of new entries that are not tensors.
+        grads: positions of parameters with a gradient at the end, returned last.
+        clears_first: whether gradients from before the step do not matter.
+        steps: whether the optimizer steps.
+    """
+
+    gm: fx.GraphModule
+    returned: tuple[tuple[Any] | None, ...]
+    likes: tuple[DTensor | None, ...]
+    tree: Any
+    state: tuple[tuple[int, str], ...]
+    constants: tuple[tuple[int, str, Any], ...]
+    grads: tuple[int, ...]
+    clears_first: bool
+    steps: bool
+
+
+def capture(
+    function: Callable[..., Any],
+    lifted: Lifted,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    decompose: bool = False,
+) -> Captured:
+    """Run a step on fake values and return it as a graph; model, optimizer and arguments stay as they are.
+
+    Args:
+        function: the user's.
+        lifted: its model and optimizer.
+        args, kwargs: of the call; tensors and numbers in lists, tuples and dicts.
+        decompose: take operators apart as Inductor needs it.
+
+    Raises:
+        ZgraphError: the function does what a graph cannot hold; says where and what to write.
+    """
+    tracer = _Tracer(function, lifted, args, kwargs)
+    try:
+        gm = tracer.trace(decompose)
+    except data_dependent_errors() as error:
+        raise ZgraphError(
+            f"zgraph.training_step: {line_of(error) or 'the step'} decides in Python by a value that is known only "
+            "when the step runs; choose with torch.where, or do it outside of the step"
+            f"{tracer.hint()}."
+        ) from error
+    check_updates_come_last(gm.graph)
+    resolve_windows(gm.graph)
+    gm.recompile()
+    return tracer.result(gm)
+
+
+class _Tracer:
+    """One trace: its inputs, and what the function left behind."""
+
+    def __init__(
+        self, function: Callable[..., Any], lifted: Lifted, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.function, self.lifted = function, lifted
+        self.leaves, self.tree = tree_flatten((list(args), dict(kwargs)))
+        self.mode = step_mode()
+        self.watch = Watch()
+        self.stand_ins: StandIns | None = None
+        self.outputs: list[Tensor] = []
+        self.found: dict[str, Any] = {}
+
+    def hint(self) -> str:
+        """What to do where it was the optimizer that asked for a value."""
+        kind = type(self.lifted.optimizer).__name__
+        return f" ({kind} does so with these options; another optimizer may not)" if self.watch.reads_values else ""
+
+    def trace(self, decompose: bool) -> fx.GraphModule:
+        inputs = self.lifted.tensors()
+        groups = self.lifted.optimizer.param_groups
+        lrs: list[Tensor] = [
+            group["lr"] if isinstance(group["lr"], Tensor) else torch.tensor(float(group["lr"]), dtype=torch.float64)
+            for group in groups
+        ]
+        given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        fakes = [fake_of(self.mode, tensor) for tensor in [*inputs, *lrs, *given]]
+        names = self.lifted.names()
+        scalars = [len(names) + number for number, group in enumerate(groups) if not is_tensor_lr(group)]
+        names += [f"lr_{number}" for number in range(len(lrs))]
+        names += [f"input_{number}" for number in range(len(given))]
+        gm = trace(self._run, fakes, self.mode, decompose=decompose)
+        return clean(gm, [name_part(name) for name in names], scalars)
+
+    def _run(self, *tensors: Tensor) -> list[Tensor]:
+        held = len(self.lifted.tensors())
+        groups = self.lifted.optimizer.param_groups
+        lrs = [
+            lr if is_tensor_lr(group) else lr.item()
+            for lr, group in zip(tensors[held : held + len(groups)], groups, strict=True)
+        ]
+        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, tensors[:held], lrs)
+        arguments = iter(tensors[held + len(groups) :])
+        leaves = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.tree)
+        with inline_compiled(), stand_ins.in_place(), self.watch:
+            result = self.function(*args, **kwargs)
+        return self._outputs(result, stand_ins)
+
+    def _outputs(self, result: Any, stand_ins: StandIns) -> list[Tensor]:
+        leaves, self.found["tree"] = tree_flatten(result)
+        returned: list[tuple[Any] | None] = []
+        likes: list[DTensor | None] = []
+        outputs: list[Tensor] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+                    raise ZgraphError(
+                        "zgraph.training_step: the step returns a number that it has read from a tensor; return the "
+                        "tensor."
+                    )
+                returned.append((leaf,))
+                continue
+            part = local_of(leaf) if isinstance(leaf, DTensor) else leaf
+            if not is_fake(part):
+                raise ZgraphError(
+                    "zgraph.training_step: the step returns a tensor that it has not computed; return what it makes."
+                )
+            returned.append(None)
+            likes.append(leaf if isinstance(leaf, DTensor) else None)
+            outputs.append(part.detach())
+        added = stand_ins.new_state()
+        tensors = [(position, key, value) for position, key, value in added if isinstance(value, Tensor)]
+        grads = [
+            (position, parameter.grad)
+            for position, parameter in enumerate(stand_ins.parameters)
+            if parameter.grad is not None
+        ]
+        outputs += [value.detach() for _, _, value in tensors]
+        outputs += [(local_of(grad) if isinstance(grad, DTensor) else grad).detach() for _, grad in grads]
+        self.found |= {
+            "returned": tuple(returned),
+            "likes": tuple(likes),
+            "state": tuple((position, key) for position, key, _ in tensors),
+            "constants": tuple(entry for entry in added if not isinstance(entry[2], Tensor)),
+            "grads": tuple(position for position, _ in grads),
+            "clears_first": stand_ins.clears_first,
+            "steps": stand_ins.stepped,
+        }
+        return outputs
+
+    def result(self, gm: fx.GraphModule) -> Captured:
+        return Captured(gm=gm, **self.found)

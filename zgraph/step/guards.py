@@ -1,0 +1,123 @@
+"""Conditions under which a captured step holds: a call that differs in one of them needs another graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from zgraph.errors import ZgraphError
+from zgraph.step.variables import variables_of
+
+_NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a graph was captured under; compared field by field.
+
+    Attributes:
+        arguments: structure of the arguments, layouts of tensors, values of all else.
+        modes: training or evaluation, and the numbers that each module holds, such as a dropout's probability.
+        trainable: `requires_grad` of each parameter.
+        gradients: which parameters had a gradient before the step.
+        options: of the optimizer, without parameters and without learning rates that are inputs.
+        state: entries of the optimizer's state.
+        layouts: shapes and dtypes of parameters and buffers.
+        variables: numbers among what the function reads from outside.
+        ambient: grad mode, autocast, default dtype.
+    """
+
+    arguments: tuple[Any, ...]
+    modes: tuple[Any, ...]
+    trainable: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    options: tuple[Any, ...]
+    state: tuple[Any, ...]
+    layouts: tuple[Any, ...]
+    variables: tuple[Any, ...]
+    ambient: tuple[Any, ...]
+
+    def closest(self, others: Sequence[Conditions]) -> Conditions | None:
+        """The one of the others that differs in the fewest fields, the latest of several; None without others."""
+        names = [field.name for field in fields(self)]
+        counts = [sum(getattr(self, name) != getattr(other, name) for name in names) for other in others]
+        return min(zip(reversed(counts), reversed(others), strict=True), key=itemgetter(0))[1] if others else None
+
+    def difference(self, other: Conditions) -> str:
+        """The first condition in which the other one differs, for people; "" if there is none."""
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if ours != theirs:
+                pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a != b]
+                if not pairs or len(ours) != len(theirs):
+                    return f"{field.name}: {len(ours)} entries, before {len(theirs)}"
+                return f"{field.name}: {pairs[0][0]}, before {pairs[0][1]}"
+        return ""
+
+
+def of_arguments(leaves: Sequence[Any], tree: Any) -> tuple[Any, ...]:
+    """Conditions on the arguments of a call.
+
+    Raises:
+        ZgraphError: one of them can be neither an input of a graph nor compared.
+    """
+    return (str(tree), *map(_of_argument, leaves))
+
+
+def _of_argument(leaf: Any) -> Any:
+    if type(leaf) in (Tensor, nn.Parameter):
+        if leaf.requires_grad:
+            raise ZgraphError(
+                f"zgraph.training_step: an argument of shape {list(leaf.shape)} requires a gradient, which the step "
+                "would not return; detach it, or make it a parameter of the model."
+            )
+        return (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
+    if isinstance(leaf, _NUMBERS):
+        return (type(leaf), leaf)
+    raise ZgraphError(
+        f"zgraph.training_step: an argument is a {type(leaf).__name__}; pass tensors and numbers, in lists, tuples and "
+        "dicts, and let the function read everything else from outside."
+    )
+
+
+class Modules:
+    """The numbers that modules hold, read at once for each module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.readers: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
+        for part in model.modules():
+            names = [name for name, value in part.__dict__.items() if isinstance(value, _NUMBERS)]
+            self.readers.append((part.__dict__, itemgetter(*names)))  # "training" is one of them
+
+    def conditions(self) -> tuple[Any, ...]:
+        return tuple(read(values) for values, read in self.readers)
+
+
+def of_options(optimizer: optim.Optimizer) -> tuple[Any, ...]:
+    """Conditions on the optimizer: everything in its groups that is not an input of the graph."""
+    return tuple(
+        tuple(
+            (key, type(value)) if key == "lr" else (key, id(value) if isinstance(value, Tensor) else value)
+            for key, value in group.items()
+            if key != "params"
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def of_variables(function: Callable[..., Any], model: nn.Module) -> tuple[Any, ...]:
+    """Numbers among what a function reads from outside; those of the model are `Modules`."""
+    found = variables_of(function, but=model)
+    return tuple((name, type(value), value) for name, value in found if isinstance(value, _NUMBERS))
+
+
+def ambient() -> tuple[Any, ...]:
+    """Settings of torch that a trace depends on."""
+    devices = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices]
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast)

@@ -1,0 +1,241 @@
+"""What stands in for a model's parameters and buffers, and for its optimizer, while a step is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ZgraphError
+from zgraph.sharding.scope import Scope, ShardedParam
+from zgraph.step.lifted import Held, Lifted, local
+from zgraph.step.user_line import user_line
+from zgraph.step.watch import Watch, refusal
+from zgraph.torch_compat.dtensor import dtensor_like, local_of
+from zgraph.torch_compat.modules import local_buffers, plain_step, replace_parameter
+
+_WINDOW = ("opened", "window", "last", "repeats", "active", "gathered")  # of a Scope, as a forward leaves it
+
+
+@dataclass
+class StandIns:
+    """Stand-ins of one trace.
+
+    Attributes:
+        parameters: leaves that wrap the traced shards, as DTensors where the parameters are.
+        shards: these shards, on which the optimizer steps.
+        state: its state, by shard; what the step adds is new.
+        stepped: whether the optimizer has taken its step.
+        clears_first: whether gradients were set to None before the first backward.
+    """
+
+    lifted: Lifted
+    watch: Watch
+    parameters: list[Tensor]
+    shards: list[Tensor]
+    handles: dict[ShardedParam, Tensor]
+    buffers: list[Tensor]
+    lrs: Sequence[Any]
+    state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    stepped: bool = False
+    clears_first: bool = False
+
+    @classmethod
+    def of(cls, lifted: Lifted, watch: Watch, tensors: Sequence[Tensor], lrs: Sequence[Any]) -> StandIns:
+        """Make them from the traced inputs, which are in the order of `Lifted.tensors`."""
+        given = iter(tensors)
+        shards = [next(given) for _ in lifted.parameters]
+        parameters = [_leaf(shard, one.tensor) for shard, one in zip(shards, lifted.parameters, strict=True)]
+        handles = {param: next(given) for param in lifted.handles.values()}
+        buffers = [next(given) for _ in lifted.buffers]
+        found = cls(lifted, watch, parameters, shards, handles, buffers, lrs)
+        for position, key, value in lifted.state_entries():
+            found.state[shards[position]][key] = next(given) if isinstance(value, Tensor) else value
+        return found
+
+    @contextlib.contextmanager
+    def in_place(self) -> Generator[None]:
+        """Put them where the user's lines look for model and optimizer; afterwards all is as it was."""
+        lifted, optimizer = self.lifted, self.lifted.optimizer
+        scopes = lifted.scopes()
+        windows = [{name: getattr(scope, name) for name in _WINDOW} for scope in scopes]
+        groups, own = optimizer.param_groups, {key: optimizer.__dict__.get(key) for key in ("step", "zero_grad")}
+        traced_groups = self._groups()
+        for one, parameter in zip(lifted.parameters, self.parameters, strict=True):
+            _put_parameter(one, parameter)
+        for one, buffer in zip(lifted.buffers, self.buffers, strict=True):
+            _put_buffer(one, buffer)
+        for scope in scopes:
+            scope.handle_of = self._handle_of
+        optimizer.param_groups = traced_groups
+        before = [_options(group) for group in traced_groups]
+        optimizer.__dict__["step"], optimizer.__dict__["zero_grad"] = self._step, self._zero_grad
+        model_zero_grad = lifted.model.__dict__.get("zero_grad")
+        object.__setattr__(lifted.model, "zero_grad", self._zero_grad_of_model)
+        try:
+            yield
+            self._check_after(scopes, before, [_options(group) for group in traced_groups])
+        finally:
+            for one in lifted.parameters:
+                _put_parameter(one, one.tensor)
+            for one in lifted.buffers:
+                _put_buffer(one, one.tensor)
+            for scope, window in zip(scopes, windows, strict=True):
+                scope.handle_of = None
+                for name, value in window.items():
+                    setattr(scope, name, value)
+            optimizer.param_groups = groups
+            for key, value in own.items():
+                if value is None:
+                    del optimizer.__dict__[key]
+                else:
+                    optimizer.__dict__[key] = value
+            if model_zero_grad is None:
+                del lifted.model.__dict__["zero_grad"]
+            else:
+                object.__setattr__(lifted.model, "zero_grad", model_zero_grad)
+
+    def new_state(self) -> list[tuple[int, str, Any]]:
+        """(position, key, value) of what the step has put into the optimizer's state."""
+        known = {(position, key) for position, key, _ in self.lifted.state_entries()}
+        before = {id(value) for entries in self.known.values() for value in entries.values()}
+        return [
+            (position, key, value)
+            for position in self.lifted.stepped()
+            if self.shards[position] in self.state
+            for key, value in self.state[self.shards[position]].items()
+            if (position, key) not in known or (isinstance(value, Tensor) and id(value) not in before)
+        ]
+
+    def __post_init__(self) -> None:
+        self.known: dict[Tensor, dict[str, Any]] = {}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        self.known = {shard: dict(entries) for shard, entries in self.state.items()}
+        return [
+            {**group, "params": [self.parameters[position] for position in positions]}
+            for group, positions in zip(self.lifted.optimizer.param_groups, self.lifted.positions, strict=True)
+        ]
+
+    def _handle_of(self, param: ShardedParam) -> Tensor:
+        if self.stepped:
+            raise refusal(
+                f"runs a forward that reads {param.name} after optimizer.step()",
+                "call the optimizer's step after all forwards and backwards, once",
+            )
+        if param not in self.handles:
+            raise refusal(
+                f"reads {param.name}, which is not a parameter of the step's model",
+                "pass the module that holds all parameters to training_step",
+            )
+        return self.handles[param]
+
+    def _step(self, closure: Any = None) -> None:
+        """The optimizer's own step, on local shards."""
+        if closure is not None:
+            raise refusal("passes a closure to optimizer.step()", "compute the loss before the step")
+        if self.stepped:
+            raise refusal("calls optimizer.step() a second time", "write one step of the optimizer per call")
+        if any(scope.opened for scope in self.lifted.scopes()):
+            raise refusal(
+                "calls optimizer.step() while the window of zgraph.no_sync is open, so gradients are not reduced",
+                "run the last forward and backward outside of no_sync first",
+            )
+        optimizer = self.lifted.optimizer
+        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+            shard.grad = None if parameter.grad is None else _local_grad(parameter, parameter.grad)
+        stand_in: optim.Optimizer = object.__new__(type(optimizer))
+        stand_in.__dict__ = {
+            **optimizer.__dict__,
+            "param_groups": [
+                {**group, "params": [self.shards[position] for position in positions], "lr": lr}
+                for group, positions, lr in zip(optimizer.param_groups, self.lifted.positions, self.lrs, strict=True)
+            ],
+            "state": self.state,
+        }
+        with self.watch.reading_values():
+            plain_step(optimizer)(stand_in)
+        self.stepped = True
+        for shard in self.shards:
+            shard.grad = None
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        stepped = [self.parameters[position] for position in self.lifted.stepped()]
+        self._clear(stepped, set_to_none)
+
+    def _zero_grad_of_model(self, set_to_none: bool = True) -> None:
+        self._clear(self.parameters, set_to_none)
+
+    def _clear(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
+        if not set_to_none:
+            raise refusal("calls zero_grad(set_to_none=False)", "leave the argument out: gradients become None")
+        if all(parameter.grad is None for parameter in self.parameters):
+            missing = [
+                one
+                for one, parameter in zip(self.lifted.parameters, self.parameters, strict=True)
+                if one.tensor.requires_grad and all(parameter is not cleared for cleared in parameters)
+            ]
+            self.clears_first = self.clears_first or (self.watch.part == 0 and not missing)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _check_after(self, scopes: Sequence[Scope], before: Sequence[Any], after: Sequence[Any]) -> None:
+        if any(scope.opened for scope in scopes):
+            raise ZgraphError(
+                "zgraph.training_step: the step ends while the window of zgraph.no_sync is open; run its last forward "
+                "and backward outside of no_sync."
+            )
+        if before != after:
+            raise ZgraphError(
+                "zgraph.training_step: the step changes options of its optimizer, such as the learning rate; call "
+                "scheduler.step() outside of the step, after it."
+            )
+        for one, buffer in zip(self.lifted.buffers, self.buffers, strict=True):
+            part, attribute = one.sites[0]
+            if local_buffers(part)[attribute] is not buffer:
+                raise ZgraphError(
+                    f"zgraph.training_step: the step binds another tensor to the buffer {one.name}; write its values "
+                    "in place, with copy_."
+                )
+
+
+def _leaf(shard: Tensor, like: Tensor) -> Tensor:
+    if isinstance(like, DTensor):
+        return dtensor_like(shard, like).requires_grad_(like.requires_grad)
+    return shard.detach().requires_grad_(like.requires_grad)
+
+
+def _local_grad(parameter: Tensor, grad: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        if not isinstance(grad, DTensor) or grad.placements != parameter.placements:
+            raise ZgraphError(
+                f"zgraph.training_step: at {user_line()} a gradient does not lie like its parameter; leave gradients "
+                "as backward makes them, or change them in place."
+            )
+        return local_of(grad)
+    return local(grad)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _put_parameter(one: Held, value: Tensor) -> None:
+    for part, attribute in one.sites:
+        replace_parameter(part, attribute, value)
+
+
+def _put_buffer(one: Held, value: Tensor) -> None:
+    for part, attribute in one.sites:
+        local_buffers(part)[attribute] = value
+
+
+def is_tensor_lr(group: dict[str, Any]) -> bool:
+    """Whether the optimizer's operator takes the learning rate as a tensor: where it is one, or in fused kernels."""
+    return isinstance(group["lr"], torch.Tensor) or bool(group.get("fused"))

@@ -1,0 +1,83 @@
+"""Accumulation windows inside one graph: gradients are summed in the graph, and reduced once."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zgraph.errors import ZgraphError
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.operator_arguments import ReduceArgs
+from zgraph.runtime.shard_layout import ShardLayout
+from zgraph.runtime.window_state import ALONE, OPEN
+
+aten = torch.ops.aten
+
+
+def resolve_windows(graph: fx.Graph) -> None:
+    """Replace a window's state between calls by sums in the graph; every marker then stands alone.
+
+    The sum has the order and the dtypes of `zgraph.runtime.window_state`. A window that is open at the end of a step
+    has been refused before.
+
+    Raises:
+        ZgraphError: gradients are read while they are still this rank's own.
+    """
+    for marker in nodes.call_functions(graph, nodes.is_unshard):
+        _stand_alone(marker)
+    sums: dict[fx.Node, fx.Node] = {}  # by handle
+    waiting: dict[fx.Node, None] = {}
+    for marker in nodes.call_functions(graph, nodes.is_reduce_grad):
+        args = ReduceArgs.of(marker)
+        layout: ShardLayout = args.layout
+        if layout.is_reduced and layout.gradients_wait(args.window):
+            with graph.inserting_before(marker):
+                known = sums.pop(args.handle, None)
+                if known is None:
+                    total = meta.create_cast(graph, args.grad, args.dtype)
+                else:
+                    total = meta.create(graph, aten.add.Tensor, (known, args.grad))
+            if args.window == OPEN:
+                sums[args.handle] = total
+                waiting[marker] = None
+            else:
+                marker.args = (total, *marker.args[1:])
+        if args.window != OPEN or not layout.gradients_wait(args.window):
+            _stand_alone(marker)
+    for handle in sums:
+        raise ZgraphError(
+            f"zgraph.training_step: the last forward of a window of zgraph.no_sync does not read the parameter of "
+            f"{handle.name}, whose gradients would wait for the next step; let it read all parameters, or leave out "
+            "no_sync."
+        )
+    _drop_placeholders(graph, waiting)
+
+
+def _stand_alone(marker: fx.Node) -> None:
+    # Both markers end in their window and the names of two groups.
+    *others, _, replica_group, gather_group = marker.args
+    marker.args = (*others, ALONE, replica_group, gather_group)
+
+
+def _drop_placeholders(graph: fx.Graph, waiting: dict[fx.Node, None]) -> None:
+    """Remove what `.grad` held until the window closed, to which autograd has added the mean."""
+    dropped = dict(waiting)
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor and node.target is not aten.add_.Tensor:
+            continue
+        left, right = node.args[0], node.args[1]
+        if left in dropped and right in dropped:
+            dropped[node] = None
+        elif left in dropped or right in dropped:
+            mean = right if left in dropped else left
+            assert isinstance(mean, fx.Node)
+            node.replace_all_uses_with(mean)
+            dropped[node] = None
+    for node in reversed(list(dropped)):
+        readers = [user for user in node.users if user not in dropped]
+        if readers:
+            raise ZgraphError(
+                f"zgraph.training_step: {readers[0].name} ({readers[0].target}) reads a gradient while the window of "
+                "zgraph.no_sync is open, when it is this rank's own; clip and step after the last backward."
+            )
+    edits.erase_dead(graph, dropped)

@@ -1,0 +1,281 @@
+"""`zgraph.training_step`: a decorator that runs a loop body as one graph."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+
+from zgraph.compile_frame import FrameCompiler
+from zgraph.compiler.frame import Frame
+from zgraph.compiler.pipeline import Pipeline
+from zgraph.errors import ZgraphError
+from zgraph.optimizers.local_step import SCALARS
+from zgraph.options import CompileOptions
+from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.step import guards
+from zgraph.step.capture import Captured, capture
+from zgraph.step.lifted import Lifted, name_part
+from zgraph.step.refusals import check_function, check_optimizer
+from zgraph.step.stand_ins import is_tensor_lr
+from zgraph.torch_compat.dtensor import dtensor_like, gradients_of
+from zgraph.torch_compat.dynamo import without_compile
+from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+RECOMPILES = 8  # as many as Dynamo allows
+
+
+def training_step(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    *,
+    options: Mapping[str, Any] | None = None,
+    recompile_limit: int = RECOMPILES,
+) -> Callable[[Callable[P, R]], TrainingStep[P, R]]:
+    """Run a training step, from forward to optimizer, as one graph.
+
+        @zgraph.training_step(model, opt)
+        def step(x, y):
+            loss = model(x, y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        loss = step(x, y)
+
+    The function holds the lines of a plain loop, and without the decorator does the same. It is run once on fake values
+    for each kind of call, and must compute the same from equal arguments each time: what it does in Python beside that,
+    such as counting or printing, happens only then. What a graph cannot hold is refused with the line that does it.
+
+    Args:
+        model: what `zgraph.shard` returned; what `torch.compile` made of it will do.
+        optimizer: of its parameters, element-wise, of torch.optim. Learning rates are inputs of the graph.
+        options: those of `torch.compile(model, backend="zgraph")`.
+        recompile_limit: graphs that may be made for different calls.
+
+    Returns:
+        A decorator; `TrainingStep.function` is the plain function.
+
+    Raises:
+        ValueError: an option, or the optimizer, cannot be honoured.
+    """
+    module = without_compile(model)
+    parsed = CompileOptions.parse(options)
+    _check_pipeline(parsed.pipeline)
+    check_optimizer(optimizer)
+    Lifted.of(module, optimizer)
+
+    def decorate(function: Callable[P, R]) -> TrainingStep[P, R]:
+        check_function(function, optimizer)
+        return TrainingStep(function, module, optimizer, parsed, recompile_limit)
+
+    return decorate
+
+
+def _check_pipeline(pipeline: Pipeline | None) -> None:
+    """Refuse what whole steps do not honour yet.
+
+    Raises:
+        ValueError: says what.
+    """
+    target = None if pipeline is None else pipeline.target
+    if target is not None and target.budget_bytes is not None:
+        raise ValueError(
+            "zgraph.training_step: the pipeline's target has a budget_bytes, which is not kept for whole steps yet; "
+            "leave it out, or train with torch.compile(model) and call optimizer.step() yourself."
+        )
+    for entry in () if pipeline is None else pipeline.passes:
+        if isinstance(entry, QuantizeGathers) and isinstance(entry.method, WeightDifferences):
+            raise ValueError(
+                "zgraph.training_step: WeightDifferences keeps a copy from gather to gather, which is not supported in "
+                "whole steps yet; gather codes of the weights themselves, by zgraph.passes.NoFeedback."
+            )
+
+
+@dataclass(frozen=True)
+class _Variant:
+    conditions: guards.Conditions
+    captured: Captured
+    program: Callable[[list[Any]], Any]
+
+
+class TrainingStep(Generic[P, R]):
+    """A training step that runs as one graph; made by `zgraph.training_step`.
+
+    Attributes:
+        function: the function as it was written, which may be called in between.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        options: CompileOptions,
+        recompile_limit: int,
+    ) -> None:
+        functools.update_wrapper(cast(Any, self), function)
+        self.function = function
+        self._model, self._optimizer, self._options = model, optimizer, options
+        self._limit = recompile_limit
+        self._variants: list[_Variant] = []
+        self._lifted: Lifted | None = None
+
+    @torch.compiler.disable
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        lifted = self._current()
+        leaves, tree = tree_flatten((list(args), dict(kwargs)))
+        for scope in self._scopes:
+            if scope.opened:
+                raise ZgraphError(
+                    "zgraph.training_step: the step begins while a window of zgraph.no_sync is open; close the window "
+                    "with a forward and backward outside of no_sync first."
+                )
+        parameters = [one.tensor for one in lifted.parameters]
+        has_gradient = tuple(grad is not None for grad in gradients_of(parameters))
+        conditions = self._conditions(lifted, leaves, tree, has_gradient)
+        variant = next((one for one in reversed(self._variants) if _holds(one, conditions)), None)
+        if variant is None:
+            variant = self._compile(lifted, conditions, args, kwargs)
+        if any(has_gradient):
+            for parameter in parameters:
+                parameter.grad = None
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [*lifted.tensors(), *self._learning_rates(), *given]
+        with torch.no_grad():
+            outputs = variant.program(inputs)
+        return self._finish(lifted, variant.captured, list(outputs))
+
+    # --- before -------------------------------------------------------------------------------------------------------
+
+    def _current(self) -> Lifted:
+        """The model and optimizer as they are now; read again where tensors were replaced."""
+        known = self._lifted
+        if known is None or not self._is_current(known):
+            known = self._lifted = Lifted.of(self._model, self._optimizer)
+            check_optimizer(self._optimizer)
+            self._modules = guards.Modules(self._model)
+            self._scopes = known.scopes()
+            self._layouts = tuple(
+                (tuple(one.tensor.shape), one.tensor.dtype, one.tensor.device)
+                for one in (*known.parameters, *known.buffers)
+            )
+        return known
+
+    def _is_current(self, known: Lifted) -> bool:
+        groups = self._optimizer.param_groups
+        return (
+            known.is_current()
+            and len(groups) == len(known.positions)
+            and all(
+                len(group["params"]) == len(positions)
+                and all(map(is_, group["params"], [known.parameters[position].tensor for position in positions]))
+                for group, positions in zip(groups, known.positions, strict=True)
+            )
+        )
+
+    def _conditions(
+        self, lifted: Lifted, leaves: list[Any], tree: Any, has_gradient: tuple[bool, ...]
+    ) -> guards.Conditions:
+        return guards.Conditions(
+            arguments=guards.of_arguments(leaves, tree),
+            modes=self._modules.conditions(),
+            trainable=tuple(one.tensor.requires_grad for one in lifted.parameters),
+            gradients=has_gradient,
+            options=(*lifted.positions, *guards.of_options(self._optimizer)),
+            state=tuple(
+                (position, key, None if isinstance(value, Tensor) else value)
+                for position, key, value in lifted.state_entries()
+            ),
+            layouts=self._layouts,
+            variables=guards.of_variables(self.function, self._model),
+            ambient=guards.ambient(),
+        )
+
+    def _learning_rates(self) -> list[Any]:
+        found: list[Any] = []
+        for group in self._optimizer.param_groups:
+            lr = group["lr"]
+            if not isinstance(lr, Tensor):
+                lr = torch.tensor(float(lr), dtype=torch.float64) if is_tensor_lr(group) else float(lr)
+            found.append(lr)
+        return found
+
+    # --- compile ------------------------------------------------------------------------------------------------------
+
+    def _compile(
+        self, lifted: Lifted, conditions: guards.Conditions, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Variant:
+        closest = conditions.closest([one.conditions for one in self._variants])
+        reason = "" if closest is None else conditions.difference(closest)
+        if len(self._variants) >= self._limit:
+            raise ZgraphError(
+                f"zgraph.training_step: {self._limit} graphs were made for different calls, the last time because of "
+                f"{reason}. Pass what changes as a tensor and pad inputs to few shapes, or raise recompile_limit."
+            )
+        if reason:
+            _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
+        options = self._options
+        captured = capture(self.function, lifted, args, kwargs, decompose=options.lowering == "inductor")
+        if captured.state and options.lowering == "inductor":
+            # The step that makes the optimizer's state runs once.
+            options = replace(options, lowering="fx")
+            captured = capture(self.function, lifted, args, kwargs)
+        if any(conditions.gradients) and not captured.clears_first:
+            raise ZgraphError(
+                "zgraph.training_step: parameters have gradients from before the step, which would be added to; call "
+                "zero_grad() of the model before the step, or first in it."
+            )
+        name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
+        frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
+        program = FrameCompiler(frame, options).compile_step(captured.gm)
+        variant = _Variant(conditions, captured, program)
+        self._variants.append(variant)
+        return variant
+
+    # --- after --------------------------------------------------------------------------------------------------------
+
+    def _finish(self, lifted: Lifted, captured: Captured, outputs: list[Any]) -> Any:
+        """Put new state and gradients where they belong, and return what the function returns."""
+        parameters, state = lifted.parameters, self._optimizer.state
+        given = iter(outputs)
+        likes = iter(captured.likes)
+        leaves: list[Any] = []
+        for constant in captured.returned:
+            if constant is not None:
+                leaves.append(constant[0])
+                continue
+            like, value = next(likes), next(given)
+            leaves.append(value if like is None else dtensor_like(value, like))
+        for position, key in captured.state:
+            parameter, value = parameters[position].tensor, next(given)
+            state[parameter][key] = _wrapped(value, parameter) if key not in SCALARS else value
+        for position, key, constant in captured.constants:
+            state[parameters[position].tensor][key] = constant
+        for position in captured.grads:
+            parameters[position].tensor.grad = _wrapped(next(given), parameters[position].tensor)
+        if captured.steps:
+            note_step(self._optimizer)
+        return tree_unflatten(leaves, captured.tree)
+
+
+def _wrapped(value: Tensor, parameter: Tensor) -> Tensor:
+    return dtensor_like(value, parameter) if isinstance(parameter, DTensor) else value
+
+
+def _holds(variant: _Variant, conditions: guards.Conditions) -> bool:
+    if variant.captured.clears_first:
+        conditions = replace(conditions, gradients=variant.conditions.gradients)
+    return variant.conditions == conditions

@@ -169,7 +169,7 @@ def shot(page: Path, shown: str, height: int = 0, above: int = 0) -> bytes:
 
 def stacked(pictures: list[bytes]) -> bytes:
     """Pictures of one width, one below the other."""
-    from PIL import Image
+    from PIL import Image  # pyright: ignore
 
     opened = [Image.open(io.BytesIO(each)).convert("RGB") for each in pictures]
     whole = Image.new("RGB", (opened[0].width, sum(each.height for each in opened)))
@@ -188,7 +188,7 @@ def png(picture: Any) -> bytes:
 
 def save(picture: bytes, path: Path) -> None:
     """Write a picture with few colours, which its kind of drawing has."""
-    from PIL import Image
+    from PIL import Image  # pyright: ignore
 
     small = Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
     data = png(small)

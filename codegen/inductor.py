@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from zgraph.codegen.islands import Island, cut_out, find_islands
@@ -66,7 +67,9 @@ class InductorLowering:
         ordered = [keys[place] for place in order_of_rank(self.rank, self.ranks, len(keys))]
         for key in shown(ordered, title) if self.rank == 0 else ordered:
             island = new[key]
-            compiled = compile_with_inductor(island.gm, [meta.value(node) for node in island.inputs])
+            compiled = compile_with_inductor(
+                island.gm, list(map(meta.value, island.gm.graph.find_nodes(op="placeholder")))
+            )
             self.compiled[key] = _named(names[key], compiled)
 
 
@@ -100,7 +103,7 @@ def _named(name: str, compiled: Compiled) -> Compiled:
 def _layout(node: fx.Node) -> object:
     value = meta.value(node)
     if not isinstance(value, Tensor):
-        return str(value)
+        return float if isinstance(value, torch.SymFloat) else str(value)
     # As text: symbolic sizes cannot be hashed.
     return str(tuple(value.shape)), str(value.stride()), value.dtype, value.device
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zgraph.graph import nodes, traits
+from zgraph.torch_compat.fake_values import unknown_number
 from zgraph.torch_compat.operators import OpOverload, written_arguments
 
 LEAST_FUSIBLE = 2  # with fewer there is nothing to fuse
@@ -105,10 +108,15 @@ def cut_out(members: Sequence[fx.Node]) -> Island:
     copies: dict[fx.Node, fx.Node] = {}
     for number, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"arg{number}")
-        copies[node].meta["val"] = node.meta["val"]
+        copies[node].meta["val"] = _value_inside(node.meta["val"])
     for number, node in enumerate(members):
         args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"value{number}")
         copies[node].meta["val"] = node.meta["val"]
     graph.output(tuple(copies[node] for node in outputs))
     return Island(tuple(members), tuple(inputs), tuple(outputs), fx.GraphModule({}, graph))
+
+
+def _value_inside(value: Any) -> Any:
+    """The value of an island's input: a number that was computed outside is just a number to Inductor."""
+    return unknown_number(value) if isinstance(value, torch.SymFloat) else value

@@ -23,8 +23,8 @@ from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, name_part
+from zgraph.step.option_inputs import OptionInputs
 from zgraph.step.refusals import check_function, check_optimizer
-from zgraph.step.stand_ins import is_tensor_lr
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
@@ -145,15 +145,16 @@ class TrainingStep(Generic[P, R]):
                 )
         parameters = [one.tensor for one in lifted.parameters]
         has_gradient = tuple(grad is not None for grad in gradients_of(parameters))
-        conditions = self._conditions(lifted, leaves, tree, has_gradient)
-        variant = next((one for one in reversed(self._variants) if _holds(one, conditions)), None)
+        options = OptionInputs.of(self._optimizer)
+        conditions = self._conditions(lifted, leaves, tree, has_gradient, options)
+        variant = next((one for one in reversed(self._variants) if _holds(one, conditions, options)), None)
         if variant is None:
-            variant = self._compile(lifted, conditions, args, kwargs)
+            variant = self._compile(lifted, conditions, options, args, kwargs)
         if any(has_gradient):
             for parameter in parameters:
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [*lifted.tensors(), *self._learning_rates(), *given]
+        inputs = [*lifted.tensors(), *options.values, *given]
         with torch.no_grad():
             outputs = variant.program(inputs)
         return self._finish(lifted, variant.captured, list(outputs))
@@ -187,14 +188,19 @@ class TrainingStep(Generic[P, R]):
         )
 
     def _conditions(
-        self, lifted: Lifted, leaves: list[Any], tree: Any, has_gradient: tuple[bool, ...]
+        self,
+        lifted: Lifted,
+        leaves: list[Any],
+        tree: Any,
+        has_gradient: tuple[bool, ...],
+        options: OptionInputs,
     ) -> guards.Conditions:
         return guards.Conditions(
             arguments=guards.of_arguments(leaves, tree),
             modes=self._modules.conditions(),
             trainable=tuple(one.tensor.requires_grad for one in lifted.parameters),
             gradients=has_gradient,
-            options=(*lifted.positions, *guards.of_options(self._optimizer)),
+            options=(*lifted.positions, *options.conditions),
             state=tuple(
                 (position, key, None if isinstance(value, Tensor) else value)
                 for position, key, value in lifted.state_entries()
@@ -204,22 +210,17 @@ class TrainingStep(Generic[P, R]):
             ambient=guards.ambient(),
         )
 
-    def _learning_rates(self) -> list[Any]:
-        found: list[Any] = []
-        for group in self._optimizer.param_groups:
-            lr = group["lr"]
-            if not isinstance(lr, Tensor):
-                lr = torch.tensor(float(lr), dtype=torch.float64) if is_tensor_lr(group) else float(lr)
-            found.append(lr)
-        return found
-
     # --- compile ------------------------------------------------------------------------------------------------------
 
     def _compile(
-        self, lifted: Lifted, conditions: guards.Conditions, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        lifted: Lifted,
+        conditions: guards.Conditions,
+        inputs: OptionInputs,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> _Variant:
-        closest = conditions.closest([one.conditions for one in self._variants])
-        reason = "" if closest is None else conditions.difference(closest)
+        reason = self._reason(conditions, inputs)
         if len(self._variants) >= self._limit:
             raise ZgraphError(
                 f"zgraph.training_step: {self._limit} graphs were made for different calls, the last time because of "
@@ -244,6 +245,17 @@ class TrainingStep(Generic[P, R]):
         variant = _Variant(conditions, captured, program)
         self._variants.append(variant)
         return variant
+
+    def _reason(self, conditions: guards.Conditions, inputs: OptionInputs) -> str:
+        """Why no graph that was made before will do, by the one that is closest; "" for the first."""
+        closest = conditions.closest([one.conditions for one in self._variants])
+        if closest is None:
+            return ""
+        found = conditions.difference(closest)
+        if found:
+            return found
+        captured = next(one.captured for one in reversed(self._variants) if one.conditions is closest)
+        return f"options: {captured.assumed.broken(inputs.values)}"
 
     # --- after --------------------------------------------------------------------------------------------------------
 
@@ -275,7 +287,7 @@ def _wrapped(value: Tensor, parameter: Tensor) -> Tensor:
     return dtensor_like(value, parameter) if isinstance(parameter, DTensor) else value
 
 
-def _holds(variant: _Variant, conditions: guards.Conditions) -> bool:
+def _holds(variant: _Variant, conditions: guards.Conditions, options: OptionInputs) -> bool:
     if variant.captured.clears_first:
         conditions = replace(conditions, gradients=variant.conditions.gradients)
-    return variant.conditions == conditions
+    return variant.conditions == conditions and variant.captured.assumed.hold(options.values)

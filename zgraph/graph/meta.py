@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zgraph.graph.lanes import Lane
-from zgraph.torch_compat.fake_values import fake_mode_of
+from zgraph.torch_compat.fake_values import fake_mode_of, replaying
 
 if TYPE_CHECKING:
     from zgraph.runtime.chunks import Chunk
@@ -206,7 +206,7 @@ def evaluate(node: fx.Node) -> object:
     target = cast(Any, node.target)
     if mode is None:
         return target(*args, **kwargs)
-    with mode:
+    with replaying(mode):
         return target(*args, **kwargs)
 
 

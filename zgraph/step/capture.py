@@ -12,15 +12,24 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.step.clean import check_updates_come_last, clean
+from zgraph.step.fused_steps import NumbersOfFusedSteps
 from zgraph.step.lifted import Lifted, name_part
-from zgraph.step.stand_ins import StandIns, is_tensor_lr
+from zgraph.step.option_inputs import Assumed, OptionInputs, names_of
+from zgraph.step.stand_ins import StandIns
 from zgraph.step.user_line import line_of
 from zgraph.step.watch import Watch
 from zgraph.step.windows import resolve_windows
 from zgraph.torch_compat.aot import trace
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.dynamo import inline_compiled
-from zgraph.torch_compat.fake_values import data_dependent_errors, fake_of, is_fake, step_mode
+from zgraph.torch_compat.fake_values import (
+    NumberGuards,
+    data_dependent_errors,
+    fake_number,
+    fake_of,
+    is_fake,
+    step_mode,
+)
 from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
 
 
@@ -29,11 +38,12 @@ class Captured:
     """A step as a graph.
 
     Attributes:
-        gm: takes the tensors of `Lifted.tensors`, a learning rate for each group, and the tensors of the arguments;
+        gm: takes the tensors of `Lifted.tensors`, the options of `OptionInputs`, and the tensors of the arguments;
             returns a flat list, described by the rest. It writes to shards, buffers and state.
-        returned: leaves of what the function returns: `None` for a tensor of the graph, else the leaf itself in a
+        assumed: about these options.
+        returned: leaves of what the function returns: `None` for a result of the graph, else the leaf itself in a
             tuple.
-        likes: for each returned tensor the DTensor that it is a part of, or None.
+        likes: for each such result the DTensor that it is a part of, or None.
         tree: how the leaves make up what it returns.
         state: (position, key) of new entries of the optimizer's state, returned behind.
         constants: (position, key, value) of new entries that are not tensors.
@@ -43,6 +53,7 @@ class Captured:
     """
 
     gm: fx.GraphModule
+    assumed: Assumed
     returned: tuple[tuple[Any] | None, ...]
     likes: tuple[DTensor | None, ...]
     tree: Any
@@ -98,7 +109,7 @@ class _Tracer:
         self.mode = step_mode()
         self.watch = Watch()
         self.stand_ins: StandIns | None = None
-        self.outputs: list[Tensor] = []
+        self.options = OptionInputs.of(lifted.optimizer)
         self.found: dict[str, Any] = {}
 
     def hint(self) -> str:
@@ -107,48 +118,48 @@ class _Tracer:
         return f" ({kind} does so with these options; another optimizer may not)" if self.watch.reads_values else ""
 
     def trace(self, decompose: bool) -> fx.GraphModule:
-        inputs = self.lifted.tensors()
-        groups = self.lifted.optimizer.param_groups
-        lrs: list[Tensor] = [
-            group["lr"] if isinstance(group["lr"], Tensor) else torch.tensor(float(group["lr"]), dtype=torch.float64)
-            for group in groups
-        ]
+        inputs, optimizer = self.lifted.tensors(), self.lifted.optimizer
         given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        fakes = [fake_of(self.mode, tensor) for tensor in [*inputs, *lrs, *given]]
-        names = self.lifted.names()
-        scalars = [len(names) + number for number, group in enumerate(groups) if not is_tensor_lr(group)]
-        names += [f"lr_{number}" for number in range(len(lrs))]
-        names += [f"input_{number}" for number in range(len(given))]
-        gm = trace(self._run, fakes, self.mode, decompose=decompose)
-        return clean(gm, [name_part(name) for name in names], scalars)
-
-    def _run(self, *tensors: Tensor) -> list[Tensor]:
-        held = len(self.lifted.tensors())
-        groups = self.lifted.optimizer.param_groups
-        lrs = [
-            lr if is_tensor_lr(group) else lr.item()
-            for lr, group in zip(tensors[held : held + len(groups)], groups, strict=True)
+        options, option_names = self.options.values, names_of(optimizer)
+        numbers = {
+            name: fake_number(self.mode, value, name)
+            for name, value in zip(option_names, options, strict=True)
+            if isinstance(value, float)
+        }
+        fakes: list[Any] = [fake_of(self.mode, tensor) for tensor in inputs]
+        fakes += [
+            fake_of(self.mode, value) if isinstance(value, Tensor) else numbers[name]
+            for name, value in zip(option_names, options, strict=True)
         ]
-        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, tensors[:held], lrs)
-        arguments = iter(tensors[held + len(groups) :])
+        fakes += [fake_of(self.mode, tensor) for tensor in given]
+        names = [*self.lifted.names(), *option_names, *(f"input_{number}" for number in range(len(given)))]
+        gm = trace(self._run, fakes, self.mode, decompose=decompose)
+        self.found["assumed"] = Assumed(NumberGuards(self.mode, numbers), option_names, options)
+        return clean(gm, [name_part(name) for name in names])
+
+    def _run(self, *inputs: Any) -> list[Any]:
+        held, taken = len(self.lifted.tensors()), len(self.options.values)
+        options = inputs[held : held + taken]
+        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, inputs[:held], options)
+        arguments = iter(inputs[held + taken :])
         leaves = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
-        with inline_compiled(), stand_ins.in_place(), self.watch:
+        with inline_compiled(), stand_ins.in_place(), self.watch, NumbersOfFusedSteps():
             result = self.function(*args, **kwargs)
         return self._outputs(result, stand_ins)
 
-    def _outputs(self, result: Any, stand_ins: StandIns) -> list[Tensor]:
+    def _outputs(self, result: Any, stand_ins: StandIns) -> list[Any]:
         leaves, self.found["tree"] = tree_flatten(result)
         returned: list[tuple[Any] | None] = []
         likes: list[DTensor | None] = []
-        outputs: list[Tensor] = []
+        outputs: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-                    raise ZgraphError(
-                        "zgraph.training_step: the step returns a number that it has read from a tensor; return the "
-                        "tensor."
-                    )
+                if isinstance(leaf, torch.SymFloat):  # an option of the optimizer, or made of some
+                    returned.append(None)
+                    likes.append(None)
+                    outputs.append(leaf)
+                    continue
                 returned.append((leaf,))
                 continue
             part = local_of(leaf) if isinstance(leaf, DTensor) else leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -16,35 +16,27 @@ aten = torch.ops.aten
 _NAMELESS = frozenset({aten.detach.default, aten.alias.default})
 
 
-def clean(traced: fx.GraphModule, names: Sequence[str], scalars: Collection[int]) -> fx.GraphModule:
+def clean(traced: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
     """A copy of a traced graph with named inputs.
 
-    Left out are detached aliases, views that change nothing, and marks for the profiler. What is read from a 0-d input
-    that stands for a number becomes the input itself.
+    Left out are detached aliases, views that change nothing, and marks for the profiler.
 
     Args:
         traced: by `make_fx`.
         names: of its inputs.
-        scalars: positions of the inputs that stand for numbers.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    numbers: list[fx.Node] = []
     for position, node in enumerate(traced.graph.find_nodes(op="placeholder")):
         copies[node] = graph.placeholder(names[position])
         copies[node].meta = dict(node.meta)
-        if position in scalars:
-            numbers.append(node)
     part: int | None = None
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             continue
         part = found if (found := meta.part(node)) is not None else part
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        if source is not None and node.target is aten._local_scalar_dense.default and source in numbers:
-            copies[node] = copies[source]
-            meta.set_value(copies[source], meta.value(node))
-        elif source is not None and (node.target in _NAMELESS or _changes_nothing(node, source)):
+        if source is not None and (node.target in _NAMELESS or _changes_nothing(node, source)):
             copies[node] = copies[source]
         elif not is_profiler(node.target):
             copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from zgraph.errors import ZgraphError
 from zgraph.step.variables import variables_of
@@ -25,7 +25,7 @@ class Conditions:
         modes: training or evaluation, and the numbers that each module holds, such as a dropout's probability.
         trainable: `requires_grad` of each parameter.
         gradients: which parameters had a gradient before the step.
-        options: of the optimizer, without parameters and without learning rates that are inputs.
+        options: of the optimizer, without parameters and without what is an input of the graph.
         state: entries of the optimizer's state.
         layouts: shapes and dtypes of parameters and buffers.
         variables: numbers among what the function reads from outside.
@@ -96,18 +96,6 @@ class Modules:
 
     def conditions(self) -> tuple[Any, ...]:
         return tuple(read(values) for values, read in self.readers)
-
-
-def of_options(optimizer: optim.Optimizer) -> tuple[Any, ...]:
-    """Conditions on the optimizer: everything in its groups that is not an input of the graph."""
-    return tuple(
-        tuple(
-            (key, type(value)) if key == "lr" else (key, id(value) if isinstance(value, Tensor) else value)
-            for key, value in group.items()
-            if key != "params"
-        )
-        for group in optimizer.param_groups
-    )
 
 
 def of_variables(function: Callable[..., Any], model: nn.Module) -> tuple[Any, ...]:

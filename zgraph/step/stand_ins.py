@@ -8,13 +8,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.sharding.scope import Scope, ShardedParam
 from zgraph.step.lifted import Held, Lifted, local
+from zgraph.step.option_inputs import with_inputs
 from zgraph.step.user_line import user_line
 from zgraph.step.watch import Watch, refusal
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
@@ -41,20 +41,20 @@ class StandIns:
     shards: list[Tensor]
     handles: dict[ShardedParam, Tensor]
     buffers: list[Tensor]
-    lrs: Sequence[Any]
+    options: Sequence[Any]
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     stepped: bool = False
     clears_first: bool = False
 
     @classmethod
-    def of(cls, lifted: Lifted, watch: Watch, tensors: Sequence[Tensor], lrs: Sequence[Any]) -> StandIns:
-        """Make them from the traced inputs, which are in the order of `Lifted.tensors`."""
+    def of(cls, lifted: Lifted, watch: Watch, tensors: Sequence[Tensor], options: Sequence[Any]) -> StandIns:
+        """Make them from the traced inputs, which are in the order of `Lifted.tensors` and of `OptionInputs`."""
         given = iter(tensors)
         shards = [next(given) for _ in lifted.parameters]
         parameters = [_leaf(shard, one.tensor) for shard, one in zip(shards, lifted.parameters, strict=True)]
         handles = {param: next(given) for param in lifted.handles.values()}
         buffers = [next(given) for _ in lifted.buffers]
-        found = cls(lifted, watch, parameters, shards, handles, buffers, lrs)
+        found = cls(lifted, watch, parameters, shards, handles, buffers, options)
         for position, key, value in lifted.state_entries():
             found.state[shards[position]][key] = next(given) if isinstance(value, Tensor) else value
         return found
@@ -118,8 +118,9 @@ class StandIns:
 
     def _groups(self) -> list[dict[str, Any]]:
         self.known = {shard: dict(entries) for shard, entries in self.state.items()}
+        inputs = iter(self.options)
         return [
-            {**group, "params": [self.parameters[position] for position in positions]}
+            {**with_inputs(group, inputs), "params": [self.parameters[position] for position in positions]}
             for group, positions in zip(self.lifted.optimizer.param_groups, self.lifted.positions, strict=True)
         ]
 
@@ -154,8 +155,8 @@ class StandIns:
         stand_in.__dict__ = {
             **optimizer.__dict__,
             "param_groups": [
-                {**group, "params": [self.shards[position] for position in positions], "lr": lr}
-                for group, positions, lr in zip(optimizer.param_groups, self.lifted.positions, self.lrs, strict=True)
+                {**group, "params": [self.shards[position] for position in positions]}
+                for group, positions in zip(optimizer.param_groups, self.lifted.positions, strict=True)
             ],
             "state": self.state,
         }
@@ -234,8 +235,3 @@ def _put_parameter(one: Held, value: Tensor) -> None:
 def _put_buffer(one: Held, value: Tensor) -> None:
     for part, attribute in one.sites:
         local_buffers(part)[attribute] = value
-
-
-def is_tensor_lr(group: dict[str, Any]) -> bool:
-    """Whether the optimizer's operator takes the learning rate as a tensor: where it is one, or in fused kernels."""
-    return isinstance(group["lr"], torch.Tensor) or bool(group.get("fused"))

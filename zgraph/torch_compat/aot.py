@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.graph import CodeGen
 
 from zgraph.torch_compat.inductor import inductor_decompositions
@@ -128,8 +128,8 @@ class BoxedCodeGen(CodeGen):
         return "\n".join(lines)
 
 
-def trace(function: Callable[..., Any], fakes: Sequence[Tensor], mode: Any, *, decompose: bool) -> fx.GraphModule:
-    """`make_fx` of a function of fake tensors: forward, backward and whatever else it runs, as one graph.
+def trace(function: Callable[..., Any], fakes: Sequence[Any], mode: Any, *, decompose: bool) -> fx.GraphModule:
+    """`make_fx` of a function of fake tensors and numbers: forward, backward and whatever it runs, as one graph.
 
     Args:
         function: returns a flat list of tensors.
@@ -162,3 +162,11 @@ def nodes_after(node: fx.Node | None) -> Iterator[fx.Node]:
     """The nodes that were made since; their doubly linked list ends at its root (`_root`, 2.11 - 2.13)."""
     while node is not None and (node := node.next).op != "root":
         yield node
+
+
+def node_of_number(number: Any) -> fx.Node:
+    """The node whose result a symbolic number is, in the graph that is being made (`get_proxy_slot`, 2.11 - 2.13)."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode: Any = get_proxy_mode()
+    return cast(Any, get_proxy_slot(number, mode.tracer)).force().node

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -41,6 +42,21 @@ def hint_of(size: object) -> int | None:
     except Exception:  # 2.11 - 2.13 raise errors of their own, of the shape environment, for data-dependent sizes
         return None
     return hint if isinstance(hint, int) else None
+
+
+@contextlib.contextmanager
+def replaying(mode: Any) -> Generator[None]:
+    """A fake mode in which an operator runs once more, so that nothing is decided and no symbol is new.
+
+    2.11 - 2.13: `ShapeEnv.suppress_guards` and `ignore_fresh_unbacked_symbols`.
+    """
+    env = mode.shape_env
+    with contextlib.ExitStack() as stack:
+        if env is not None:
+            stack.enter_context(env.suppress_guards())
+            stack.enter_context(env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(mode)
+        yield
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:
@@ -83,3 +99,71 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException
+
+
+def fake_number(mode: Any, value: float, name: str) -> Any:
+    """A number that a graph takes as an input; what Python decides by it is noted (`create_symfloatnode`, 2.11 - 2.13).
+
+    Args:
+        mode: what `step_mode` returned.
+        value: by which Python decides while tracing.
+        name: unique in the trace.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source, env = ConstantSource(name), mode.shape_env
+    symbol = env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return env.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def unknown_number(number: torch.SymFloat) -> Any:
+    """Another number, of which nothing is known (`create_unbacked_symfloat`, 2.11 - 2.13)."""
+    env = number.node.shape_env
+    with env.ignore_fresh_unbacked_symbols():
+        return env.create_unbacked_symfloat()
+
+
+def number_hint(number: torch.SymFloat) -> float:
+    """The value that a number of `fake_number` has while tracing (`SymNode.hint`, 2.11 - 2.13)."""
+    return float(number.node.hint)
+
+
+class NumberGuards:
+    """What Python, and compilers since, have decided by numbers of `fake_number` (`ShapeEnv.guards`, 2.11 - 2.13).
+
+    Args:
+        mode: what `step_mode` returned.
+        numbers: that it made, by name.
+    """
+
+    def __init__(self, mode: Any, numbers: Mapping[str, torch.SymFloat]) -> None:
+        self._symbols = {name: number.node.expr for name, number in numbers.items()}
+        self._decided: list[Any] = mode.shape_env.guards
+        self._seen, self._guards = 0, list[Any]()
+
+    def current(self) -> int:
+        """How many there are."""
+        if len(self._decided) != self._seen:
+            known = set(self._symbols.values())
+            every = dict.fromkeys(decided.expr for decided in self._decided)
+            self._guards = [guard for guard in every if guard.free_symbols and guard.free_symbols <= known]
+            self._seen = len(self._decided)
+        return len(self._guards)
+
+    def broken(self, values: Mapping[str, float]) -> str:
+        """The first of the decisions that other values would change, as text; "" if there is none."""
+        self.current()
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        given = {self._symbols[name]: value for name, value in values.items()}
+        for guard in self._guards:
+            if not sympy_interp(PythonReferenceAnalysis, {one: given[one] for one in guard.free_symbols}, guard):
+                names = {symbol: name for name, symbol in self._symbols.items() if symbol in guard.free_symbols}
+                found = ", ".join(f"{name}={given[symbol]}" for symbol, name in names.items())
+                text = str(guard)
+                for symbol, name in names.items():
+                    text = text.replace(str(symbol), name)
+                return f"{found}, before {text}"
+        return ""

@@ -1,0 +1,131 @@
+"""Small training scripts that run as one graph and as the plain lines they are, to be compared bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+import zgraph
+from tests.support.judges.replicated import whole
+
+LR = 0.05
+Groups = list[dict[str, Any]]
+
+
+class Net(nn.Module):
+    """Weights whose rows do not divide among the ranks, a scalar, and a branch that need not be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 3, bias=False)
+        self.side = nn.Linear(7, 3)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, side: bool = True) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.gain
+        return self.second(hidden) + self.side(hidden) if side else self.second(hidden)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of one comparison.
+
+    Attributes:
+        script: a class below, or a test's own.
+        make: the optimizer, of two groups.
+        close: compiled by Inductor, whose kernels round in another order.
+    """
+
+    script: type[Script]
+    make: Callable[[Groups], optim.Optimizer]
+    stage: int = 3
+    steps: int = 6
+    close: bool = False
+
+
+class Script:
+    """Three lines of a loop; subclasses have other lines."""
+
+    def __init__(self, setting: Setting) -> None:
+        torch.manual_seed(0)
+        self.model = zgraph.shard(Net(), zero_stage=setting.stage)
+        parameters = list(self.model.parameters())
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": LR / 2}]
+        self.opt = setting.make(groups)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what else the script has."""
+
+    def arguments(self, number: int) -> tuple[Any, ...]:
+        return (torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + dist.get_rank())),)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.model(x) - x[:, :3]).square().mean()
+
+    def step(self, x: Tensor) -> Any:
+        loss = self.loss(x)
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return {"loss": loss.detach()}
+
+    def advance(self, number: int) -> None:
+        """What the script does after each step, outside of it."""
+
+    def optimizers(self) -> list[optim.Optimizer]:
+        return [self.opt]
+
+    def left(self) -> dict[str, Any]:
+        """Everything that is there at the end."""
+        found: dict[str, Any] = {}
+        for name, parameter in self.model.named_parameters():
+            found[name] = parameter.detach()
+            found[f"{name}.grad"] = parameter.grad
+        for number, optimizer in enumerate(self.optimizers()):
+            for place, entries in enumerate(optimizer.state.values()):
+                found |= {f"{number}.{place}.{key}": value for key, value in entries.items()}
+        return found
+
+
+def compare(setting: Setting) -> list[str]:
+    """Run a script both ways; the reasons of the graphs that the captured one needed."""
+    ours, report = _run(setting, captured=True)
+    theirs, _ = _run(setting, captured=False)
+    assert list(ours) == list(theirs)
+    for name, expected in theirs.items():
+        found = ours[name]
+        assert type(found) is type(expected), name
+        if not isinstance(expected, Tensor):
+            assert found == expected, name
+        elif setting.close:
+            torch.testing.assert_close(whole(found), whole(expected), msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            assert torch.equal(whole(found), whole(expected)), name
+    return [graph.reason for graph in report.graphs]
+
+
+def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Report]:
+    script, report = setting.script(setting), zgraph.Report()
+    function: Any = script.step
+    if captured:
+        pipeline = zgraph.Pipeline(zgraph.passes.presets.default(), replay_all=True)
+        options = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline, "report": report}
+        function = zgraph.training_step(script.model, script.opt, options=options)(script.step)
+    metrics: dict[str, Any] = {}
+    for number in range(setting.steps):
+        found = function(*script.arguments(number))
+        metrics |= {f"{key} of step {number}": value for key, value in found.items()}
+        script.advance(number)
+    return metrics | script.left(), report
+
+
+def kinds(reasons: Sequence[str]) -> list[str]:
+    """What a graph was made for, without the values."""
+    return [reason.partition(":")[0] for reason in reasons]

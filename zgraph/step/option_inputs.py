@@ -1,0 +1,110 @@
+"""Options of an optimizer that are inputs of a step's graph, and what the graph takes for granted about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, optim
+
+from zgraph.torch_compat.fake_values import NumberGuards
+
+
+@dataclass(frozen=True)
+class OptionInputs:
+    """Options of an optimizer's groups at one call.
+
+    Attributes:
+        values: the inputs: floats, also those in tuples such as `betas`, and tensors; group by group.
+        conditions: everything else, which a graph holds for as it is.
+    """
+
+    values: tuple[float | Tensor, ...]
+    conditions: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, optimizer: optim.Optimizer) -> OptionInputs:
+        """Read the options as they are now."""
+        values: list[float | Tensor] = []
+        conditions: list[Any] = []
+        for group in optimizer.param_groups:
+            for key, value in group.items():
+                if key == "params":
+                    continue
+                if type(value) is float:
+                    values.append(value)
+                    conditions.append((key, float))
+                elif isinstance(value, Tensor):
+                    values.append(value)
+                    conditions.append((key, tuple(value.shape), value.dtype, value.device))
+                elif type(value) is tuple and any(type(entry) is float for entry in value):
+                    values.extend(entry for entry in value if type(entry) is float)
+                    conditions.append((key, *(float if type(entry) is float else entry for entry in value)))
+                elif key == "lr":
+                    values.append(float(cast(Any, value)))
+                    conditions.append((key, type(value)))
+                else:
+                    conditions.append((key, value))
+        return cls(tuple(values), tuple(conditions))
+
+
+def names_of(optimizer: optim.Optimizer) -> list[str]:
+    """Names of these inputs, for people: "lr_0" is the learning rate of the first group."""
+    found: list[str] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            entries: tuple[Any, ...] = value if type(value) is tuple else (value,)
+            places = [place for place, entry in enumerate(entries) if _is_input(key, entry)]
+            found += [f"{key}_{number}" if entries is not value else f"{key}{place}_{number}" for place in places]
+    return found
+
+
+def with_inputs(group: dict[str, Any], inputs: Iterator[Any]) -> dict[str, Any]:
+    """A group whose options are the next inputs where they are inputs."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if type(value) is tuple:
+            found[key] = tuple(next(inputs) if _is_input(key, entry) else entry for entry in value)
+        else:
+            found[key] = next(inputs) if _is_input(key, value) else value
+    return found
+
+
+def _is_input(key: str, value: Any) -> bool:
+    if key == "params":
+        return False
+    return type(value) is float or isinstance(value, Tensor) or (key == "lr" and isinstance(value, int))
+
+
+class Assumed:
+    """What a graph takes for granted about its numbers, because Python has decided something by them.
+
+    Args:
+        guards: what the trace has decided.
+        names: of all inputs that come from options.
+        values: that it was traced with.
+    """
+
+    def __init__(self, guards: NumberGuards, names: Sequence[str], values: Sequence[float | Tensor]) -> None:
+        self._guards, self._names = guards, tuple(names)
+        self._held, self._count = tuple(values), guards.current()  # which were found to hold, by how many guards
+
+    def hold(self, values: tuple[float | Tensor, ...]) -> bool:
+        """Whether the graph may be called with these options."""
+        count = self._guards.current()
+        if count == self._count and (not count or all(map(_is_same, values, self._held))):
+            return True
+        if self.broken(values):
+            return False
+        self._held, self._count = values, count
+        return True
+
+    def broken(self, values: Sequence[float | Tensor]) -> str:
+        """The first decision that these options would change, for people; "" if there is none."""
+        numbers = {name: value for name, value in zip(self._names, values, strict=True) if isinstance(value, float)}
+        return self._guards.broken(numbers)
+
+
+def _is_same(value: float | Tensor, other: float | Tensor) -> bool:
+    return value is other or (isinstance(value, float) and isinstance(other, float) and value == other)

@@ -13,9 +13,11 @@ from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.passes.common.repeat_gathers import repeat_gathers
+from zgraph.passes.common.repeat_in_backward import repeat_in_backward
 from zgraph.scheduling.lifetime_model import Model, StepEstimate
 from zgraph.scheduling.plan_lifetimes import greedy_frontier
 from zgraph.scheduling.timeline import Sharing
+from zgraph.scheduling.whole_step_model import WholeStepModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class ChooseLifetimes(GraphPass):
     for replicated parameters, gathers are repeated and activations are left to the partitioner. A gather and every view
     and cast after it are tagged, because the partitioner would save unsharded weights otherwise. A replicated parameter
     is tagged as well: its gather is free, and only its cast copy would be saved.
-    In a whole training step, which is not partitioned, each backward gets a gather of its own, and activations are
-    kept as eager torch keeps them.
+    A whole training step is not partitioned: the nodes that backward repeats are copied to where it reads them. Without
+    a budget each backward gets a gather of its own there, and activations are kept as eager torch keeps them.
     Leaves alone: parameters of stages 1 and 2, which are gathered once per window and saved for its backwards;
     parameters that the graph returns, as before a graph break, because their receiver keeps them alive; operators that
     are random, write, or communicate for the model; and whatever activation checkpointing has decided.
@@ -44,19 +46,36 @@ class ChooseLifetimes(GraphPass):
         if ctx.direction == "inference":
             ctx.note(self, "inference saves nothing")
             return False
-        if ctx.direction == "step":
-            repeated = repeat_gathers(gm.graph)
-            ctx.note(self, f"{repeated} gathers are repeated in backward")
-            return repeated > 0
         for node in nodes.call_functions(gm.graph, nodes.is_unshard):
             if UnshardArgs.of(node).layout.zero_stage in (1, 2):
                 meta.tag_saved(node)
+        if ctx.direction == "step":
+            return self._run_on_step(gm, ctx)
         before = [meta.lifetime(node) for node in gm.graph.nodes]
         for node in plan_regathers(gm.graph, ctx.user_outputs):
             for part in dataflow.reshaped_values(node):
                 meta.tag_recompute(part)
         self._plan(gm, ctx)
         return before != [meta.lifetime(node) for node in gm.graph.nodes]
+
+    def _run_on_step(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        kept: dict[fx.Node, None] = {}
+        repeated: tuple[tuple[fx.Node, fx.Node], ...] = ()
+        if ctx.plan_bytes is not None and ctx.cost_of is not None:
+            path = greedy_frontier(WholeStepModel(gm.graph, cost_of=ctx.cost_of, sharing=ctx.sharing))
+            found = path.choose(ctx.plan_bytes)
+            self._note(found, path.estimates[0], ctx)
+            kept = dict.fromkeys(
+                value.gather for value in found.gaps if value.gather is not None and value not in found.dropped
+            )
+            for gather in kept:
+                meta.tag_saved(gather)
+            repeated = tuple(zip(found.recomputed, found.anchors, strict=True))
+            repeat_in_backward(gm.graph, repeated)
+        gathers = repeat_gathers(gm.graph, kept)
+        gathers += sum(nodes.is_unshard(node) for node, _ in repeated)
+        ctx.note(self, f"{gathers} gathers are repeated in backward")
+        return gathers > 0 or bool(repeated)
 
     def _plan(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         if ctx.plan_bytes is None or ctx.cost_of is None or ctx.split is None or ctx.user_outputs is None:

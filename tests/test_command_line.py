@@ -170,6 +170,15 @@ def test_plan_prints_what_zgraph_plan_finds(folder: Path) -> None:
     assert "made by" not in shown.stdout
 
 
+def test_plan_covers_the_optimizer_where_it_is_asked_to(folder: Path) -> None:
+    words = ("plan", "users_step:step", "--world-size", "4", "--hardware", "cpu")
+    found = json.loads(typed(*words, "--json", "--optimizer", "adamw").stdout)
+    assert [graph["direction"] for graph in found["graphs"]] == ["step"]
+    assert found["optimizer"] == "AdamW" and found["moment_bytes"] > 2 * found["parameter_bytes"]
+    assert "step with SGD" in typed(*words, "--optimizer", "sgd").stdout
+    assert "'--optimizer': 'lion' is not one of" in typed(*words, "--optimizer", "lion").stderr
+
+
 def test_plan_takes_options_of_shard_and_a_calibrated_machine(folder: Path) -> None:
     (folder / "machine.json").write_text(Hardware.preset("a100").to_json())
     words = ("plan", "users_step:Held.step", "--world-size", "4", "--hardware", "machine.json", "--json")

@@ -161,3 +161,78 @@ def test_the_group_is_gone_afterwards_also_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="no batch today"):
         zgraph.plan(build, world_size=2, batch=broken)
     assert not torch.distributed.is_initialized()
+
+
+# --- whole steps ----------------------------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def captured_for_real(zero_stage: int) -> tuple[int, int]:
+    model = zgraph.shard(build(), zero_stage=zero_stage)
+    optimizer = adamw(model)
+    report = zgraph.Report()
+    options = {"lowering": "fx", "report": report}
+    step: Any = zgraph.training_step(model, optimizer, options=options)(clipped(model, optimizer))
+    for _ in range(2):
+        step(torch.zeros(8, WIDTH))
+    last = report.graphs[-1]
+    return last.nodes, last.sent_bytes
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_plan_with_an_optimizer_is_that_of_the_whole_step(ranks: Ranks, zero_stage: int) -> None:
+    found = planned(2, zero_stage=zero_stage, optimizer_fn=adamw, step_fn=clipped)
+    (graph,) = found.graphs
+    assert graph.direction == "step"
+    assert (graph.nodes, found.sent_bytes) == ranks.run(captured_for_real, zero_stage)[0]
+
+
+def test_the_step_of_a_plan_includes_its_optimizer() -> None:
+    alone, whole = planned(8), planned(8, optimizer_fn=adamw)
+    scalars = LAYERS * 4  # of counted steps
+    assert whole.moment_bytes == alone.moment_bytes + scalars
+    (graph,) = whole.graphs
+    (update_us,) = (span.us for node, span in graph.timeline.spans.items() if "_fused_adamw_" in str(node.target))
+    moved = 7 * PARAMETER_BYTES // 8 + 2 * scalars  # read: shard, gradient, moments, counts; written: without gradient
+    hardware = zgraph.Hardware.preset("cpu")
+    assert update_us == pytest.approx(hardware.compute_us(0, moved, torch.float32), rel=0.01)
+    assert "step with AdamW: " in str(whole) and "state of AdamW" in str(whole)
+    assert whole.as_json()["optimizer"] == "AdamW" and alone.as_json()["optimizer"] is None
+    assert "step without optimizer" in str(alone)
+
+
+def test_a_whole_step_is_planned_within_a_budget() -> None:
+    def within(budget_bytes: int | None) -> Plan:
+        target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes)
+        pipeline = zgraph.Pipeline(presets.planned(), target=target)
+        return planned(2, optimizer_fn=adamw, pipeline=pipeline)
+
+    plenty = within(10**9).step_bytes
+    with pytest.raises(ValueError, match="smallest budget that it was found to fit into is") as error:
+        within(1)
+    least = int(str(error.value).split("found to fit into is ")[1].split()[0])
+    assert least <= plenty and within(least).step_bytes <= least
+
+
+def test_a_step_that_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is a step_fn and no optimizer_fn"):
+        planned(2, step_fn=clipped)
+    with pytest.raises(zgraph.ZgraphError, match=r"does not call optimizer\.step"):
+        planned(2, optimizer_fn=adamw, step_fn=lambda model, optimizer: lambda x: model(x).sum().backward())
+    with pytest.raises(ValueError, match="RAdam is not captured"):
+        planned(2, optimizer_fn=lambda model: torch.optim.RAdam(model.parameters()))

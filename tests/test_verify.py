@@ -315,6 +315,29 @@ def test_gathered_parameter_saved_for_backward_is_caught(position: int) -> None:
     assert "put choose_lifetimes before the partition and keep its recompute tags." in text
 
 
+def test_gather_that_a_later_part_of_a_step_reads_is_caught() -> None:
+    """x -> mm(x, w) in forward; backward reads the transposed w of forward, or a gather of its own."""
+    drawing = Drawing()
+    x, shard = drawing.input("x", 4, 4), drawing.input("shard", 2, 4)
+    gathers = [drawing.wait(drawing.start_gather(shard, "w")) for _ in range(2)]
+    product = drawing.call(aten.mm.default, x, gathers[0])
+    graph = drawing.done(drawing.call(aten.mm.default, product, drawing.call(aten.t.default, gathers[1]))).graph
+    for node in nodes.call_functions(graph, lambda _: True):
+        meta.set_part(node, 0)
+    *_, start, wait, _, transposed, last, _ = graph.nodes
+    for node in (transposed, last):
+        meta.set_part(node, 1)
+    where = Where(pass_name="bad_pass", direction="step")
+    with pytest.raises(VerifyError, match="reads the gathered w of an earlier forward or backward"):
+        verify(graph, Snapshot.of(graph), [Fact.LIFETIMES_CHOSEN], where)
+    meta.tag_saved(start)
+    verify(graph, Snapshot.of(graph), [Fact.LIFETIMES_CHOSEN], where)
+    del start.meta["zgraph_saved"]
+    for node in (start, wait):
+        meta.set_part(node, 1)
+    verify(graph, Snapshot.of(graph), [Fact.LIFETIMES_CHOSEN], where)
+
+
 @pytest.mark.parametrize(
     ("fact", "direction", "marker"),
     [(Fact.GATHERS_LOWERED, "forward", "unshard"), (Fact.REDUCTIONS_LOWERED, "backward", "reduce_grad")],

@@ -52,6 +52,11 @@ class ByteSize(click.ParamType):
 @click.option("--zero-stage", type=click.IntRange(0, 3), default=3, show_default=True, help="As in zgraph.shard.")
 @click.option("--param-dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="As in zgraph.shard.")
 @click.option(
+    "--optimizer",
+    type=click.Choice(["adam", "adamw", "sgd"]),
+    help="Plan its step with the rest, as zgraph.training_step runs it; otherwise forward and backward alone.",
+)
+@click.option(
     "--html", type=click.Path(path_type=Path), help="Folder for a report of the plan, with a page to look at."
 )
 @json_option
@@ -62,6 +67,7 @@ def plan(
     budget: int | None,
     zero_stage: int,
     param_dtype: str | None,
+    optimizer: str | None,
     html: Path | None,
     as_json: bool,
 ) -> None:
@@ -73,7 +79,7 @@ def plan(
     with working("planning"):
         step = function_named(function)
         machine = hardware_named(hardware)
-        found = _planned(step, machine, world_size, budget, zero_stage, param_dtype)
+        found = _planned(step, machine, world_size, budget, zero_stage, param_dtype, optimizer)
         written = None if html is None else _write(found, html)
     if as_json:
         print_json(found.as_json() | ({} if written is None else {"report": str(written)}))
@@ -97,6 +103,7 @@ def _planned(
     budget: int | None,
     zero_stage: int,
     param_dtype: str | None,
+    optimizer: str | None,
 ) -> Plan:
     import torch
 
@@ -121,6 +128,7 @@ def _planned(
             shard_fn=functools.partial(zgraph.shard, zero_stage=zero_stage, param_dtype=dtype),
             hardware=machine,
             pipeline=pipeline,
+            optimizer_fn=None if optimizer is None else optimizer_named(optimizer),
         )
     except (click.ClickException, ZgraphError):
         raise
@@ -128,6 +136,14 @@ def _planned(
         if str(error).startswith("zgraph"):  # the compiler's own types around what zgraph says
             raise ZgraphError(str(error)) from error
         raise UserError(f"the step cannot be compiled: {_in_one_line(error)}") from error
+
+
+def optimizer_named(name: str) -> Callable[[Any], Any]:
+    """Makes a fused optimizer of a model."""
+    import torch
+
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+    return lambda model: kind(model.parameters(), fused=True)
 
 
 def call(step: Callable[[], Any]) -> Step:

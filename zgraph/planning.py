@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx, nn, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.cost import CostModel
@@ -25,6 +25,7 @@ from zgraph.errors import ZgraphError
 from zgraph.graph.traffic import transfers
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
+from zgraph.plan_whole_step import StepMaker, loop_body, plan_whole_step, state_bytes
 from zgraph.reporting.export.folder import write_report
 from zgraph.reporting.summary import Report
 from zgraph.reporting.tables import Table, as_html, duration, size
@@ -72,13 +73,14 @@ class Plan:
     Attributes:
         world_size, hardware: of the cluster.
         parameter_bytes: at rest on the rank that holds most, buffers included.
-        moment_bytes: AdamW's two moments beside them.
+        moment_bytes: state of the optimizer beside them: what the planned one keeps, else AdamW's two moments.
         cublas_bytes, communicator_bytes: beside tensors, on GPUs: workspaces in the allocator, buffers of NCCL outside.
         step_bytes: peak of the step beside these: activations, gathered parameters, gradients. Frames that a
             graph break separates are counted one by one.
         graphs: in the order in which they were compiled.
         curves: memory over each frame, forward and backward together.
         compiled: what `report` writes.
+        optimizer: name of the optimizer whose step is planned with the rest; "" if none is.
     """
 
     world_size: int
@@ -90,6 +92,7 @@ class Plan:
     graphs: tuple[PlannedGraph, ...]
     curves: tuple[MemoryCurve, ...]
     compiled: Report = field(default_factory=Report, repr=False, compare=False)
+    optimizer: str = ""
 
     @property
     def step_bytes(self) -> int:
@@ -108,7 +111,7 @@ class Plan:
 
     @property
     def step_us(self) -> float:
-        """Forward and backward, without the optimizer."""
+        """The whole step; without the optimizer if none was planned."""
         return sum(graph.timeline.step_us for graph in self.graphs)
 
     def report(self, directory: str | Path) -> Path:
@@ -123,7 +126,7 @@ class Plan:
         capacity = self.hardware.memory_bytes / GIB
         lines = [
             f"zgraph.plan for {self.world_size} ranks of {self.hardware.name}",
-            f"memory of a rank: parameters {size(self.parameter_bytes)}, AdamW's moments {size(self.moment_bytes)}, "
+            f"memory of a rank: parameters {size(self.parameter_bytes)}, {self._state} {size(self.moment_bytes)}, "
             f"peak of the step beside them {size(self.step_bytes)}; "
             f"together {size(self.peak_bytes)} of {capacity:.0f} GiB",
             *(
@@ -132,7 +135,7 @@ class Plan:
                 else []
             ),
             *(f"  {_peak(curve)}" for curve in self.curves if curve.nodes),
-            f"step without optimizer: {self.step_us / 1e3:.2f} ms, {size(self.sent_bytes)} sent by each rank",
+            f"{self._title}: {self.step_us / 1e3:.2f} ms, {size(self.sent_bytes)} sent by each rank",
         ]
         for graph in self.graphs:
             used = ", ".join(f"{lane} {share:.0%}" for lane, share in graph.busy.items())
@@ -146,7 +149,7 @@ class Plan:
         """The same, for a terminal or a notebook."""
         memory = {
             "parameters": self.parameter_bytes,
-            "AdamW's moments": self.moment_bytes,
+            self._state: self.moment_bytes,
             "peak of the step beside them": self.step_bytes,
             "cuBLAS workspaces": self.cublas_bytes,
             "NCCL communicators": self.communicator_bytes,
@@ -185,17 +188,26 @@ class Plan:
             Table("peak of each frame", ("bytes", "while this runs", "of unknown size"), peaks),
             Table("largest at the peak", ("of node", "bytes", "while this runs"), tuple(at_peak)),
             Table(
-                "step without optimizer",
+                self._title,
                 ("graph", "nodes", "sent", "time", "exposed", "busy lanes"),
                 (*graphs, *([step] if len(graphs) > 1 else [])),
             ),
         ]
+
+    @property
+    def _state(self) -> str:
+        return f"state of {self.optimizer}" if self.optimizer else "AdamW's moments"
+
+    @property
+    def _title(self) -> str:
+        return f"step with {self.optimizer}" if self.optimizer else "step without optimizer"
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values."""
         names = ("world_size", "parameter_bytes", "moment_bytes", "cublas_bytes", "communicator_bytes", "step_bytes")
         return {
             **{name: getattr(self, name) for name in (*names, "peak_bytes", "sent_bytes", "step_us")},
+            "optimizer": self.optimizer or None,
             "hardware": self.hardware.name,
             "memory_bytes": self.hardware.memory_bytes,
             "fits": self.peak_bytes <= self.hardware.memory_bytes,
@@ -225,11 +237,14 @@ def plan(
     hardware: Hardware | str = "h100",
     pipeline: Pipeline | None = None,
     allocator: Allocator = EXACT,
+    optimizer_fn: Callable[[nn.Module], optim.Optimizer] | None = None,
+    step_fn: StepMaker = loop_body,
 ) -> Plan:
     """Compile a training step as rank 0 of a cluster would, without a cluster, a GPU or the model's memory.
 
     Parameters and activations have shapes but no values, collectives move nothing. The step is the model's forward and
-    the backward of what it returns. What this process has compiled before is compiled anew afterwards.
+    the backward of what it returns, as `torch.compile` runs them; with an optimizer it is the whole step, one graph, as
+    `zgraph.training_step` runs it. What this process has compiled before is compiled anew afterwards.
 
     Args:
         model_fn: makes the model; its dtype comes from its options or torch.set_default_dtype, for torch cannot convert
@@ -240,13 +255,19 @@ def plan(
         hardware: of each rank, or the name of a preset.
         pipeline: as given to torch.compile; None: `presets.default()`. A target of its own counts instead of hardware.
         allocator: how sizes are rounded.
+        optimizer_fn: makes the optimizer of the sharded model, such as
+            `lambda model: torch.optim.AdamW(model.parameters())`. None: forward and backward are planned alone.
+        step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
+            batch makes. Left out, it is forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
 
     Raises:
         ValueError: world_size is not a number of ranks, there is no such preset, model_fn or batch is not a function,
-            or batch returns something else than a tuple.
-        ZgraphError: this process is in a process group already, or the model cannot be compiled.
+            batch returns something else than a tuple, or there is a step_fn and no optimizer_fn.
+        ZgraphError: this process is in a process group already, or the model or the step cannot be compiled.
     """
     _check_functions(model_fn, batch)
+    if step_fn is not loop_body and optimizer_fn is None:
+        raise ValueError("zgraph.plan: there is a step_fn and no optimizer_fn; pass both, or neither.")
     if isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"zgraph.plan: world_size={world_size!r}; write the number of ranks of the cluster.")
     if is_distributed_ready():
@@ -270,8 +291,11 @@ def plan(
         graphs.extend(_planned(direction, plan, costs) for direction in plan.graphs)
         curves.append(_curve(plan, allocator, "cuda" if machine.backend == "nccl" else "cpu"))
 
+    def compiler_of(frame: Frame) -> FrameCompiler:
+        return FrameCompiler(frame, options, known=known, on_plan=keep)
+
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return FrameCompiler(Frame.of_dynamo(gm), options, known=known, on_plan=keep).compile(gm, inputs)
+        return compiler_of(Frame.of_dynamo(gm)).compile(gm, inputs)
 
     with fake_world(world_size):
         with fake_mode():
@@ -282,11 +306,15 @@ def plan(
                 "as (tokens,) where there is one."
             )
         shard_fn(model)
-        compiled: Any = torch.compile(model, backend=backend, dynamic=False)
-        try:
-            compiled(*inputs)  # forward and backward are planned at once
-        finally:
-            torch.compiler.reset()  # or the next plans of the same classes would meet the limit of recompiles
+        optimizer = None if optimizer_fn is None else optimizer_fn(model)
+        if optimizer is not None:
+            plan_whole_step(step_fn(model, optimizer), model, optimizer, inputs, compiler_of)
+        else:
+            compiled: Any = torch.compile(model, backend=backend, dynamic=False)
+            try:
+                compiled(*inputs)  # forward and backward are planned at once
+            finally:
+                torch.compiler.reset()  # or the next plans of the same classes would meet the limit of recompiles
         cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
         sharded = [_local(value) for value in (*model.parameters(), *model.buffers())]
         trained = [_local(value) for value in model.parameters() if value.requires_grad]
@@ -296,12 +324,13 @@ def plan(
         world_size=world_size,
         hardware=machine,
         parameter_bytes=_bytes(sharded),
-        moment_bytes=ADAM_MOMENTS * _bytes(trained),
+        moment_bytes=ADAM_MOMENTS * _bytes(trained) if optimizer is None else state_bytes(optimizer),
         cublas_bytes=cublas,
         communicator_bytes=communicators,
         graphs=tuple(graphs),
         curves=tuple(curves),
         compiled=report,
+        optimizer="" if optimizer is None else type(optimizer).__name__,
     )
 
 

@@ -90,12 +90,6 @@ def _check_pipeline(pipeline: Pipeline | None) -> None:
     Raises:
         ValueError: says what.
     """
-    target = None if pipeline is None else pipeline.target
-    if target is not None and target.budget_bytes is not None:
-        raise ValueError(
-            "zgraph.training_step: the pipeline's target has a budget_bytes, which is not kept for whole steps yet; "
-            "leave it out, or train with torch.compile(model) and call optimizer.step() yourself."
-        )
     for entry in () if pipeline is None else pipeline.passes:
         if isinstance(entry, QuantizeGathers) and isinstance(entry.method, WeightDifferences):
             raise ValueError(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx
 
 from zgraph.graph import dataflow, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
 
 
-def repeat_gathers(graph: fx.Graph) -> int:
+def repeat_gathers(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> int:
     """Give each forward and each backward that reads a parameter of stage 0 or 3 a gather of its own.
 
     Views and casts of the gathered parameter, such as its transpose, are repeated with it.
+
+    Args:
+        graph: of a whole step.
+        kept: gathers that later parts go on reading.
 
     Returns:
         The number of gathers that were added.
@@ -19,7 +25,7 @@ def repeat_gathers(graph: fx.Graph) -> int:
     added = 0
     order = nodes.order_of(graph)
     for marker in nodes.call_functions(graph, nodes.is_unshard):
-        if UnshardArgs.of(marker).layout.zero_stage not in (0, 3):
+        if UnshardArgs.of(marker).layout.zero_stage not in (0, 3) or marker in kept:
             continue
         values = dict.fromkeys(dataflow.reshaped_values(marker))
         readers: dict[int, list[fx.Node]] = {}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
@@ -37,6 +37,14 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Frugal(P.ChooseLifetimes):
+    """Plans as if for a budget of one byte, so that backward makes again whatever it can."""
+
+    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
+        return super().run(gm, replace(ctx, plan_bytes=1))
+
+
 @dataclass(frozen=True)
 class Case:
     """One training loop."""
@@ -56,14 +64,18 @@ class Case:
     resume: bool = False
     checkpointed: bool = False
     lowering: str = "fx"
+    frugal: bool = False
 
     def options(self) -> dict[str, Any]:
         compression = P.CompressGradients(method=P.LoCo(), min_numel=64) if self.loco else None
-        passes = P.presets.default(bucket_bytes=4096)
+        passes = P.presets.planned(bucket_bytes=4096) if self.frugal else P.presets.default(bucket_bytes=4096)
+        if self.frugal:
+            passes = [Frugal() if isinstance(one, P.ChooseLifetimes) else one for one in passes]
         if compression is not None:
             place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))
             passes.insert(place, compression)
-        return {"lowering": self.lowering, "pipeline": zgraph.Pipeline(passes, replay_all=True)}
+        target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if self.frugal else None
+        return {"lowering": self.lowering, "pipeline": zgraph.Pipeline(passes, target=target, replay_all=True)}
 
 
 class Loop:
@@ -138,6 +150,7 @@ class Outcome:
     grads: dict[str, Tensor | None]
     random: Tensor
     graphs: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def train(case: Case, *, whole_step: bool, steps: int = STEPS) -> Outcome:
@@ -170,6 +183,7 @@ def train(case: Case, *, whole_step: bool, steps: int = STEPS) -> Outcome:
         },
         random=torch.get_rng_state(),
         graphs=len(report.graphs),
+        notes=tuple(report.notes),
     )
 
 

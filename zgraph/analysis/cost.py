@@ -24,7 +24,7 @@ from zgraph.graph.traffic import SizeOf, transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_size, group_stride
 from zgraph.torch_compat.fake_values import size_expression
-from zgraph.torch_compat.operators import flop_formula
+from zgraph.torch_compat.operators import flop_formula, written_arguments
 
 aten = torch.ops.aten
 
@@ -203,15 +203,15 @@ class CostModel:
                 DISK: self.hardware.disk,
             }
             return NodeCost(lane, links[lane].us(moved), 0, moved)
-        if not results:
+        if not results and not written_arguments(node):
             return FREE
         if nodes.is_sum_ranks(node):
             return self._sum_ranks(node)
         return self._kernel(node)
 
     def _kernel(self, node: fx.Node) -> NodeCost:
-        """Cost of a kernel that reads its inputs and writes its results once."""
-        results = tensors_of(node)
+        """Cost of a kernel that reads its inputs and writes its results, or else what it updates, once."""
+        results = tensors_of(node) or [value for one in written_arguments(node) for value in tensors_of(one)]
         moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
         if nodes.is_cast_shards(node):  # ranks have different numbers of rows: all count the longest shard
             shards = cast("list[fx.Node]", node.args[0])

@@ -237,8 +237,8 @@ class Finder:
             for source in node.all_input_nodes
             for key, storage in zip(_keys(meta.value(source)), self._storages_of(source), strict=True)
         }
-        constant = node.op == "get_attr"  # the module holds it
-        self._places[node] = self._placed(node, known, held=constant, shared=self._shared(node))
+        held = node.op == "get_attr" or meta.is_tagged_at_rest(node)  # by the module, or the optimizer
+        self._places[node] = self._placed(node, known, held=held, shared=self._shared(node))
         if remaining := remaining_bytes(node):
             self._found.append(_Open(remaining, node, held=False, outlives=True))
         if traits.outlives_graph(node):

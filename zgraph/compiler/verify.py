@@ -11,7 +11,7 @@ from torch import fx
 
 from zgraph.compiler.graph_pass import Direction, Fact
 from zgraph.errors import VerifyError
-from zgraph.graph import meta, nodes, operator_arguments, traits
+from zgraph.graph import dataflow, meta, nodes, operator_arguments, traits
 from zgraph.graph.text import neighbourhood
 from zgraph.torch_compat.operators import is_higher_order, written_arguments
 
@@ -90,6 +90,8 @@ def verify(
     known = frozenset(facts)
     if Fact.LIFETIMES_CHOSEN in known and user_outputs is not None:
         check_gathers_released(graph, user_outputs, where)
+    if Fact.LIFETIMES_CHOSEN in known and where.direction == "step":
+        check_parts_gather(graph, where)
     for fact, check in ((Fact.GATHERS_LOWERED, nodes.is_unshard), (Fact.REDUCTIONS_LOWERED, nodes.is_reduce_grad)):
         if fact in known:
             check_absent(graph, fact, check, where)
@@ -196,6 +198,21 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
                 "choose_lifetimes before the partition and keep its recompute tags.",
                 out,
             )
+
+
+def check_parts_gather(graph: fx.Graph, where: Where) -> None:
+    """No backward of a whole step reads what its forward has gathered, against the parameter's lifetime."""
+    for node in nodes.call_functions(graph, lambda node: meta.part(node) is not None):
+        for read in node.all_input_nodes:
+            source = _source_gather(read) if meta.part(read) != meta.part(node) else None
+            if source is None or meta.part(source) in (None, meta.part(node)):
+                continue
+            if nodes.is_unshard(source) or dataflow.copy_in(source) is not None:  # the others gather means
+                raise where.error(
+                    f"{node.name} reads the gathered {', '.join(meta.parameters(source))} of an earlier forward or "
+                    "backward, which would keep it alive; let it read a gather of its own, as choose_lifetimes does.",
+                    node,
+                )
 
 
 def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> None:

@@ -31,6 +31,20 @@ def without_views(node: fx.Node) -> fx.Node:
     return node
 
 
+def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The forward or backward of a whole step that each call belongs to; a pass's own call to that of the one before.
+
+    0 is the first forward, 1 its backward, 2 the next forward, and so on; the last one is the optimizer.
+    """
+    found: dict[fx.Node, int] = {}
+    part = 0
+    for node in nodes.call_functions(graph, lambda _: True):
+        known = meta.part(node)
+        part = part if known is None else known
+        found[node] = part
+    return found
+
+
 def copy_in(start: fx.Node) -> list[fx.Node] | None:
     """The casts, pads and packing between the graph's inputs and a start; None where anything else is between."""
     found: dict[fx.Node, None] = {}

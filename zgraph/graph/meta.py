@@ -30,6 +30,7 @@ _LANE = "zgraph_lane"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
+_AT_REST = "zgraph_at_rest"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
 # between two of them (it saves what lies on such a border).
 _GATHER_REGION = 1 << 30
@@ -186,6 +187,15 @@ def set_part(node: fx.Node, number: int) -> None:
 def part(node: fx.Node) -> int | None:
     """The forward or backward of a whole step that a node belongs to; None outside of whole steps."""
     return cast("int | None", node.meta.get(_PART))
+
+
+def tag_at_rest(node: fx.Node) -> None:
+    """Record that what the node allocates stays, as new state of the optimizer does, so that no budget counts it."""
+    node.meta[_AT_REST] = True
+
+
+def is_tagged_at_rest(node: fx.Node) -> bool:
+    return _AT_REST in node.meta
 
 
 def evaluate(node: fx.Node) -> object:

@@ -52,6 +52,7 @@ class StepEstimate:
         step_us: lower bound on the time of the step, see `Model`.
         gaps: for each value, the positions between its last use in forward and its first in backward, at which it
             takes memory only because it is saved.
+        anchors: of a whole step, the node of backward before which each of `recomputed` runs again.
     """
 
     dropped: Mapping[Value, None]
@@ -61,6 +62,7 @@ class StepEstimate:
     lane_us: Mapping[Lane, float]
     step_us: float
     gaps: Mapping[Value, range]
+    anchors: tuple[fx.Node, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -71,11 +73,70 @@ class StepEstimate:
         return sum(self.lane_us.values())
 
 
-class Model:
-    """A training step before its gathers and reductions are lowered.
+class LifetimeModel:
+    """What models of a training step share: its calls with their costs, and the storages that these lie in.
 
-    Forward, and likewise backward, is taken to last as long as its busiest lane, because the schedule, which is found
-    later, hides what it can. Forward runs in the order of the joint graph, backward in the order of torch's
+    A forward, and likewise a backward, is taken to last as long as its busiest lane, because the schedule, which is
+    found later, hides what it can.
+
+    Args:
+        graph: before gathers and reductions are lowered.
+        cost_of: cost of each call.
+        sharing: how lanes share links and compute.
+
+    Attributes:
+        values: that may be dropped.
+        backward: calls that only backward makes.
+        required: what forward runs even if nothing is saved.
+    """
+
+    values: Sequence[Value]
+    backward: Sequence[fx.Node]
+    required: Mapping[fx.Node, None]
+
+    def __init__(self, graph: fx.Graph, *, cost_of: Callable[[fx.Node], NodeCost], sharing: Sharing) -> None:
+        self.sharing = sharing
+        self.order = nodes.order_of(graph)
+        self.costs = {node: cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
+        self.reads = {node: tuple(node.all_input_nodes) for node in graph.nodes}
+        # The storages, numbered, because many steps will be estimated.
+        self.placed = found = placements(graph)
+        self.workspace = found.workspace_bytes
+        self.sizes = [_bytes_when_lowered(storage) for storage in found.storages]
+        self.lies_in: dict[fx.Node, tuple[int, ...]] = {
+            node: tuple(number for number in numbers if self.sizes[number]) for node, numbers in found.lies_in.items()
+        }
+        self.makes: dict[fx.Node, list[int]] = {}
+        for number, size in enumerate(self.sizes):
+            if size:
+                self.makes.setdefault(found.storages[number].first, []).append(number)
+
+    def estimate(self, dropped: Mapping[Value, None]) -> StepEstimate:
+        """Estimate the step in which these values are recomputed and all others are saved."""
+        raise NotImplementedError
+
+    def chain(self, value: Value, estimate: StepEstimate) -> list[fx.Node] | None:
+        """Nodes to recompute in addition to the present ones if a value is dropped; None if one of them cannot be."""
+        raise NotImplementedError
+
+    def at_best(self, lane_us: Mapping[Lane, float]) -> float:
+        """Least time of a forward or backward that keeps its lanes busy for so long."""
+        links: dict[str, float] = {}
+        taken = 0.0
+        for lane, us in lane_us.items():
+            if lane != COMPUTE:
+                link = self.sharing.link_of(lane)
+                links[link] = links.get(link, 0.0) + us
+                taken += us * (self.sharing.compute_share if lane.is_group else 0.0)
+        capacities = self.sharing.capacities(lane for lane in lane_us if lane != COMPUTE)
+        linked = (us / capacities[link] for link, us in links.items())
+        return max(lane_us.get(COMPUTE, 0.0) + taken, *linked, 0.0)
+
+
+class Model(LifetimeModel):
+    """A training step whose forward and backward become two graphs, before they are split.
+
+    Forward runs in the order of the joint graph, backward in the order of torch's
     partitioner: a recomputed node stands just before its first reader.
 
     Args:
@@ -98,8 +159,7 @@ class Model:
     ) -> None:
         known = {node.name: node for node in joint.nodes}
         calls = {name: node for name, node in known.items() if node.op == "call_function"}
-        self.sharing = sharing
-        self.order = nodes.order_of(joint)
+        super().__init__(joint, cost_of=cost_of, sharing=sharing)
         self.forward = [calls[node.name] for node in forward.nodes if node.name in calls]
         in_forward = dict.fromkeys(self.forward)
         in_backward = [calls[node.name] for node in backward.nodes if node.name in calls]
@@ -110,8 +170,6 @@ class Model:
         self.backward_only = dict.fromkeys(self.backward)
         self.user_outputs = [node for node in returned[:user_outputs] if isinstance(node, fx.Node)]
         self.gradients = [node for node in returned[user_outputs:] if isinstance(node, fx.Node)]
-        self.costs = {node: cost_of(node) for node in calls.values()}
-        self.reads = {node: tuple(node.all_input_nodes) for node in joint.nodes}
         self.mutated = dict.fromkeys(mutated_inputs(joint))
         self.required = _ancestors(self.user_outputs, self.forward)
         saved = [known[node.name] for node in nodes.returned_by(forward)[user_outputs:] if node is not None]
@@ -121,21 +179,11 @@ class Model:
     # --- what can be saved
 
     def _place(self, joint: fx.Graph, saved: Sequence[fx.Node]) -> None:
-        """Find the storages of all nodes, and number them, because many steps will be estimated.
+        """Find what is saved, and what each call reads of it.
 
         For a saved view its base is saved instead: it takes no more memory, and serves all readers.
         """
-        found = placements(joint)
-        self.saved = list(dict.fromkeys(self._base_of(node, found.lies_in) for node in saved))
-        self.workspace = found.workspace_bytes
-        self.sizes = [_bytes_when_lowered(storage) for storage in found.storages]
-        allocated = [number for number, size in enumerate(self.sizes) if size]
-        self.lies_in: dict[fx.Node, tuple[int, ...]] = {
-            node: tuple(number for number in numbers if self.sizes[number]) for node, numbers in found.lies_in.items()
-        }
-        self.makes: dict[fx.Node, list[int]] = {}
-        for number in allocated:
-            self.makes.setdefault(found.storages[number].first, []).append(number)
+        self.saved = list(dict.fromkeys(self._base_of(node, self.placed.lies_in) for node in saved))
         # A getitem directly follows the call that it reads.
         self.reads_storages = {
             node: ()
@@ -181,7 +229,6 @@ class Model:
     # --- one step
 
     def estimate(self, dropped: Mapping[Value, None]) -> StepEstimate:
-        """Estimate the step in which these values are recomputed and all others are saved."""
         unsaved = {node for value in dropped for node in value.nodes}
         kept = [value for value in self.values if value not in dropped]
         saved = [node for node in self.saved if node not in unsaved]
@@ -207,19 +254,6 @@ class Model:
             step_us=step_us,
             gaps={value: replay.gap(value, value in dropped) for value in self.values},
         )
-
-    def at_best(self, lane_us: Mapping[Lane, float]) -> float:
-        """Least time of a forward or backward that keeps its lanes busy for so long."""
-        links: dict[str, float] = {}
-        taken = 0.0
-        for lane, us in lane_us.items():
-            if lane != COMPUTE:
-                link = self.sharing.link_of(lane)
-                links[link] = links.get(link, 0.0) + us
-                taken += us * (self.sharing.compute_share if lane.is_group else 0.0)
-        capacities = self.sharing.capacities(lane for lane in lane_us if lane != COMPUTE)
-        linked = (us / capacities[link] for link, us in links.items())
-        return max(lane_us.get(COMPUTE, 0.0) + taken, *linked, 0.0)
 
     def _forward(self, saved: Iterable[fx.Node]) -> list[fx.Node]:
         """Calls of forward, without those that only values no longer saved depend on."""
@@ -252,7 +286,6 @@ class Model:
         return order, recomputed
 
     def chain(self, value: Value, estimate: StepEstimate) -> list[fx.Node] | None:
-        """Nodes to recompute in addition to the present ones if a value is dropped; None if one of them cannot be."""
         available = {*estimate.saved, *estimate.recomputed} - {*value.nodes}
         found: dict[fx.Node, None] = {}
         pending = list(value.nodes)

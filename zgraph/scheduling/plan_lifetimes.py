@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zgraph.scheduling.lifetime_model import Model, StepEstimate, Value, busy_us
+from zgraph.scheduling.lifetime_model import LifetimeModel, StepEstimate, Value, busy_us
 
 MAX_ESTIMATES = 64  # of whole steps along a frontier; with more values, several are dropped between two estimates
 
@@ -27,7 +27,7 @@ class Path:
         return min(self.estimates, key=lambda estimate: (estimate.peak_bytes, estimate.step_us, estimate.busy_us))
 
 
-def greedy_frontier(model: Model) -> Path:
+def greedy_frontier(model: LifetimeModel) -> Path:
     """Steps that save ever less, dropping first what costs the least time per byte at the peak.
 
     Starts twice: from a step that saves everything, and from one that saves no gathered parameter. Values that turn out
@@ -42,7 +42,7 @@ def greedy_frontier(model: Model) -> Path:
     return Path(estimates + _frontier_from(model, model.estimate(parameters)) if parameters else estimates)
 
 
-def _frontier_from(model: Model, estimate: StepEstimate) -> list[StepEstimate]:
+def _frontier_from(model: LifetimeModel, estimate: StepEstimate) -> list[StepEstimate]:
     """Drop values as long as doing so does not raise the peak."""
     estimates = [estimate]
     at_once = max(1, len(model.values) // MAX_ESTIMATES)
@@ -65,7 +65,7 @@ def _frontier_from(model: Model, estimate: StepEstimate) -> list[StepEstimate]:
     return estimates
 
 
-def _moves(model: Model, estimate: StepEstimate, barred: Mapping[Value, None]) -> list[Value]:
+def _moves(model: LifetimeModel, estimate: StepEstimate, barred: Mapping[Value, None]) -> list[Value]:
     """Values that are alive at the peak and can be dropped, the cheapest first."""
     peak = estimate.bytes_during.index(estimate.peak_bytes)
     busy = busy_us(model.costs[node] for node in (*model.backward, *estimate.recomputed))
@@ -84,7 +84,7 @@ def _moves(model: Model, estimate: StepEstimate, barred: Mapping[Value, None]) -
     return [value for *_, value in sorted(priced, key=lambda entry: entry[:3])]
 
 
-def _rollback(model: Model, estimate: StepEstimate) -> StepEstimate:
+def _rollback(model: LifetimeModel, estimate: StepEstimate) -> StepEstimate:
     """The step with dropped values saved again where they fit below the peak."""
     during, dropped = list(estimate.bytes_during), dict(estimate.dropped)
     peak = during.index(estimate.peak_bytes)

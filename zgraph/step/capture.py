@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from zgraph.analysis.liveness import placements
 from zgraph.errors import ZgraphError
+from zgraph.graph import meta, nodes
 from zgraph.step.clean import check_updates_come_last, clean
 from zgraph.step.fused_steps import NumbersOfFusedSteps
 from zgraph.step.lifted import Lifted, name_part
@@ -96,6 +98,15 @@ def capture(
     resolve_windows(gm.graph)
     gm.recompile()
     return tracer.result(gm)
+
+
+def _tag_new_state(graph: fx.Graph, captured: Captured) -> None:
+    """Mark what allocates the optimizer's new state, which is there in all later steps."""
+    found = placements(graph)
+    begin = len(captured.likes)
+    for node in nodes.returned_by(graph)[begin : begin + len(captured.state)]:
+        for number in found.lies_in[node]:
+            meta.tag_at_rest(found.storages[number].first)
 
 
 class _Tracer:
@@ -191,4 +202,6 @@ class _Tracer:
         return outputs
 
     def result(self, gm: fx.GraphModule) -> Captured:
-        return Captured(gm=gm, **self.found)
+        captured = Captured(gm=gm, **self.found)
+        _tag_new_state(gm.graph, captured)
+        return captured

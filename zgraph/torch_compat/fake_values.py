@@ -89,7 +89,10 @@ def step_mode() -> Any:
 
 
 def fake_of(mode: Any, tensor: Tensor) -> Tensor:
-    """A leaf without gradient that looks like the tensor (`from_tensor`, 2.11 - 2.13)."""
+    """A leaf without gradient that looks like the tensor (`from_tensor`, 2.11 - 2.13), which may be another mode's."""
+    if is_fake(tensor):
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
 

@@ -1,0 +1,84 @@
+"""Peaks of a training step that holds mostly gradients: as one graph, predicted and counted, and as three calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zgraph
+from tests.support.memory import gloo_buffers
+from tests.support.memory.allocations import counted
+
+WIDTH, LAYERS, ROWS = 128, 12, 4
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes above what a rank holds between steps.
+
+    Attributes:
+        predicted: of the graph.
+        measured: of the graph, when it runs.
+        three_calls: of the same loop with a compiled forward and backward, and the optimizer behind them.
+        gradients: of the trained shards.
+    """
+
+    predicted: int
+    measured: int
+    three_calls: int
+    gradients: int
+
+
+def peaks_of(zero_stage: int, passes: Sequence[zgraph.GraphPass], lowering: str = "fx") -> Peaks:
+    """Peaks under these passes; called on all ranks."""
+    report = zgraph.Report()
+    options: dict[str, Any] = {"lowering": lowering, "pipeline": zgraph.Pipeline(passes), "report": report}
+    model, optimizer = _trained(zero_stage)
+    shards: list[Any] = list(model.parameters())
+    gradients = sum(4 * shard.to_local().numel() for shard in shards)
+    whole: Any = zgraph.training_step(model, optimizer, options=options)(_step(model, model, optimizer))
+    measured = _rise(whole)
+    peak = report.graphs[-1].peak
+    assert peak is not None
+    model, optimizer = _trained(zero_stage)
+    plain = zgraph.Pipeline(zgraph.passes.presets.default())
+    options = {"lowering": lowering, "pipeline": plain}
+    called = torch.compile(model, backend="zgraph", options=options)
+    return Peaks(peak.bytes, measured, _rise(_step(called, model, optimizer)), gradients)
+
+
+def _trained(zero_stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.compiler.reset()
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+    model = zgraph.shard(nn.Sequential(*layers), zero_stage=zero_stage)
+    optimizer = zgraph.step_on_shards(torch.optim.AdamW(model.parameters(), fused=True))
+    return model, optimizer
+
+
+def _step(called: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(x: Tensor) -> Tensor:
+        loss = called(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _rise(step: Any) -> int:
+    """The highest point of a step after the first; a gloo thread may hold a buffer a moment too long in some."""
+    step(torch.zeros(ROWS, WIDTH))
+    rises: list[int] = []
+    for _ in range(STEPS):
+        x = torch.randn(ROWS, WIDTH)
+        gloo_buffers.flush()
+        with counted() as count:
+            step(x)
+        rises.append(count.rise_bytes)
+    return min(rises)

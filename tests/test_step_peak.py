@@ -1,0 +1,26 @@
+"""The peak of a whole training step: counted, beside the predicted one and that of three calls."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.memory.step_peaks import peaks_of
+from tests.support.ranks import Ranks, worlds
+from zgraph.passes import presets
+
+BUCKET = 64 * 1024  # one layer's weight, so that hardly more than gradients is held
+
+
+@worlds(2)
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_the_peak_of_a_step_is_the_predicted_one(ranks: Ranks, zero_stage: int) -> None:
+    for found in ranks.run(peaks_of, zero_stage, presets.default(bucket_bytes=BUCKET)):
+        assert found.measured == pytest.approx(found.predicted, rel=0.05)
+        assert found.gradients < found.measured
+
+
+@worlds(2)
+@pytest.mark.slow  # compiles islands
+def test_the_peak_of_a_compiled_step_is_close_to_the_predicted_one(ranks: Ranks) -> None:
+    for found in ranks.run(peaks_of, 3, presets.default(bucket_bytes=BUCKET), "inductor"):
+        assert found.measured == pytest.approx(found.predicted, rel=0.05)

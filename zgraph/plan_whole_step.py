@@ -1,0 +1,90 @@
+"""The plan of a whole training step: it is captured twice, because the first one makes the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn, optim
+from torch.distributed.tensor import DTensor
+
+from zgraph.compile_frame import FrameCompiler
+from zgraph.compiler.frame import Frame
+from zgraph.errors import ZgraphError
+from zgraph.graph import meta, nodes
+from zgraph.optimizers.local_step import SCALARS
+from zgraph.step.capture import Captured, capture
+from zgraph.step.lifted import Lifted
+from zgraph.step.refusals import check_function, check_optimizer
+from zgraph.torch_compat.dtensor import dtensor_like
+
+StepMaker = Callable[[nn.Module, optim.Optimizer], Callable[..., Any]]
+
+
+def loop_body(model: nn.Module, optimizer: optim.Optimizer) -> Callable[..., Any]:
+    """The step of a model whose forward returns its loss, or something with a `loss`."""
+
+    def step(*inputs: Any) -> Any:
+        returned = model(*inputs)
+        loss = getattr(returned, "loss", returned)
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"zgraph.plan: the model's forward returns a {type(returned).__name__}, which has no loss; pass "
+                "step_fn, which makes the function that holds the lines of your loop."
+            )
+        (loss if loss.ndim == 0 else loss.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def plan_whole_step(
+    function: Callable[..., Any],
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    inputs: Sequence[Any],
+    compiler_of: Callable[[Frame], FrameCompiler],
+) -> None:
+    """Capture and plan the step that all but the first are.
+
+    Args:
+        function: the lines of the loop.
+        model, optimizer: that it trains, without values; the optimizer gets its state.
+        inputs: of the function.
+        compiler_of: makes the compiler of a frame.
+    """
+    check_optimizer(optimizer)
+    check_function(function, optimizer)
+    lifted = Lifted.of(model, optimizer)
+    captured = capture(function, lifted, inputs, {})
+    if not captured.steps:
+        raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")
+    if captured.state:
+        _put_state(captured, lifted)
+        lifted = Lifted.of(model, optimizer)
+        captured = capture(function, lifted, inputs, {})
+    frame = Frame(name="step/0", reason="", inputs=lifted.tensors(), is_step=True)
+    compiler_of(frame).compile_step(captured.gm)
+
+
+def _put_state(captured: Captured, lifted: Lifted) -> None:
+    """Give the optimizer the state that a step has made, without values."""
+    returned = nodes.returned_by(captured.gm.graph)[len(captured.likes) :]
+    state = lifted.optimizer.state
+    for (position, key), node in zip(captured.state, returned, strict=False):  # gradients come last
+        assert isinstance(node, fx.Node)
+        parameter, value = lifted.parameters[position].tensor, meta.tensor_value(node)
+        if isinstance(parameter, DTensor) and key not in SCALARS:
+            value = dtensor_like(value, parameter)
+        state[parameter][key] = value
+    for position, key, constant in captured.constants:
+        state[lifted.parameters[position].tensor][key] = constant
+
+
+def state_bytes(optimizer: optim.Optimizer) -> int:
+    """Bytes of an optimizer's state on this rank."""
+    entries = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor))
+    parts = (value.to_local() if isinstance(value, DTensor) else value for value in entries)
+    return sum(part.numel() * part.dtype.itemsize for part in parts)

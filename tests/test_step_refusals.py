@@ -34,6 +34,10 @@ class Small(nn.Module):
         return self.second(self.dropout(self.norm(self.first(x)))) * self.gain
 
 
+def elsewhere() -> Tensor:
+    return OUTSIDE
+
+
 def made(stage: int = 3) -> tuple[nn.Module, torch.optim.SGD]:
     torch.manual_seed(3)
     model = zgraph.shard(Small(), zero_stage=stage)
@@ -61,7 +65,7 @@ def decides_by_a_value(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) 
 
 
 def reads_from_outside(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Any:
-    (model(x) * OUTSIDE).sum().backward()
+    (model(x) * elsewhere()).sum().backward()
 
 
 def reads_the_optimizers_state(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Any:
@@ -331,20 +335,6 @@ def test_options_that_are_not_honoured_are_refused() -> None:
         zgraph.training_step(model, torch.optim.Adam(model.parameters(), capturable=True))
     with pytest.raises(ValueError, match="unknown option"):
         zgraph.training_step(model, good, options={"cuda_graph": True})
-    scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match="GradScaler scaler"):
-
-        @zgraph.training_step(model, good)
-        def _(x: Tensor) -> None:
-            scaler.scale(model(x).sum()).backward()
-
-    tools = SimpleNamespace(scaler=scaler)
-    with pytest.raises(ValueError, match=r"GradScaler tools\.scaler"):
-
-        @zgraph.training_step(model, good)
-        def _(x: Tensor) -> None:
-            tools.scaler.scale(model(x).sum()).backward()
-
     with pytest.raises(ValueError, match="a second optimizer, other"):
 
         @zgraph.training_step(model, good)

@@ -22,9 +22,10 @@ from zgraph.options import CompileOptions
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
-from zgraph.step.lifted import Lifted, name_part
+from zgraph.step.lifted import Lifted, local, name_part
 from zgraph.step.option_inputs import OptionInputs
 from zgraph.step.refusals import check_function, check_optimizer
+from zgraph.step.variables import Outside
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
@@ -140,15 +141,16 @@ class TrainingStep(Generic[P, R]):
         parameters = [one.tensor for one in lifted.parameters]
         has_gradient = tuple(grad is not None for grad in gradients_of(parameters))
         options = OptionInputs.of(self._optimizer)
-        conditions = self._conditions(lifted, leaves, tree, has_gradient, options)
+        outside = Outside.of(self.function, self._model, self._own, parameters[0].device)
+        conditions = self._conditions(lifted, leaves, tree, has_gradient, options, outside)
         variant = next((one for one in reversed(self._variants) if _holds(one, conditions, options)), None)
         if variant is None:
-            variant = self._compile(lifted, conditions, options, args, kwargs)
+            variant = self._compile(lifted, conditions, options, outside, args, kwargs)
         if any(has_gradient):
             for parameter in parameters:
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [*lifted.tensors(), *options.values, *given]
+        inputs = [*lifted.tensors(), *map(local, outside.tensors.values()), *options.values, *given]
         with torch.no_grad():
             outputs = variant.program(inputs)
         return self._finish(lifted, variant.captured, list(outputs))
@@ -161,6 +163,7 @@ class TrainingStep(Generic[P, R]):
         if known is None or not self._is_current(known):
             known = self._lifted = Lifted.of(self._model, self._optimizer)
             check_optimizer(self._optimizer)
+            self._own = frozenset(id(one.tensor) for one in (*known.parameters, *known.buffers))
             self._modules = guards.Modules(self._model)
             self._scopes = known.scopes()
             self._layouts = tuple(
@@ -188,6 +191,7 @@ class TrainingStep(Generic[P, R]):
         tree: Any,
         has_gradient: tuple[bool, ...],
         options: OptionInputs,
+        outside: Outside,
     ) -> guards.Conditions:
         return guards.Conditions(
             arguments=guards.of_arguments(leaves, tree),
@@ -200,7 +204,8 @@ class TrainingStep(Generic[P, R]):
                 for position, key, value in lifted.state_entries()
             ),
             layouts=self._layouts,
-            variables=guards.of_variables(self.function, self._model),
+            outside=guards.of_tensors(outside),
+            variables=guards.of_variables(outside),
             ambient=guards.ambient(),
         )
 
@@ -211,6 +216,7 @@ class TrainingStep(Generic[P, R]):
         lifted: Lifted,
         conditions: guards.Conditions,
         inputs: OptionInputs,
+        outside: Outside,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> _Variant:
@@ -223,11 +229,11 @@ class TrainingStep(Generic[P, R]):
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
         options = self._options
-        captured = capture(self.function, lifted, args, kwargs, decompose=options.lowering == "inductor")
+        captured = capture(self.function, lifted, args, kwargs, outside, decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":
             # The step that makes the optimizer's state runs once.
             options = replace(options, lowering="fx")
-            captured = capture(self.function, lifted, args, kwargs)
+            captured = capture(self.function, lifted, args, kwargs, outside)
         if any(conditions.gradients) and not captured.clears_first:
             raise ZgraphError(
                 "zgraph.training_step: parameters have gradients from before the step, which would be added to; call "
@@ -265,13 +271,17 @@ class TrainingStep(Generic[P, R]):
                 continue
             like, value = next(likes), next(given)
             leaves.append(value if like is None else dtensor_like(value, like))
-        for position, key in captured.state:
-            parameter, value = parameters[position].tensor, next(given)
-            state[parameter][key] = _wrapped(value, parameter) if key not in SCALARS else value
-        for position, key, constant in captured.constants:
-            state[parameters[position].tensor][key] = constant
+        made = [(parameters[position].tensor, key, next(given)) for position, key in captured.state]
         for position in captured.grads:
             parameters[position].tensor.grad = _wrapped(next(given), parameters[position].tensor)
+        for scaler, optimizer, flags in captured.told:
+            scaler.tell_models([(optimizer, [next(given) for _ in range(flags)])])
+        # Reading the flag waits for the device: only the first step, which makes state, needs it.
+        if not (captured.skips and (captured.state or captured.constants) and next(given)):
+            for parameter, key, value in made:
+                state[parameter][key] = _wrapped(value, parameter) if key not in SCALARS else value
+            for position, key, constant in captured.constants:
+                state[parameters[position].tensor][key] = constant
         if captured.steps:
             note_step(self._optimizer)
         return tree_unflatten(leaves, captured.tree)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from zgraph.optimizers.local_norm import ShardedGradients
 from zgraph.runtime.collective_error import collective_error
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.torch_compat.autograd import AgreeingGradScaler
-from zgraph.torch_compat.collectives import all_gather
+from zgraph.torch_compat.collectives import all_gather, all_reduce_op, wait
 from zgraph.torch_compat.dtensor import gradients_of
+
+Found = list[tuple[torch.optim.Optimizer, list[Tensor]]]  # flags of dropped steps
 
 
 class GradScaler(AgreeingGradScaler):
@@ -34,12 +36,16 @@ class GradScaler(AgreeingGradScaler):
 
     Models that were passed to `zgraph.set_loss_scale` with this scaler are told when its scale changes, and which
     parameters' steps were dropped.
+
+    Attributes:
+        defer: takes the flags of an `update()` that has no values yet, of which models are told later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._found: list[tuple[torch.optim.Optimizer, list[Tensor]]] = []
+        self._found: Found = []
+        self.defer: Callable[[Found], None] | None = None
 
     def follow(self, model: nn.Module) -> None:
         """Tell a model about scales and dropped steps from now on, as long as it lives."""
@@ -47,13 +53,29 @@ class GradScaler(AgreeingGradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         found, self._found = self._found, []
-        dropped: set[int] = set()
-        if self._models:  # reading the flags waits for the device, so only if a model needs them
-            for optimizer, flags in found:
-                if any(flag.item() for flag in flags):
-                    dropped |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if self.defer is not None:
+            self.defer([(optimizer, [flag.clone() for flag in flags]) for optimizer, flags in found])
+            super().update(new_scale)
+            return
+        dropped = self._dropped(found)
         super().update(new_scale)
         self._tell(dropped)
+
+    def tell_models(self, found: Found) -> None:
+        """Tell models about an update whose flags `defer` was given."""
+        self._tell(self._dropped(found))
+
+    def _dropped(self, found: Found) -> set[int]:
+        """Ids of the parameters whose steps were dropped."""
+        if not self._models:  # reading the flags waits for the device, so only if a model needs them
+            return set()
+        return {
+            id(parameter)
+            for optimizer, flags in found
+            if any(flag.item() for flag in flags)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -68,7 +90,11 @@ class GradScaler(AgreeingGradScaler):
                 param.state.feedbacks.set_loss_scale(scale, dropped=id(param.sharded) in dropped)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_models": None, "_found": []}  # models are not the scaler's to copy
+        return super().__getstate__() | {
+            "_models": None,
+            "_found": [],
+            "defer": None,
+        }  # models are not the scaler's to copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state | {"_models": weakref.WeakSet[nn.Module]()})
@@ -78,7 +104,7 @@ class GradScaler(AgreeingGradScaler):
         for group in _groups_of(parameters):
             for flag in flags.values():
                 try:
-                    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+                    flag.copy_(wait(all_reduce_op()(flag, "max", group.group_name)))
                 except RuntimeError as error:
                     raise collective_error("all_reduce", ["GradScaler's found_inf"], group.group_name, error) from error
         self._found.append((optimizer, list(flags.values())))

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.liveness import placements
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
+from zgraph.optimizers.gradients import GradScaler
 from zgraph.step.clean import check_updates_come_last, clean
-from zgraph.step.fused_steps import NumbersOfFusedSteps
-from zgraph.step.lifted import Lifted, name_part
+from zgraph.step.lifted import Lifted, local, name_part, overlapping
 from zgraph.step.option_inputs import Assumed, OptionInputs, names_of
+from zgraph.step.redirect import Redirect
 from zgraph.step.stand_ins import StandIns
 from zgraph.step.user_line import line_of
+from zgraph.step.variables import Outside
 from zgraph.step.watch import Watch
 from zgraph.step.windows import resolve_windows
 from zgraph.torch_compat.aot import trace
+from zgraph.torch_compat.autograd import steps_decided_by
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.dynamo import inline_compiled
 from zgraph.torch_compat.fake_values import (
@@ -40,8 +44,9 @@ class Captured:
     """A step as a graph.
 
     Attributes:
-        gm: takes the tensors of `Lifted.tensors`, the options of `OptionInputs`, and the tensors of the arguments;
-            returns a flat list, described by the rest. It writes to shards, buffers and state.
+        gm: takes the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`, and the tensors
+            of the arguments; returns a flat list, described by the rest. It writes to shards, buffers, state
+            and tensors from outside.
         assumed: about these options.
         returned: leaves of what the function returns: `None` for a result of the graph, else the leaf itself in a
             tuple.
@@ -49,7 +54,10 @@ class Captured:
         tree: how the leaves make up what it returns.
         state: (position, key) of new entries of the optimizer's state, returned behind.
         constants: (position, key, value) of new entries that are not tensors.
-        grads: positions of parameters with a gradient at the end, returned last.
+        grads: positions of parameters with a gradient at the end, returned behind.
+        told: scalers that tell models about dropped steps, with the optimizers and numbers of flags of which they tell;
+            the flags are returned behind.
+        skips: whether a flag is returned at the end that is set where the optimizer's step was skipped.
         clears_first: whether gradients from before the step do not matter.
         steps: whether the optimizer steps.
     """
@@ -62,6 +70,8 @@ class Captured:
     state: tuple[tuple[int, str], ...]
     constants: tuple[tuple[int, str, Any], ...]
     grads: tuple[int, ...]
+    told: tuple[tuple[GradScaler, optim.Optimizer, int], ...]
+    skips: bool
     clears_first: bool
     steps: bool
 
@@ -71,6 +81,7 @@ def capture(
     lifted: Lifted,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    outside: Outside | None = None,
     *,
     decompose: bool = False,
 ) -> Captured:
@@ -80,12 +91,13 @@ def capture(
         function: the user's.
         lifted: its model and optimizer.
         args, kwargs: of the call; tensors and numbers in lists, tuples and dicts.
+        outside: what it reads from outside; its tensors may be written, too.
         decompose: take operators apart as Inductor needs it.
 
     Raises:
         ZgraphError: the function does what a graph cannot hold; says where and what to write.
     """
-    tracer = _Tracer(function, lifted, args, kwargs)
+    tracer = _Tracer(function, lifted, args, kwargs, outside or Outside([], [], {}))
     try:
         gm = tracer.trace(decompose)
     except data_dependent_errors() as error:
@@ -113,9 +125,16 @@ class _Tracer:
     """One trace: its inputs, and what the function left behind."""
 
     def __init__(
-        self, function: Callable[..., Any], lifted: Lifted, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        function: Callable[..., Any],
+        lifted: Lifted,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outside: Outside,
     ) -> None:
-        self.function, self.lifted = function, lifted
+        self.function, self.lifted, self.outside = function, lifted, outside
+        self.shared: set[int] = set()
+        self.told: list[tuple[GradScaler, optim.Optimizer, list[Tensor]]] = []
         self.leaves, self.tree = tree_flatten((list(args), dict(kwargs)))
         self.mode = step_mode()
         self.watch = Watch()
@@ -129,7 +148,10 @@ class _Tracer:
         return f" ({kind} does so with these options; another optimizer may not)" if self.watch.reads_values else ""
 
     def trace(self, decompose: bool) -> fx.GraphModule:
-        inputs, optimizer = self.lifted.tensors(), self.lifted.optimizer
+        inputs = [*self.lifted.tensors(), *map(local, self.outside.tensors.values())]
+        # What lies in the memory of another input is refused if it is used: writes to one would not show in the other.
+        self.shared = overlapping(inputs) if self.outside.tensors else set()
+        optimizer = self.lifted.optimizer
         given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         options, option_names = self.options.values, names_of(optimizer)
         numbers = {
@@ -143,21 +165,54 @@ class _Tracer:
             for name, value in zip(option_names, options, strict=True)
         ]
         fakes += [fake_of(self.mode, tensor) for tensor in given]
-        names = [*self.lifted.names(), *option_names, *(f"input_{number}" for number in range(len(given)))]
+        names = [
+            *self.lifted.names(),
+            *self.outside.tensors,
+            *option_names,
+            *(f"input_{number}" for number in range(len(given))),
+        ]
         gm = trace(self._run, fakes, self.mode, decompose=decompose)
         self.found["assumed"] = Assumed(NumberGuards(self.mode, numbers), option_names, options)
         return clean(gm, [name_part(name) for name in names])
 
     def _run(self, *inputs: Any) -> list[Any]:
-        held, taken = len(self.lifted.tensors()), len(self.options.values)
-        options = inputs[held : held + taken]
-        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, inputs[:held], options)
-        arguments = iter(inputs[held + taken :])
-        leaves = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        given = iter(inputs)
+        held = [next(given) for _ in self.lifted.tensors()]
+        outside = [(tensor, next(given)) for tensor in self.outside.tensors.values()]
+        outside = [pair for place, pair in enumerate(outside) if len(held) + place not in self.shared]
+        options = [next(given) for _ in self.options.values]
+        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside)
+        self.watch.stand_ins = stand_ins.by_id()
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
-        with inline_compiled(), stand_ins.in_place(), self.watch, NumbersOfFusedSteps():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(inline_compiled())
+            for scaler in self.outside.scalers:
+                stack.enter_context(self._scaling(scaler, stand_ins))
+            stack.enter_context(stand_ins.in_place())
+            stack.enter_context(self.watch)
+            stack.enter_context(Redirect(self.watch.stand_ins))
             result = self.function(*args, **kwargs)
         return self._outputs(result, stand_ins)
+
+    @contextlib.contextmanager
+    def _scaling(self, scaler: torch.amp.GradScaler, stand_ins: StandIns) -> Generator[None]:
+        """Let a scaler decide in the graph whether the optimizer steps, and tell models later."""
+        if isinstance(scaler, GradScaler):
+            scaler.defer = lambda found: self.told.extend((scaler, *entry) for entry in found)
+        try:
+            with steps_decided_by(scaler, stand_ins.step_unless):
+                yield
+        except RuntimeError as error:
+            if isinstance(error, ZgraphError):
+                raise
+            raise ZgraphError(
+                f"zgraph.training_step: {line_of(error) or 'the step'} and its GradScaler: {error}; write "
+                "scaler.step(optimizer) and scaler.update() into the step."
+            ) from error
+        finally:
+            if isinstance(scaler, GradScaler):
+                scaler.defer = None
 
     def _outputs(self, result: Any, stand_ins: StandIns) -> list[Any]:
         leaves, self.found["tree"] = tree_flatten(result)
@@ -190,7 +245,11 @@ class _Tracer:
         ]
         outputs += [value.detach() for _, _, value in tensors]
         outputs += [(local_of(grad) if isinstance(grad, DTensor) else grad).detach() for _, grad in grads]
+        outputs += [flag.detach() for _, _, flags in self.told for flag in flags]
+        outputs += [] if stand_ins.skip is None else [stand_ins.skip]
         self.found |= {
+            "told": tuple((scaler, optimizer, len(flags)) for scaler, optimizer, flags in self.told),
+            "skips": stand_ins.skip is not None,
             "returned": tuple(returned),
             "likes": tuple(likes),
             "state": tuple((position, key) for position, key, _ in tensors),

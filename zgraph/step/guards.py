@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zgraph.errors import ZgraphError
-from zgraph.step.variables import variables_of
+from zgraph.step.variables import Outside
 
 _NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -28,6 +28,7 @@ class Conditions:
         options: of the optimizer, without parameters and without what is an input of the graph.
         state: entries of the optimizer's state.
         layouts: shapes and dtypes of parameters and buffers.
+        outside: names and layouts of tensors that the function reads from outside.
         variables: numbers among what the function reads from outside.
         ambient: grad mode, autocast, default dtype.
     """
@@ -39,6 +40,7 @@ class Conditions:
     options: tuple[Any, ...]
     state: tuple[Any, ...]
     layouts: tuple[Any, ...]
+    outside: tuple[Any, ...]
     variables: tuple[Any, ...]
     ambient: tuple[Any, ...]
 
@@ -98,10 +100,21 @@ class Modules:
         return tuple(read(values) for values, read in self.readers)
 
 
-def of_variables(function: Callable[..., Any], model: nn.Module) -> tuple[Any, ...]:
+def of_variables(outside: Outside) -> tuple[Any, ...]:
     """Numbers among what a function reads from outside; those of the model are `Modules`."""
-    found = variables_of(function, but=model)
-    return tuple((name, type(value), value) for name, value in found if isinstance(value, _NUMBERS))
+    numbers = [(name, type(value), value) for name, value in outside.variables if isinstance(value, _NUMBERS)]
+    factors = [
+        (one.get_growth_factor(), one.get_backoff_factor(), one.get_growth_interval()) for one in outside.scalers
+    ]
+    return (*numbers, *factors)
+
+
+def of_tensors(outside: Outside) -> tuple[Any, ...]:
+    """Conditions on tensors that a function reads from outside."""
+    return tuple(
+        (name, type(one), tuple(one.shape), one.dtype, one.device, one.stride(), one.requires_grad)
+        for name, one in outside.tensors.items()
+    )
 
 
 def ambient() -> tuple[Any, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -137,3 +138,21 @@ def local(tensor: Any) -> Tensor:
 def name_part(name: str) -> str:
     """A qualified name as part of a node's name."""
     return re.sub(r"\W", "_", name)
+
+
+def overlapping(tensors: Sequence[Tensor]) -> set[int]:
+    """Places of tensors that share memory with one before, or may do so."""
+    spans: list[tuple[int, int, int]] = []
+    for place, tensor in enumerate(tensors):
+        if tensor.numel() and tensor.layout == torch.strided:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + (last + 1) * tensor.element_size(), place))
+    found: set[int] = set()
+    until, holder = 0, -1
+    for begin, end, place in sorted(spans):
+        if begin < until:
+            found.add(max(place, holder))
+        if end > until:
+            until, holder = end, place
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import optim
 
 from zgraph.step.variables import variables_of
@@ -53,11 +52,6 @@ def check_function(function: Callable[..., Any], optimizer: optim.Optimizer) -> 
         ValueError: names the variable.
     """
     for name, value in variables_of(function):
-        if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
-            raise ValueError(
-                f"zgraph.training_step: the step uses the GradScaler {name}, which is not captured; train in bfloat16, "
-                "which needs no loss scale, or call the lines of the loop without training_step."
-            )
         if isinstance(value, optim.Optimizer) and value is not optimizer:
             raise ValueError(
                 f"zgraph.training_step: the step uses a second optimizer, {name}; use one with several parameter "

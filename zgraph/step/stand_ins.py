@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
@@ -28,10 +29,12 @@ class StandIns:
     """Stand-ins of one trace.
 
     Attributes:
+        outside: tensors that the function reads from outside, and what stands in for them.
         parameters: leaves that wrap the traced shards, as DTensors where the parameters are.
         shards: these shards, on which the optimizer steps.
         state: its state, by shard; what the step adds is new.
         stepped: whether the optimizer has taken its step.
+        skip: [] bool, whether that step changes nothing; None if it is always taken.
         clears_first: whether gradients were set to None before the first backward.
     """
 
@@ -42,19 +45,33 @@ class StandIns:
     handles: dict[ShardedParam, Tensor]
     buffers: list[Tensor]
     options: Sequence[Any]
+    outside: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     stepped: bool = False
+    skip: Tensor | None = None
     clears_first: bool = False
 
     @classmethod
-    def of(cls, lifted: Lifted, watch: Watch, tensors: Sequence[Tensor], options: Sequence[Any]) -> StandIns:
-        """Make them from the traced inputs, which are in the order of `Lifted.tensors` and of `OptionInputs`."""
+    def of(
+        cls,
+        lifted: Lifted,
+        watch: Watch,
+        tensors: Sequence[Tensor],
+        options: Sequence[Any],
+        outside: Sequence[tuple[Tensor, Tensor]],
+    ) -> StandIns:
+        """Make them from the traced inputs, which are in the order of `Lifted.tensors` and of `OptionInputs`.
+
+        Args:
+            outside: tensors from outside, each with its traced input.
+        """
         given = iter(tensors)
         shards = [next(given) for _ in lifted.parameters]
         parameters = [_leaf(shard, one.tensor) for shard, one in zip(shards, lifted.parameters, strict=True)]
         handles = {param: next(given) for param in lifted.handles.values()}
         buffers = [next(given) for _ in lifted.buffers]
         found = cls(lifted, watch, parameters, shards, handles, buffers, options)
+        found.outside = [(tensor, _leaf(traced, tensor)) for tensor, traced in outside]
         for position, key, value in lifted.state_entries():
             found.state[shards[position]][key] = next(given) if isinstance(value, Tensor) else value
         return found
@@ -101,6 +118,14 @@ class StandIns:
             else:
                 object.__setattr__(lifted.model, "zero_grad", model_zero_grad)
 
+    def by_id(self) -> dict[int, Tensor]:
+        """Stand-ins by the ids of what they stand for."""
+        pairs = [
+            (one.tensor, parameter) for one, parameter in zip(self.lifted.parameters, self.parameters, strict=True)
+        ]
+        pairs += [(one.tensor, buffer) for one, buffer in zip(self.lifted.buffers, self.buffers, strict=True)]
+        return {id(tensor): stand_in for tensor, stand_in in [*pairs, *self.outside]}
+
     def new_state(self) -> list[tuple[int, str, Any]]:
         """(position, key, value) of what the step has put into the optimizer's state."""
         known = {(position, key) for position, key, _ in self.lifted.state_entries()}
@@ -137,10 +162,30 @@ class StandIns:
             )
         return self.handles[param]
 
+    def step_unless(self, optimizer: optim.Optimizer, found_inf: Tensor) -> None:
+        """Let the optimizer step, and undo it where an inf was found.
+
+        The optimizer works on copies, of which parameters and state take over what they may: an inf or a NaN that it
+        computes meanwhile goes nowhere, and nobody waits for the flag.
+        """
+        if optimizer is not self.lifted.optimizer:
+            raise refusal("steps an optimizer that it was not given", "pass it to training_step")
+        self.skip = found_inf != 0
+        with torch.no_grad():
+            self._step_on(
+                [
+                    shard.clone() if parameter.grad is not None else shard
+                    for shard, parameter in zip(self.shards, self.parameters, strict=True)
+                ]
+            )
+
     def _step(self, closure: Any = None) -> None:
         """The optimizer's own step, on local shards."""
         if closure is not None:
             raise refusal("passes a closure to optimizer.step()", "compute the loss before the step")
+        self._step_on(self.shards)
+
+    def _step_on(self, shards: Sequence[Tensor]) -> None:
         if self.stepped:
             raise refusal("calls optimizer.step() a second time", "write one step of the optimizer per call")
         if any(scope.opened for scope in self.lifted.scopes()):
@@ -148,23 +193,51 @@ class StandIns:
                 "calls optimizer.step() while the window of zgraph.no_sync is open, so gradients are not reduced",
                 "run the last forward and backward outside of no_sync first",
             )
-        optimizer = self.lifted.optimizer
-        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+        optimizer, state = self.lifted.optimizer, self._state_of(shards)
+        for parameter, shard in zip(self.parameters, shards, strict=True):
             shard.grad = None if parameter.grad is None else _local_grad(parameter, parameter.grad)
         stand_in: optim.Optimizer = object.__new__(type(optimizer))
         stand_in.__dict__ = {
             **optimizer.__dict__,
             "param_groups": [
-                {**group, "params": [self.shards[position] for position in positions]}
+                {**group, "params": [shards[position] for position in positions]}
                 for group, positions in zip(optimizer.param_groups, self.lifted.positions, strict=True)
             ],
-            "state": self.state,
+            "state": state,
         }
         with self.watch.reading_values():
             plain_step(optimizer)(stand_in)
         self.stepped = True
-        for shard in self.shards:
+        for shard in shards:
             shard.grad = None
+        for shard, copy in zip(self.shards, shards, strict=True):
+            if copy is not shard:
+                self._take_over(shard, copy, state[copy])
+
+    def _state_of(self, shards: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """The state of shards, or copies of it for copies of them."""
+        if all(copy is shard for copy, shard in zip(shards, self.shards, strict=True)):
+            return self.state
+        found: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for copy, shard in zip(shards, self.shards, strict=True):
+            if shard in self.state:
+                entries = self.state[shard].items()
+                found[copy] = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries}
+        return found
+
+    def _take_over(self, shard: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
+        """Write to a shard and its state what its copy has become, unless the step is skipped."""
+        self._write(shard, copy)
+        known = self.state[shard]
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and isinstance(known.get(key), Tensor):
+                self._write(known[key], value)
+            else:
+                known[key] = value
+
+    def _write(self, kept: Tensor, new: Tensor) -> None:
+        assert self.skip is not None
+        kept.copy_(torch.where(self.skip.to(kept.device), kept, new))
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         stepped = [self.parameters[position] for position in self.lifted.stepped()]
@@ -203,6 +276,12 @@ class StandIns:
                 raise ZgraphError(
                     f"zgraph.training_step: the step binds another tensor to the buffer {one.name}; write its values "
                     "in place, with copy_."
+                )
+        for tensor, stand_in in self.outside:
+            if stand_in.grad is not None:
+                raise ZgraphError(
+                    f"zgraph.training_step: the step computes a gradient of a tensor of shape {list(tensor.shape)} "
+                    "that is not a parameter of its model; train all that it steps as one module."
                 )
 
 

@@ -1,15 +1,17 @@
-"""What a function reads from outside: its variables, and the attributes and entries of them that its code names."""
+"""What a function reads from outside: its variables, the attributes and entries that its code names, their tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 
+from zgraph.torch_compat.autograd import begin_scaling, scaler_tensors
 from zgraph.torch_compat.dynamo import without_compile
 
 DEPTH = 4  # of names such as self.config.loss.weight
@@ -80,3 +82,52 @@ class _Reader:
             return [(f"{path}[{position}]", entry) for position, entry in enumerate(value) if position in self.keys]
         held = getattr(value, "__dict__", {})
         return [(f"{path}.{name}", held[name]) for name in self.names if name in held]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a function reads from outside, as it is at one call.
+
+    Attributes:
+        variables: names and values, of `variables_of`.
+        scalers: GradScalers among them that are enabled, each once.
+        tensors: by name: variables, and what is in lists, tuples, dicts, modules and GradScalers among them.
+    """
+
+    variables: list[tuple[str, Any]]
+    scalers: list[torch.amp.GradScaler]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], model: nn.Module, own: Container[int], device: torch.device) -> Outside:
+        """Look at a function's variables.
+
+        Args:
+            function: the user's.
+            model: whose attributes are left out.
+            own: ids of its tensors, which are left out, too.
+            device: for scales of scalers that have not begun.
+        """
+        variables = list(variables_of(function, but=model))
+        scalers = {id(one): one for _, one in variables if isinstance(one, torch.amp.GradScaler) and one.is_enabled()}
+        for scaler in scalers.values():
+            begin_scaling(scaler, device)
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, value in variables:
+            for path, tensor in _tensors_in(name, value, depth=2):
+                if id(tensor) not in own:
+                    found.setdefault(id(tensor), (path, tensor))
+        return cls(variables, list(scalers.values()), dict(found.values()))
+
+
+def _tensors_in(path: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, torch.amp.GradScaler):
+        yield from ((f"{path}.{name}", tensor) for name, tensor in scaler_tensors(value).items())
+    elif depth and isinstance(value, list | tuple):
+        for place, entry in enumerate(value):
+            yield from _tensors_in(f"{path}[{place}]", entry, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _tensors_in(f"{path}[{key!r}]", entry, depth - 1)

@@ -30,6 +30,7 @@ class Watch(DispatchMode):
     """Sees each operator of a step while it is traced, and refuses what a graph would get wrong.
 
     Attributes:
+        stand_ins: traced tensors, by id of the real ones, of which autograd may have saved some.
         part: number of the forward or backward that is running: 0 a forward, 1 its backward, 2 the next forward, ...;
             nodes are marked with it.
         reads_values: whether numbers may be read from tensors: only in the optimizer's own step, whose bias correction
@@ -38,6 +39,7 @@ class Watch(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.stand_ins: Mapping[int, Tensor] = {}
         self.part = 0
         self.reads_values = False
 
@@ -53,10 +55,11 @@ class Watch(DispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         in_backward = is_in_backward()
         if in_backward != bool(self.part % 2):
             self.part += 1
+        args = self._instead(args)
+        kwargs = {key: self._instead(value) for key, value in (kwargs or {}).items()}
         self._check(func, args, kwargs, in_backward)
         before = newest_node()
         result = func(*args, **kwargs)
@@ -76,13 +79,10 @@ class Watch(DispatchMode):
                 f"calls {func}, whose result has a shape that depends on the data",
                 "use a fixed shape (torch.where, masks), or call the three lines of the loop without training_step",
             )
-        if func.namespace == "c10d" or "_amp_" in func.__name__:
-            what = "a GradScaler" if "_amp_" in func.__name__ else f"the collective {func}"
+        if func.namespace == "c10d":
             raise refusal(
-                f"uses {what}, which a captured step does not support",
-                "train in bfloat16, which needs no loss scale"
-                if "_amp_" in func.__name__
-                else "use torch.distributed's functional collectives, or call it outside of the step",
+                f"uses the collective {func}, which a captured step does not support",
+                "use torch.distributed's functional collectives, or call it outside of the step",
             )
         if in_backward and is_tagged_random(func) and not _draws_nothing(func, args, kwargs):
             raise refusal(
@@ -96,10 +96,19 @@ class Watch(DispatchMode):
             )
         if func not in _LITERALS and any(map(_is_foreign, _tensors(args, kwargs))):
             raise refusal(
-                f"reads a tensor ({func}) that is neither an argument of the step nor a parameter or buffer of its "
-                "model, and would be a constant in the graph",
+                f"reads a tensor ({func}) that is neither an argument of the step, nor a parameter or buffer of its "
+                "model, nor a variable that the function names, or lies in the memory of one of these; it would be "
+                "a constant in the graph",
                 "pass it as an argument, or register it as a buffer (persistent=False keeps it out of checkpoints)",
             )
+
+    def _instead(self, given: Any) -> Any:
+        """The same with traced tensors for real ones."""
+        if isinstance(given, Tensor):
+            return self.stand_ins.get(id(given), given)
+        if type(given) in (list, tuple):
+            return type(given)(map(self._instead, given))
+        return given
 
 
 def refusal(what: str, instead: str) -> ZgraphError:

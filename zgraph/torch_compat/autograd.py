@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,3 +60,49 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         flags = flags or {found_inf.device: found_inf}  # a rank without gradients takes part all the same
         self.agree(optimizer, flags)
         return flags
+
+
+def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
+    """What an enabled scaler keeps from step to step, once it has begun (`_scale`, `_growth_tracker`, 2.11 - 2.13)."""
+    if not scaler.is_enabled() or scaler._scale is None or scaler._growth_tracker is None:
+        return {}
+    return {"scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
+
+
+def begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Make an enabled scaler's tensors, as its first `scale()` does (2.11 - 2.13)."""
+    if scaler.is_enabled() and scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+
+
+@contextlib.contextmanager
+def steps_decided_by(
+    scaler: torch.amp.GradScaler, decide: Callable[[torch.optim.Optimizer, Tensor], None]
+) -> Generator[None]:
+    """Let a scaler hand the optimizer and the sum of its flags to `decide`, which skips the step where it is not 0.
+
+    2.11 - 2.13: `_maybe_opt_step`, which fused optimizers do not need, reads the flags.
+
+    Raises:
+        RuntimeError: gradients were unscaled without an `update()` behind.
+    """
+
+    def step(optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            raise RuntimeError("scaler.step() was given more than the optimizer")
+        flags = list(state["found_inf_per_device"].values())
+        total = flags[0]
+        for flag in flags[1:]:
+            total = total + flag.to(total.device)
+        decide(optimizer, total)
+
+    states: Any = scaler._per_optimizer_states
+    scaler._per_optimizer_states = defaultdict(states.default_factory)
+    scaler.__dict__["_maybe_opt_step"] = step
+    try:
+        yield
+        if scaler._per_optimizer_states:
+            raise RuntimeError("gradients were unscaled without scaler.update() behind")
+    finally:
+        del scaler.__dict__["_maybe_opt_step"]
+        scaler._per_optimizer_states = states

@@ -1,0 +1,139 @@
+"""GradScaler in a captured step: the graph decides whether the optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, optim
+
+import zgraph
+from tests.support.ranks import Ranks, worlds
+from tests.support.step_scripts import LR, Script, Setting, compare, kinds
+
+
+def sgd(groups: Any) -> optim.Optimizer:
+    return optim.SGD(groups, lr=LR, momentum=0.9, foreach=False)
+
+
+def adamw_foreach(groups: Any) -> optim.Optimizer:
+    return optim.AdamW(groups, lr=LR, foreach=True)
+
+
+def adam(groups: Any) -> optim.Optimizer:
+    return optim.Adam(groups, lr=LR, amsgrad=True, foreach=False)
+
+
+def adamw_fused(groups: Any) -> optim.Optimizer:
+    return optim.AdamW(groups, lr=LR, fused=True)
+
+
+class Scaled(Script):
+    """The usual lines, with an inf on one rank in the fifth step."""
+
+    infinite: tuple[int, ...] = (4,)
+
+    def prepare(self) -> None:
+        self.scaler = zgraph.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+    def arguments(self, number: int) -> tuple[Any, ...]:
+        (x,) = super().arguments(number)
+        if number in self.infinite and torch.distributed.get_rank() == 1:
+            x[0, 0] = torch.inf
+        return (x,)
+
+    def step(self, x: Tensor) -> Any:
+        loss = self.loss(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.opt)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.opt)
+        self.scaler.update()
+        self.opt.zero_grad()
+        return {"loss": loss.detach(), "norm": norm}
+
+    def advance(self, number: int) -> None:
+        self.scales = [*getattr(self, "scales", []), self.scaler.get_scale()]
+
+    def left(self) -> dict[str, Any]:
+        assert len(set(self.scales)) > 2
+        return super().left() | self.scaler.state_dict() | {"scales": self.scales}
+
+
+class OfTorch(Scaled):
+    """With torch's own scaler, and without unscaling first."""
+
+    def prepare(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+    def step(self, x: Tensor) -> Any:
+        loss = self.loss(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.opt)
+        self.scaler.update()
+        self.opt.zero_grad()
+        return {"loss": loss.detach()}
+
+
+class FromTheStart(Scaled):
+    """The first steps are skipped, so that there is no state yet."""
+
+    infinite = (0, 1)
+
+
+class Following(Scaled):
+    """Error feedback follows the scale, and forgets steps that are skipped."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        zgraph.set_loss_scale(self.model, self.scaler)
+
+
+CASES = [
+    (Scaled, sgd, 3, False),
+    (Scaled, adamw_foreach, 1, False),
+    (OfTorch, adam, 2, False),
+    (Scaled, adamw_fused, 0, False),
+    (OfTorch, adamw_fused, 2, False),
+    (FromTheStart, adamw_foreach, 3, False),
+    (FromTheStart, adamw_fused, 1, False),
+    (Scaled, sgd, 1, True),
+]
+
+
+@worlds(2)
+@pytest.mark.parametrize(("script", "make", "stage", "close"), CASES)
+def test_a_step_with_an_inf_is_skipped_in_the_graph(
+    ranks: Ranks, script: type[Script], make: Any, stage: int, close: bool
+) -> None:
+    for reasons in ranks.run(compare, Setting(script, make, stage=stage, close=close, steps=7)):
+        assert kinds(reasons) == ["", "state"]
+
+
+@worlds(2)
+@pytest.mark.parametrize("make", [sgd, adamw_fused])
+def test_error_feedback_is_told_of_skipped_steps(ranks: Ranks, make: Any) -> None:
+    for reasons in ranks.run(compare, Setting(Following, make, loco=True, steps=7)):
+        assert kinds(reasons) == ["", "state"]
+
+
+def unscaled_alone() -> str:
+    script = Scaled(Setting(Scaled, sgd))
+
+    @zgraph.training_step(script.model, script.opt, options={"lowering": "fx"})
+    def step(x: Tensor) -> None:
+        script.scaler.scale(script.loss(x)).backward()
+        script.scaler.step(script.opt)
+        script.opt.zero_grad()
+
+    with pytest.raises(zgraph.ZgraphError) as caught:
+        step(torch.ones(2, 5))
+    script.step(torch.ones(2, 5))  # nothing is left of the try
+    return str(caught.value)
+
+
+@worlds(2)
+def test_a_scaler_that_is_not_updated_in_the_step_is_refused(ranks: Ranks) -> None:
+    for error in ranks.run(unscaled_alone):
+        assert "scaler.update()" in error

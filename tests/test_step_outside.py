@@ -1,0 +1,159 @@
+"""Tensors from outside that a captured step reads and writes, and parameters that it comes to by other ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import zgraph
+from tests.support.ranks import Ranks, worlds
+from tests.support.step_scripts import LR, Script, Setting, compare, kinds
+
+
+def sgd(groups: Any) -> optim.Optimizer:
+    return optim.SGD(groups, lr=LR, momentum=0.9)
+
+
+def adamw_fused(groups: Any) -> optim.Optimizer:
+    return optim.AdamW(groups, lr=LR, fused=True)
+
+
+class Averaged(Script):
+    """A list of averages of the shards, updated in the step."""
+
+    def prepare(self) -> None:
+        self.averages = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.decay = torch.tensor(0.9)
+
+    def step(self, x: Tensor) -> Any:
+        found = super().step(x)
+        with torch.no_grad():
+            for average, parameter in zip(self.averages, self.model.parameters(), strict=True):
+                average.mul_(self.decay).add_(parameter, alpha=0.1)
+        return found
+
+    def advance(self, number: int) -> None:
+        self.decay.mul_(0.99)
+        if number == 3:  # others at the same place
+            self.averages = [average.clone() for average in self.averages]
+
+    def left(self) -> dict[str, Any]:
+        return super().left() | {f"average {number}": one for number, one in enumerate(self.averages)}
+
+
+class AveragedAtOnce(Averaged):
+    """The same by one call for all."""
+
+    def step(self, x: Tensor) -> Any:
+        found = Script.step(self, x)
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averages, [one.detach() for one in self.model.parameters()], 0.1)
+        return found
+
+
+class ByList(Script):
+    """Parameters are clipped and cleared by a list that was made before."""
+
+    def prepare(self) -> None:
+        self.parameters = list(self.model.parameters())
+
+    def step(self, x: Tensor) -> Any:
+        loss = self.loss(x)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 0.1)
+        self.opt.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return {"loss": loss.detach(), "norm": norm}
+
+
+class Taught(Script):
+    """Another module teaches; it is replaced from time to time, and counts in a buffer."""
+
+    def prepare(self) -> None:
+        self.teacher = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.model(x) - self.teacher(x)).square().mean()
+
+    def step(self, x: Tensor) -> Any:
+        loss = (self.model(x) - self.teacher(x)).square().mean()
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return {"loss": loss.detach()}
+
+    def advance(self, number: int) -> None:
+        with torch.no_grad():
+            for parameter in self.teacher.parameters():
+                parameter.add_(0.5)
+
+    def left(self) -> dict[str, Any]:
+        return super().left() | self.teacher.state_dict()
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("script", "make", "stage", "close"),
+    [
+        (Averaged, sgd, 3, False),
+        (Averaged, adamw_fused, 1, False),
+        (AveragedAtOnce, adamw_fused, 2, False),
+        (AveragedAtOnce, sgd, 0, False),
+        (ByList, sgd, 2, False),
+        (Taught, adamw_fused, 3, False),
+        (Averaged, sgd, 2, True),
+    ],
+)
+def test_tensors_that_the_function_names_are_inputs(
+    ranks: Ranks, script: type[Script], make: Any, stage: int, close: bool
+) -> None:
+    for reasons in ranks.run(compare, Setting(script, make, stage=stage, close=close)):
+        assert kinds(reasons) == ["", "state"]
+
+
+def trains_another() -> str:
+    script, head = Script(Setting(Script, sgd)), nn.Linear(3, 3)
+
+    @zgraph.training_step(script.model, script.opt, options={"lowering": "fx"})
+    def step(x: Tensor) -> None:
+        head(script.model(x)).sum().backward()
+        script.opt.step()
+        script.opt.zero_grad()
+
+    with pytest.raises(zgraph.ZgraphError) as caught:
+        step(torch.ones(2, 5))
+    return str(caught.value)
+
+
+@worlds(2)
+def test_gradients_of_another_module_are_refused(ranks: Ranks) -> None:
+    for error in ranks.run(trains_another):
+        assert "not a parameter of its model" in error
+
+
+def reads_a_view() -> str:
+    script = Script(Setting(Script, sgd))
+    weight: Any = script.model.get_parameter("first.weight")
+    view = weight.to_local().detach()
+
+    @zgraph.training_step(script.model, script.opt, options={"lowering": "fx"})
+    def step(x: Tensor) -> Tensor:
+        script.loss(x).backward()
+        script.opt.step()
+        script.opt.zero_grad()
+        return view.sum()
+
+    with pytest.raises(zgraph.ZgraphError) as caught:
+        step(torch.ones(2, 5))
+    return str(caught.value)
+
+
+@worlds(2)
+def test_what_lies_in_the_memory_of_a_parameter_is_refused(ranks: Ranks) -> None:
+    for error in ranks.run(reads_a_view):
+        assert "in step reads a tensor" in error
+        assert "memory" in error

@@ -1,0 +1,65 @@
+"""Calls of torch while a step is traced: tensors and numbers in them are replaced by what stands in for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zgraph.torch_compat.aot import newest_node, node_of_number, nodes_after
+from zgraph.torch_compat.fake_values import number_hint
+
+
+class Redirect(TorchFunctionMode):
+    """Gives each call of torch the traced tensors instead of the real ones, also where it reads or sets `.grad`.
+
+    So it does not matter by which way the user's lines come to a parameter: through the model, a list, an attribute.
+
+    Args:
+        stand_ins: traced tensors, by id of the real ones.
+    """
+
+    def __init__(self, stand_ins: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        args, kwargs = (
+            [self._instead(arg) for arg in args],
+            {key: self._instead(arg) for key, arg in (kwargs or {}).items()},
+        )
+        if getattr(func, "__name__", "").startswith("_fused_"):
+            return _with_numbers(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _instead(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._stand_ins.get(id(value), value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._instead, value))
+        return value
+
+
+def _with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a fused kernel with the numbers' present values, and give its node the numbers.
+
+    A kernel that takes a `float` would make a constant of a symbolic number, and every new value another graph.
+    """
+    numbers = {key: value for key, value in kwargs.items() if isinstance(value, torch.SymFloat)}
+    before = newest_node()
+    inputs = {key: node_of_number(value) for key, value in numbers.items()}
+    present = {key: number_hint(value) for key, value in numbers.items()}
+    result = func(*args, **{**kwargs, **present})
+    for node in nodes_after(before):
+        if str(node.target).startswith("aten._fused_"):
+            node.kwargs = {key: inputs.get(key, value) for key, value in node.kwargs.items()}
+    return result

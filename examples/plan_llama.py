@@ -3,6 +3,7 @@
     python examples/plan_llama.py                                        # 8 B parameters on 64 H100s
     python examples/plan_llama.py --model 70b --ranks 1024               # minutes
     python examples/plan_llama.py --hardware h200 --budget-gib 60        # what is gathered again follows from it
+    python examples/plan_llama.py --whole-step                           # one graph, with AdamW in it
     python examples/plan_llama.py --layers 4 8 16 32                     # how planning grows with the model
 
 Needs transformers: pip install 'zgraph[examples]'.
@@ -10,6 +11,7 @@ Needs transformers: pip install 'zgraph[examples]'.
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ def main() -> None:
     add("--hardware", default="h100", help='"a100", "h100", "h200" or "cpu"')
     add("--sequence", type=int, default=4096, help="tokens of one rank's batch of one")
     add("--budget-gib", type=float, help="what a step may hold beside parameters and optimizer; plans by costs")
+    add("--whole-step", action="store_true", help="plan the optimizer's step, too, as zgraph.training_step runs it")
     add("--layers", type=int, nargs="+", help="plan models of so many layers, one after the other")
     options = parser.parse_args()
     torch.set_default_dtype(torch.bfloat16)
@@ -47,10 +50,29 @@ def main() -> None:
             batch=lambda: (torch.zeros(1, options.sequence, dtype=torch.long),),
             hardware=options.hardware,
             pipeline=pipeline(options.hardware, options.budget_gib),
+            optimizer_fn=adamw if options.whole_step else None,
+            step_fn=step if options.whole_step else None,
         )
         print(plan)
         nodes = sum(graph.nodes for graph in plan.graphs)
         print(f"{layers} layers, {nodes} nodes, planned in {time.perf_counter() - started:.0f} s\n", flush=True)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The lines of a training loop."""
+
+    def train(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return train
 
 
 def pipeline(hardware: str, budget_gib: float | None) -> zgraph.Pipeline | None:

@@ -37,7 +37,7 @@ SCALARS = 64  # bytes of a loss and a learning rate, which are not the graph's
 
 
 class Layers(nn.Module):
-    """Weights of 64 KiB, activations of 64 and 256 KiB, one of them random, one written to in place."""
+    """Weights of 64 KiB, activations of 64 and 256 KiB, one random, one written to in place, one read by positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class Layers(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+        rows = torch.arange(len(x)).flip(0)
+        return self.layers(x[rows]).square().mean()
 
 
 # --- on paper -------------------------------------------------------------------------------------------------------
@@ -179,6 +180,7 @@ def budgets() -> dict[int | None, Ran]:
 
 
 @worlds(2)
+@pytest.mark.slow  # searches for the smallest budget
 def test_a_step_holds_what_its_budget_allows_and_what_was_predicted(ranks: Ranks) -> None:
     for found in ranks.run(budgets):
         plain = found.pop(None)

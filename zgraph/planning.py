@@ -238,7 +238,7 @@ def plan(
     pipeline: Pipeline | None = None,
     allocator: Allocator = EXACT,
     optimizer_fn: Callable[[nn.Module], optim.Optimizer] | None = None,
-    step_fn: StepMaker = loop_body,
+    step_fn: StepMaker | None = None,
 ) -> Plan:
     """Compile a training step as rank 0 of a cluster would, without a cluster, a GPU or the model's memory.
 
@@ -258,7 +258,7 @@ def plan(
         optimizer_fn: makes the optimizer of the sharded model, such as
             `lambda model: torch.optim.AdamW(model.parameters())`. None: forward and backward are planned alone.
         step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
-            batch makes. Left out, it is forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
+            batch makes. None: forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
 
     Raises:
         ValueError: world_size is not a number of ranks, there is no such preset, model_fn or batch is not a function,
@@ -266,7 +266,7 @@ def plan(
         ZgraphError: this process is in a process group already, or the model or the step cannot be compiled.
     """
     _check_functions(model_fn, batch)
-    if step_fn is not loop_body and optimizer_fn is None:
+    if step_fn is not None and optimizer_fn is None:
         raise ValueError("zgraph.plan: there is a step_fn and no optimizer_fn; pass both, or neither.")
     if isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"zgraph.plan: world_size={world_size!r}; write the number of ranks of the cluster.")
@@ -308,7 +308,7 @@ def plan(
         shard_fn(model)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
-            plan_whole_step(step_fn(model, optimizer), model, optimizer, inputs, compiler_of)
+            plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, compiler_of)
         else:
             compiled: Any = torch.compile(model, backend=backend, dynamic=False)
             try:

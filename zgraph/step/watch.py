@@ -74,7 +74,7 @@ class Watch(DispatchMode):
                 "when the step runs",
                 "return the tensor and read it outside of the step; choose with torch.where, not with `if`",
             )
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags and not _indexes_by_numbers(func, args):
             raise refusal(
                 f"calls {func}, whose result has a shape that depends on the data",
                 "use a fixed shape (torch.where, masks), or call the three lines of the loop without training_step",
@@ -123,6 +123,15 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]
 def _is_foreign(tensor: Tensor) -> bool:
     """Whether a tensor was there before the trace and is not one of its inputs."""
     return not is_fake(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+
+
+def _indexes_by_numbers(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether elements are selected by their positions, as many as there are positions, and not by a mask."""
+    return func is aten.index.Tensor and all(index is None or not _is_mask(index) for index in args[1])
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from zgraph.codegen.shorten_calls import shorten_calls
 from zgraph.dialect.grouped_gathers import cast_each
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.graph.collective_dispatch import dispatcher_of
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.collectives import bind, finish_group
@@ -36,7 +37,7 @@ def lower_fx(
         CollectiveError with the parameters it was working for.
     """
     # A new module: AOTAutograd's would be regenerated, through three calls, each time it runs.
-    gm = fx.GraphModule(gm, gm.graph)
+    gm = edits.copy_of(gm)
     guarded = _guarded_lines(gm)
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
@@ -47,6 +48,7 @@ def lower_fx(
     _call_cast_kernels(gm.graph)
     for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
         node.target = cast_each
+    shorten_calls(gm.graph)
     program = _program(gm, guarded)
     if runner_of is None:
         return boxed(program)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from zgraph.errors import CheckpointError
-from zgraph.torch_compat.checkpoint import storage_info
+from zgraph.torch_compat.modules import storage_info
 
 METADATA = ".metadata"
 _TORCH = "torch.distributed.checkpoint"

@@ -1,4 +1,4 @@
-"""Modules, optimizers and trees: what they keep under private names."""
+"""Modules, optimizers, trees and checkpoints: what they keep under private names."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -77,3 +77,10 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning-rate schedulers that the optimizer has stepped (`_opt_called`, 2.11 - 2.13)."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def storage_info(name: str, offset: int, length: int) -> Any:
+    """Where a DCP checkpoint keeps an entry (`_StorageInfo`, 2.11 - 2.13); torch's reader looks for this class."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, offset, length)

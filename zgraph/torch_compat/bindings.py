@@ -1,0 +1,96 @@
+"""Operators as torch's Python functions call them, which takes half as long as calling `torch.ops`.
+
+An overload in `torch.ops` takes its arguments apart by its schema in every call. `torch.mm` and its like are compiled
+parsers that go straight to the dispatcher. Both end at the same kernel, so results are the same bits.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.torch_compat.operators import OpOverload
+
+aten = torch.ops.aten
+
+_SAME_NAMES = (
+    *("mm", "addmm", "bmm", "baddbmm", "convolution", "embedding", "native_layer_norm", "native_dropout"),
+    *("t", "permute", "clone", "cat", "stack", "zeros_like", "ones_like", "empty_like", "tril", "triu"),
+    *("tanh", "sigmoid", "relu", "exp", "log", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "erf"),
+    *("maximum", "minimum", "mean", "amax", "_softmax", "_log_softmax", "_foreach_sqrt", "_foreach_neg"),
+)
+# Functions that take the arguments of an overload as they are, by place and by name, and call just this overload
+# (2.11 - 2.13).
+FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
+    {
+        **{getattr(aten, name).default: getattr(torch, name) for name in _SAME_NAMES},
+        aten.view.default: Tensor.view,
+        aten.expand.default: Tensor.expand,
+        aten.reshape.default: Tensor.reshape,
+        aten.split_with_sizes.default: torch.split_with_sizes,
+        aten.transpose.int: torch.transpose,
+        aten.unsqueeze.default: torch.unsqueeze,
+        aten.squeeze.dim: torch.squeeze,
+        aten.select.int: torch.select,
+        aten.unbind.int: torch.unbind,
+        aten.add.Tensor: torch.add,
+        aten.sub.Tensor: torch.sub,
+        aten.mul.Tensor: torch.mul,
+        aten.div.Tensor: torch.div,
+        aten.where.self: torch.where,
+        aten.pow.Tensor_Scalar: torch.pow,
+        aten.sum.dim_IntList: torch.sum,
+        aten.mean.dim: torch.mean,
+        aten.gelu.default: torch.nn.functional.gelu,
+        aten._foreach_add_.Scalar: torch._foreach_add_,
+        aten._foreach_add_.List: torch._foreach_add_,
+        aten._foreach_mul_.Scalar: torch._foreach_mul_,
+        aten._foreach_lerp_.Scalar: torch._foreach_lerp_,
+        aten._fused_adam_.tensor_lr: torch._fused_adam_,
+        aten._fused_adamw_.tensor_lr: torch._fused_adamw_,
+    }
+)
+
+
+def function_for(node: fx.Node) -> Callable[..., Any]:
+    """What calls a node's operator fastest with these arguments: a function of torch, or else its bound entry (`_op`).
+
+    A number in place of a tensor is left to the operator's schema (`_schema`, 2.11 - 2.13).
+    """
+    operator = node.target
+    assert isinstance(operator, OpOverload)
+    function = FUNCTIONS.get(operator)
+    if function is not None:
+        names = [argument.name for argument in operator._schema.arguments if str(argument.type) == "Tensor"]
+        given = dict(zip([argument.name for argument in operator._schema.arguments], node.args, strict=False))
+        if all(isinstance((given | node.kwargs).get(name), fx.Node) for name in names):
+            return function
+    entry: Any = partial(operator._op)
+    # What the generated program calls it.
+    entry.__name__, entry.__module__ = str(operator).replace(".", "_"), __name__
+    return entry
+
+
+def flatten_each(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy contiguous tensors into one vector, one behind the other (`flatten_dense_tensors`, 2.11 - 2.13)."""
+    return cast(Any, torch._C)._nn.flatten_dense_tensors(tensors)
+
+
+def views_of(buffer: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of a vector with the shapes of these tensors, one behind the other.
+
+    `unflatten_dense_tensors`, 2.11 - 2.13. None of them may be empty: torch would make its shape [0].
+    """
+    return cast(Any, torch._C)._nn.unflatten_dense_tensors(buffer, like)
+
+
+def interleave(tensors: Sequence[Tensor], count: int) -> Tensor:
+    """Cut each tensor's rows into equal parts; row r of the result has part r of each (`_chunk_cat`, 2.11 - 2.13)."""
+    return torch._chunk_cat(list(tensors), 0, count)

@@ -249,6 +249,70 @@ def test_a_call_that_differs_is_compiled_again_and_says_why(ranks: Ranks) -> Non
         assert all(equal)
 
 
+def replaced() -> tuple[list[str], list[bool]]:
+    """Reasons of recompiles where tensors are replaced between steps, and what equals the plain loop at the end."""
+    models: list[nn.Module] = []
+    states: list[list[Tensor]] = []
+    report = zgraph.Report()
+    for captured in (True, False):
+        model, _ = made()
+        opt = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        models.append(model)
+
+        def step(x: Tensor, *, model: nn.Module = model, opt: Any = opt) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        run: Any = step
+        if captured:
+            run = zgraph.training_step(model, opt, options=OPTIONS | {"report": report})(step)
+        run(batch(0))
+        run(batch(1))
+        first, *_, last = opt.state
+        opt.state[first]["exp_avg"] = opt.state[first]["exp_avg"] * 0.5  # another tensor
+        opt.state[last]["step"] = opt.state[last]["step"] + 3
+        run(batch(2))
+        opt.state[first] = opt.state.pop(first)  # at another place
+        run(batch(3))
+        opt.state[first] = dict(reversed(opt.state[first].items()))
+        opt.load_state_dict(opt.state_dict())
+        run(batch(4))
+        with torch.no_grad():
+            layer = model.get_submodule("second")
+            old = layer.bias
+            layer.bias = new = nn.Parameter(old * 2)
+            opt.param_groups[0]["params"] = [new if one is old else one for one in opt.param_groups[0]["params"]]
+            opt.state[new] = opt.state.pop(old)
+        run(batch(5))
+        norm = model.get_submodule("norm")
+        norm.running_mean = norm.running_mean + 1
+        run(batch(6))
+        del opt.state[new]
+        run(batch(7))
+        run(batch(8))
+        new.grad = torch.ones_like(new)
+        if captured:
+            with pytest.raises(zgraph.ZgraphError, match="have gradients from before the step"):
+                run(batch(9))
+        new.grad = None
+        run(batch(9))
+        states.append([value for one in model.parameters() for _, value in sorted(opt.state[one].items())])
+    ours, theirs = (list(model.parameters()) + list(model.buffers()) for model in models)
+    ours, theirs = ours + states[0], theirs + states[1]
+    equal = [torch.equal(a, b) for a, b in zip(map(local, ours), map(local, theirs), strict=True)]
+    return [graph.reason.partition(":")[0] for graph in report.graphs], equal
+
+
+@worlds(2)
+def test_tensors_that_were_replaced_are_noticed(ranks: Ranks) -> None:
+    for reasons, equal in ranks.run(replaced):
+        assert all(equal)
+        assert reasons == ["", "state", "state", "state"]  # the first, made again, in another order, and without one
+
+
 class Trainer:
     """Holds numbers in the places where training scripts have them."""
 

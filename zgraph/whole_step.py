@@ -6,7 +6,8 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import is_
+from itertools import repeat
+from operator import is_, is_not
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
@@ -22,11 +23,11 @@ from zgraph.options import CompileOptions
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
-from zgraph.step.lifted import Lifted, local, name_part
+from zgraph.step.lifted import Lifted, StateLayout, local, name_part
 from zgraph.step.option_inputs import OptionInputs
 from zgraph.step.refusals import check_function, check_optimizer
 from zgraph.step.variables import Outside
-from zgraph.torch_compat.dtensor import dtensor_like, gradients_of
+from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, requires_grad_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
 
@@ -138,8 +139,9 @@ class TrainingStep(Generic[P, R]):
                     "zgraph.training_step: the step begins while a window of zgraph.no_sync is open; close the window "
                     "with a forward and backward outside of no_sync first."
                 )
-        parameters = [one.tensor for one in lifted.parameters]
-        has_gradient = tuple(grad is not None for grad in gradients_of(parameters))
+        parameters = lifted.held
+        has_gradient = tuple(map(is_not, gradients_of(parameters), repeat(None)))
+        state = self._state_of(lifted)
         options = OptionInputs.of(self._optimizer)
         outside = Outside.of(self.function, self._model, self._own, parameters[0].device)
         conditions = self._conditions(lifted, leaves, tree, has_gradient, options, outside)
@@ -150,7 +152,8 @@ class TrainingStep(Generic[P, R]):
             for parameter in parameters:
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [*lifted.tensors(), *map(local, outside.tensors.values()), *options.values, *given]
+        inputs = [*lifted.tensors(state), *map(local, outside.tensors.values()), *options.values, *given]
+        del state  # the program alone holds its inputs
         with torch.no_grad():
             outputs = variant.program(inputs)
         return self._finish(lifted, variant.captured, list(outputs))
@@ -166,6 +169,7 @@ class TrainingStep(Generic[P, R]):
             self._own = frozenset(id(one.tensor) for one in (*known.parameters, *known.buffers))
             self._modules = guards.Modules(self._model)
             self._scopes = known.scopes()
+            self._state = StateLayout.of(known)
             self._layouts = tuple(
                 (tuple(one.tensor.shape), one.tensor.dtype, one.tensor.device)
                 for one in (*known.parameters, *known.buffers)
@@ -179,10 +183,19 @@ class TrainingStep(Generic[P, R]):
             and len(groups) == len(known.positions)
             and all(
                 len(group["params"]) == len(positions)
-                and all(map(is_, group["params"], [known.parameters[position].tensor for position in positions]))
+                and all(map(is_, group["params"], map(known.held.__getitem__, positions)))
                 for group, positions in zip(groups, known.positions, strict=True)
             )
         )
+
+    def _state_of(self, lifted: Lifted) -> list[Tensor]:
+        """The tensors of the optimizer's state, in the order of the graph."""
+        tensors = self._state.tensors(self._optimizer.state)
+        if tensors is None:
+            self._state = StateLayout.of(lifted)
+            tensors = self._state.tensors(self._optimizer.state)
+            assert tensors is not None
+        return tensors
 
     def _conditions(
         self,
@@ -196,13 +209,10 @@ class TrainingStep(Generic[P, R]):
         return guards.Conditions(
             arguments=guards.of_arguments(leaves, tree),
             modes=self._modules.conditions(),
-            trainable=tuple(one.tensor.requires_grad for one in lifted.parameters),
+            trainable=tuple(requires_grad_of(lifted.held)),
             gradients=has_gradient,
             options=(*lifted.positions, *options.conditions),
-            state=tuple(
-                (position, key, None if isinstance(value, Tensor) else value)
-                for position, key, value in lifted.state_entries()
-            ),
+            state=self._state.conditions,
             layouts=self._layouts,
             outside=guards.of_tensors(outside),
             variables=guards.of_variables(outside),

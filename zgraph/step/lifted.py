@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import chain, compress
+from operator import is_
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
-from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.dtensor import local_of, locals_of
 from zgraph.torch_compat.modules import local_buffers, local_parameters
 
 Site = tuple[nn.Module, str]
+State = Mapping[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,29 @@ class Lifted:
         buffers = _held(model, local_buffers)
         return cls(model, optimizer, parameters, sharded_parameters(model), buffers, tuple(groups))
 
+    @cached_property
+    def held(self) -> list[Tensor]:
+        """The parameters themselves."""
+        return [one.tensor for one in self.parameters]
+
+    @cached_property
+    def _handles(self) -> list[Tensor]:
+        return [param.handle for param in self.handles.values()]
+
+    @cached_property
+    def _are_dtensors(self) -> bool:
+        return all(isinstance(tensor, DTensor) for tensor in self.held)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[list[nn.Module], list[str], list[Tensor]], ...]:
+        """Modules, attributes and what they should hold: of parameters, and of buffers."""
+        return _places_of(self.parameters), _places_of(self.buffers)
+
     def is_current(self) -> bool:
         """Whether the model still holds the same tensors at the same places."""
-        return all(
-            local_parameters(part).get(attribute) is one.tensor
-            for one in self.parameters
-            for part, attribute in one.sites
-        ) and all(
-            local_buffers(part).get(attribute) is one.tensor for one in self.buffers for part, attribute in one.sites
+        (owners, names, parameters), (buffer_owners, buffer_names, buffers) = self._places
+        return all(map(is_, map(dict.get, map(local_parameters, owners), names), parameters)) and all(
+            map(is_, map(dict.get, map(local_buffers, buffer_owners), buffer_names), buffers)
         )
 
     def scopes(self) -> list[Scope]:
@@ -97,13 +116,16 @@ class Lifted:
             for key, value in state[self.parameters[position].tensor].items()
         ]
 
-    def tensors(self) -> list[Tensor]:
-        """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state."""
-        found = [local(one.tensor) for one in self.parameters]
-        found += [param.handle for param in self.handles.values()]
-        found += [local(one.tensor) for one in self.buffers]
-        found += [local(value) for _, _, value in self.state_entries() if isinstance(value, Tensor)]
-        return found
+    def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.
+
+        Args:
+            state: the last, where they are known.
+        """
+        if state is None:
+            state = [local(value) for _, _, value in self.state_entries() if isinstance(value, Tensor)]
+        shards = locals_of(cast("list[DTensor]", self.held)) if self._are_dtensors else list(map(local, self.held))
+        return [*shards, *self._handles, *(local(one.tensor) for one in self.buffers), *state]
 
     def names(self) -> list[str]:
         """Names of these inputs, for people."""
@@ -118,6 +140,91 @@ class Lifted:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateLayout:
+    """Where the entries of a state lie. The tensors themselves are read at each call: any of them may be replaced.
+
+    Attributes:
+        owners: parameters that have entries, in the order of the state.
+        sizes: number of entries of each.
+        keys, kinds: name and type of each entry.
+        are_dtensors, are_plain, are_numbers: which entries are DTensors, other tensors, and no tensors.
+        numbers: the last.
+        order: of the graph's inputs, among the local parts of DTensors and, behind them, other tensors.
+        conditions: (position of the parameter, key, number or None) of each entry, in the order of the graph.
+    """
+
+    owners: Sequence[Tensor]
+    sizes: Sequence[int]
+    keys: Sequence[str]
+    kinds: Sequence[type]
+    are_dtensors: Sequence[bool]
+    are_plain: Sequence[bool]
+    are_numbers: Sequence[bool]
+    numbers: Sequence[Any]
+    order: Sequence[int]
+    conditions: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, lifted: Lifted) -> StateLayout:
+        """Look at the state of an optimizer, entry by entry."""
+        state: State = lifted.optimizer.state
+        keys, values = list(chain.from_iterable(state.values())), _values(state)
+        are_dtensors = [isinstance(value, DTensor) for value in values]
+        are_plain = [isinstance(value, Tensor) and not isinstance(value, DTensor) for value in values]
+        are_numbers = [not isinstance(value, Tensor) for value in values]
+        indices = range(len(values))
+        ranked = [*compress(indices, are_dtensors), *compress(indices, are_plain)]
+        rank = {index: place for place, index in enumerate(ranked)}
+        starts = dict(zip(map(id, state), _starts(list(map(len, state.values()))), strict=True))
+        # Entry by entry in the order of the graph: that of `Lifted.state_entries`.
+        owners = [lifted.parameters[position].tensor for position in lifted.stepped()]
+        entries = [
+            starts[id(owner)] + place for owner in owners if id(owner) in starts for place in range(len(state[owner]))
+        ]
+        return cls(
+            owners=list(state),
+            sizes=list(map(len, state.values())),
+            keys=keys,
+            kinds=list(map(type, values)),
+            are_dtensors=are_dtensors,
+            are_plain=are_plain,
+            are_numbers=are_numbers,
+            numbers=list(compress(values, are_numbers)),
+            order=[rank[entry] for entry in entries if not are_numbers[entry]],
+            conditions=tuple(
+                (position, key, None if isinstance(value, Tensor) else value)
+                for position, key, value in lifted.state_entries()
+            ),
+        )
+
+    def tensors(self, state: State) -> list[Tensor] | None:
+        """This rank's parts of the tensors of a state, in the order of the graph; None if it has another layout."""
+        owners, values = list(state), _values(state)
+        if (
+            len(owners) != len(self.owners)
+            or not all(map(is_, owners, self.owners))
+            or list(map(len, state.values())) != self.sizes
+            or list(chain.from_iterable(state.values())) != self.keys
+            or list(map(type, values)) != self.kinds
+            or list(compress(values, self.are_numbers)) != self.numbers
+        ):
+            return None
+        parts = [*locals_of(compress(values, self.are_dtensors)), *compress(values, self.are_plain)]
+        return list(map(parts.__getitem__, self.order))
+
+
+def _values(state: State) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, state.values())))
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts[:-1]
+
+
 def _held(model: nn.Module, of_module: Callable[[nn.Module], Mapping[str, Tensor | None]]) -> tuple[Held, ...]:
     found: dict[int, tuple[str, Tensor, list[Site]]] = {}
     for prefix, part in model.named_modules():
@@ -126,6 +233,11 @@ def _held(model: nn.Module, of_module: Callable[[nn.Module], Mapping[str, Tensor
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 found.setdefault(id(tensor), (name, tensor, []))[2].append((part, attribute))
     return tuple(Held(name, tensor, tuple(sites)) for name, tensor, sites in found.values())
+
+
+def _places_of(held: Sequence[Held]) -> tuple[list[nn.Module], list[str], list[Tensor]]:
+    places = [(part, attribute, one.tensor) for one in held for part, attribute in one.sites]
+    return [part for part, _, _ in places], [name for _, name, _ in places], [tensor for *_, tensor in places]
 
 
 def local(tensor: Any) -> Tensor:

@@ -44,6 +44,12 @@ def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
         return list(map(attrgetter("grad"), tensors))
 
 
+def requires_grad_of(tensors: Iterable[Tensor]) -> list[bool]:
+    """`.requires_grad` of each, past the same search as in `gradients_of` (2.11 - 2.13)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(attrgetter("requires_grad"), tensors))
+
+
 def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
     """What says how each lies on its mesh, of which shape and dtype; tensors may share one (`_spec`, 2.11 - 2.13)."""
     return list(map(attrgetter("_spec"), tensors))

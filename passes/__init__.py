@@ -14,6 +14,8 @@ from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
+from zgraph.passes.step.split_updates import SplitUpdates
+from zgraph.passes.step.update_as_reduced import UpdateAsReduced
 
 __all__ = [
     "BucketCollectives",
@@ -32,8 +34,10 @@ __all__ = [
     "RngKey",
     "ScheduleOverlap",
     "SinkWaits",
+    "SplitUpdates",
     "TensorMethod",
     "TwoHop",
+    "UpdateAsReduced",
     "WeightDifferences",
     "presets",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from torch import fx
 
+from zgraph.analysis.hazards import Hazards, hazards
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.runtime.chunks import MIB
@@ -18,8 +18,8 @@ class HoistStarts(GraphPass):
     """Move each gather's start to just before the wait of an earlier one, as early as the limits allow.
 
     Reductions already start where their gradients are ready.
-    Leaves alone: gathers whose input is computed in the graph, such as means of replicated gradients, or written to
-    there before it is needed, and gathers pinned to their use to save memory.
+    Leaves alone: gathers whose input is computed in the graph, such as means of replicated gradients, or was written to
+    there, and gathers pinned to their use to save memory.
 
     Attributes:
         prefetch: how many gathers may be in flight in addition to the one that is waited for.
@@ -57,9 +57,9 @@ class HoistStarts(GraphPass):
         return changed
 
 
-def _reads_inputs_alone(start: fx.Node, pinned: Set[fx.Node]) -> bool:
+def _reads_inputs_alone(start: fx.Node, ahead: Hazards) -> bool:
     copies = dataflow.copy_in(start)
-    return copies is not None and pinned.isdisjoint((start, *copies))
+    return copies is not None and not any(node in ahead for node in (start, *copies))
 
 
 def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tuple[fx.Node, fx.Node]]:
@@ -69,11 +69,11 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
     """
     if prefetch == 0:
         return []
-    pinned = dataflow.pinned_reads(list(graph.nodes))
+    ahead = hazards(list(graph.nodes))
     starts = [
         start
         for start in nodes.call_functions(graph, nodes.is_gather)
-        if meta.parameters(start) and not meta.is_tagged_at_use(start) and _reads_inputs_alone(start, pinned)
+        if meta.parameters(start) and not meta.is_tagged_at_use(start) and _reads_inputs_alone(start, ahead)
     ]
     if not starts:
         return []

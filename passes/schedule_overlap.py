@@ -14,6 +14,7 @@ from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.sink_waits import SinkWaits
+from zgraph.passes.step.update_as_reduced import UpdateAsReduced
 from zgraph.runtime.chunks import MIB
 from zgraph.scheduling.builder import Score, choose, problem_of, scheduled
 from zgraph.scheduling.exposure import why_exposed
@@ -22,7 +23,7 @@ from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Sharing, Timeline
 
-RULES = (SinkWaits(reductions_in_flight=3), HoistStarts(prefetch=3))
+RULES: tuple[GraphPass, ...] = (SinkWaits(reductions_in_flight=3), HoistStarts(prefetch=3), UpdateAsReduced())
 NOTES = 5  # exposed collectives that are explained, the longest first
 
 
@@ -118,8 +119,9 @@ def order_by_rules(gm: fx.GraphModule, ctx: PassContext, in_flight_bytes: int) -
     """The order in which `RULES` would put a graph, which stays as it is."""
     before = list(gm.graph.nodes)
     for rule in RULES:
-        within = replace(rule, in_flight_bytes=min(rule.in_flight_bytes, in_flight_bytes))
-        within.run(gm, replace(ctx, notes=[]))
+        if isinstance(rule, SinkWaits | HoistStarts):
+            rule = replace(rule, in_flight_bytes=min(rule.in_flight_bytes, in_flight_bytes))
+        rule.run(gm, replace(ctx, notes=[]))
     order = list(gm.graph.nodes)
     edits.relink(before)
     return order

@@ -7,6 +7,7 @@ from typing import ClassVar, cast
 
 from torch import fx
 
+from zgraph.analysis.hazards import Hazards, hazards
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.runtime.chunks import MIB
@@ -18,7 +19,8 @@ class SinkWaits(GraphPass):
 
     The only user of a reduced gradient is the graph's output: sunk that far, all send buffers would stay alive to the
     end. Therefore a reduction is finished when `reductions_in_flight` later ones have started.
-    Leaves alone: waits already there, and copies of values that are written to before they are needed.
+    What reads a value stays before what overwrites it.
+    Leaves alone: waits already there.
 
     Attributes:
         reductions_in_flight: how many reductions may be in flight at once.
@@ -45,22 +47,21 @@ class SinkWaits(GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         before = list(gm.graph.nodes)
-        sink(gm.graph)
-        limit_reductions(gm.graph, self.reductions_in_flight, self.in_flight_bytes)
+        ahead = hazards(before)
+        sink(gm.graph, ahead)
+        limit_reductions(gm.graph, self.reductions_in_flight, self.in_flight_bytes, ahead)
         changed = before != list(gm.graph.nodes)
         if not changed:
             ctx.note(self, "every wait stands where it is needed")
         return changed
 
 
-def sink(graph: fx.Graph) -> None:
+def sink(graph: fx.Graph, ahead: Hazards) -> None:
     """Move waits and copies to just before their first users, each chain as one; everything else keeps its order."""
-    pinned = dataflow.pinned_reads(list(graph.nodes))
     sinkable = {
         node
         for node in graph.nodes
         if nodes.is_communication(node)
-        and node not in pinned
         and (not _is_started(node) or carries_mean(node))
         and node.users
         and meta.lane(node) is None  # copies from the host were placed early to be hidden
@@ -71,7 +72,8 @@ def sink(graph: fx.Graph) -> None:
             continue
         pending = [node]
         while pending:
-            needed = [source for source in pending[-1].all_input_nodes if source in sinkable and source not in placed]
+            sources = [*pending[-1].all_input_nodes, *ahead.get(pending[-1], ())]
+            needed = [source for source in sources if source in sinkable and source not in placed]
             if needed:
                 pending.append(needed[0])
             else:
@@ -87,14 +89,14 @@ def _is_started(node: fx.Node) -> bool:
     return nodes.is_start(node) or (nodes.is_getitem(node) and nodes.is_start(node.all_input_nodes[0]))
 
 
-def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int) -> None:
+def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahead: Hazards) -> None:
     """Finish the oldest reductions before one more starts than may be in flight."""
     outstanding: list[fx.Node] = []
-    for start in nodes.call_functions(graph, is_exchange):
+    for start in nodes.call_functions(graph, nodes.is_exchange):
         while outstanding and (
             len(outstanding) == in_flight or sum(map(nodes.unsharded_bytes, [*outstanding, start])) > in_flight_bytes
         ):
-            finish_before(graph, outstanding.pop(0), start)
+            finish_before(graph, outstanding.pop(0), start, ahead)
         outstanding.append(start)
     # Gathers of the last means start together, before any of them is waited for.
     means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
@@ -104,7 +106,7 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int) -> N
     first_wait = min((cast(fx.Node, nodes.wait_of(start)) for start in means), key=order.__getitem__, default=None)
     for start in outstanding:
         if first_wait is not None and order[start] < order[first_wait]:
-            finish_before(graph, start, first_wait)
+            finish_before(graph, start, first_wait, ahead)
 
 
 def carries_mean(node: fx.Node) -> bool:
@@ -114,13 +116,7 @@ def carries_mean(node: fx.Node) -> bool:
     return bool(meta.parameters(node)) and dataflow.copy_in(node) is None
 
 
-def is_exchange(node: fx.Node) -> bool:
-    """Whether the node starts the reduction of a gradient; the model's own collectives are left alone."""
-    exchanges = nodes.is_reduction(node) or nodes.gathers_addends(node)
-    return exchanges and bool(meta.parameters(node))
-
-
-def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node) -> None:
+def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node, ahead: Hazards) -> None:
     """Move the wait of a reduction, and the nodes that turn its result into a gradient, to just before the anchor.
 
     If the mean is gathered afterwards (replicated parameters), its gather starts here and is waited for later.
@@ -135,6 +131,7 @@ def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node) -> None:
             pending.extend(user for user in node.users if meta.parameters(user) and not nodes.is_wait(user))
     for node in sorted(chain, key=order.__getitem__):
         # A gather of several means may still need another reduction, whose finishing will move it.
-        if order[node] > order[anchor] and all(order[source] < order[anchor] for source in node.all_input_nodes):
+        sources = [*node.all_input_nodes, *ahead.get(node, ())]
+        if order[node] > order[anchor] and all(order[source] < order[anchor] for source in sources):
             edits.move_before(node, anchor)
             order[node] = order[anchor] - 1

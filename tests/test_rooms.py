@@ -36,6 +36,7 @@ ROOMS = (
     "zgraph.reporting.commands",
     "zgraph.passes.common",
     "zgraph.passes.compute",
+    "zgraph.passes.step",
     "zgraph.passes",
     "zgraph.codegen.kernels",
     "zgraph.codegen.kernels.triton",

@@ -10,11 +10,11 @@ from typing import cast
 import torch
 from torch import fx
 
-from zgraph.analysis.sizes import size_hint
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
 from zgraph.graph import meta, traits
 from zgraph.graph.operator_arguments import ReduceArgs
+from zgraph.graph.sizes import size_hint
 from zgraph.passes.common.reduction_algorithms import Algorithm, Reduction, choose_algorithm
 from zgraph.runtime.chunks import Chunk, chunk_rows
 from zgraph.runtime.groups import group_stride

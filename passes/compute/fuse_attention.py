@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from zgraph.analysis.sizes import size_hint
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.graph import dataflow, edits, meta, nodes, traits
+from zgraph.graph.sizes import size_hint
 from zgraph.torch_compat.inductor import fuse_attention
 
 aten = torch.ops.aten

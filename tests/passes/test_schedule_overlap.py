@@ -39,7 +39,6 @@ from zgraph.passes import (
     presets,
 )
 from zgraph.passes.schedule_overlap import plan_overlap
-from zgraph.passes.sink_waits import is_exchange
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
 
@@ -138,7 +137,7 @@ def test_reductions_start_when_their_gradients_are_ready_and_fill_the_end() -> N
     assert step_us(graph) <= 11 * 7 + 6 + 1
     order = nodes.order_of(graph)
     matmuls = [order[node] for node in graph.nodes if node.target is aten.mm.default]
-    for start in nodes.call_functions(graph, is_exchange):
+    for start in nodes.call_functions(graph, nodes.is_exchange):
         ready = order[start.all_input_nodes[0]]
         assert not [place for place in matmuls if ready < place < order[start]]
 

@@ -16,7 +16,6 @@ from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
-from zgraph.passes.sink_waits import is_exchange
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())
@@ -33,7 +32,7 @@ def most_in_flight(graph: fx.Graph) -> int:
     outstanding: dict[fx.Node, None] = {}
     most = 0
     for node in graph.nodes:
-        if is_exchange(node):
+        if nodes.is_exchange(node):
             outstanding[node] = None
             most = max(most, len(outstanding))
         elif nodes.is_wait(node):
@@ -127,7 +126,7 @@ def test_a_reduction_stays_in_flight_as_long_as_it_may() -> None:
     found = traced(deep, LOWERED)
     apply(SinkWaits(reductions_in_flight=1), found, "backward")
     calls = [node for node in found.graphs["backward"].graph.nodes if node.op == "call_function"]
-    starts = [node for node in calls if is_exchange(node)]
+    starts = [node for node in calls if nodes.is_exchange(node)]
     for start, following in pairwise(starts):
         wait = nodes.wait_of(start)
         between = calls[calls.index(wait) : calls.index(following)]  # pyright: ignore[reportArgumentType]

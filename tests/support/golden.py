@@ -11,15 +11,17 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import zgraph
 from tests.support.costs import cost_of
 from tests.support.graphs import Traced, apply, copy_of, fake_world, traced
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
+from zgraph.compiler.pipeline import Pipeline
 from zgraph.graph import meta
 from zgraph.graph.text import graph_text
 from zgraph.passes import (
@@ -37,6 +39,8 @@ from zgraph.passes import (
     QuantizeGathers,
     ScheduleOverlap,
     SinkWaits,
+    SplitUpdates,
+    UpdateAsReduced,
 )
 from zgraph.torch_compat.aot import aot_autograd
 
@@ -132,6 +136,56 @@ class Unsharded:
         return _around(self.graph_pass, found, "inference")
 
 
+@dataclass(frozen=True, kw_only=True)
+class OfStep:
+    """One pass on the whole training step of three layers that are sharded over two ranks.
+
+    Attributes:
+        about: what the graph is, and what becomes of it.
+        before: passes that have run.
+        clips: whether gradients are clipped before the update, which is one foreach call.
+    """
+
+    about: str
+    graph_pass: GraphPass
+    before: tuple[GraphPass, ...]
+    clips: bool = False
+
+    def texts(self) -> tuple[str, str]:
+        """The graph before, and the graph after."""
+        with fake_world(2):
+            model = zgraph.shard(three(), zero_stage=3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+
+            def step(x: Tensor) -> None:
+                model(x).sum().backward()
+                if self.clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            texts: list[str] = []
+            pipeline = Pipeline([*self.before, Shown(texts=texts), self.graph_pass, Shown(texts=texts)])
+            zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})(step)(
+                torch.zeros(2, 4)
+            )
+        before, after = texts
+        return before, "unchanged\n" if before == after else after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown(GraphPass):
+    """Changes nothing; keeps the graph's text."""
+
+    texts: list[str]
+
+    name: ClassVar[str] = "shown"
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        self.texts.append(_text(gm.graph))
+        return False
+
+
 def _around(graph_pass: GraphPass, found: Traced, direction: Direction) -> tuple[str, str]:
     gm = found.graphs[direction]
     before = _text(gm.graph)
@@ -161,9 +215,10 @@ def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 HEADS = tuple(torch.zeros(1, 2, 3, 4) for _ in range(3))
 LOWERED = (LowerGathers(), LowerReductions())
+IN_ONE_BUCKET = (*LOWERED, BucketCollectives(bucket_bytes=1 << 20))
 BUCKETED = (*LOWERED, BucketCollectives(bucket_bytes=64))
 
-CASES: tuple[Case | Unsharded, ...] = (
+CASES: tuple[Case | OfStep | Unsharded, ...] = (
     Case(
         about="a weight that is read twice: one gather, one reduction",
         graph_pass=DedupeGathers(),
@@ -245,6 +300,19 @@ CASES: tuple[Case | Unsharded, ...] = (
         direction="backward",
         before=LOWERED,
         costed=True,
+    ),
+    OfStep(about="one call updates three weights", graph_pass=SplitUpdates(), before=LOWERED),
+    OfStep(about="one reduction, one update", graph_pass=SplitUpdates(), before=IN_ONE_BUCKET),
+    OfStep(
+        about="each update goes behind its reduction",
+        graph_pass=UpdateAsReduced(),
+        before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1)),
+    ),
+    OfStep(
+        about="all gradients are clipped by their norm: norms are taken early",
+        graph_pass=UpdateAsReduced(),
+        before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1)),
+        clips=True,
     ),
     Unsharded(about="attention by hand", graph_pass=FuseAttention(), function=by_hand, inputs=HEADS),
     Unsharded(about="no attention: no softmax", graph_pass=FuseAttention(), function=without_softmax, inputs=HEADS),

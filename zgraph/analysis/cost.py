@@ -13,13 +13,13 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zgraph.analysis.hardware import Hardware
-from zgraph.analysis.sizes import size_hint, tensors_of
 from zgraph.analysis.symbols import Symbols
 from zgraph.compression.low_rank import FACTOR_DTYPE, orthonormalize_work
 from zgraph.compression.method_text import from_text
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes, operator_arguments, traits
 from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, Lane
+from zgraph.graph.sizes import size_hint, tensors_of
 from zgraph.graph.traffic import SizeOf, transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_size, group_stride

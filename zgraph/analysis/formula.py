@@ -12,9 +12,9 @@ from torch import fx
 
 from zgraph.analysis.cost import CostModel, Totals
 from zgraph.analysis.hardware import Hardware
-from zgraph.analysis.sizes import DATA_DEPENDENT_SIZE
 from zgraph.analysis.symbols import Symbols
 from zgraph.graph.lanes import Lane
+from zgraph.graph.sizes import DATA_DEPENDENT_SIZE
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import sympy
 import torch
 from torch import fx
 
-from zgraph.analysis.sizes import size_hint, tensors_of
 from zgraph.graph import dataflow, meta, nodes
 from zgraph.graph.operator_arguments import layout_of
+from zgraph.graph.sizes import size_hint, tensors_of
 from zgraph.graph.traffic import transfers_of
 from zgraph.runtime.groups import group_size, group_stride
 from zgraph.torch_compat.fake_values import size_expression

@@ -35,6 +35,8 @@ class Fact(StrEnum):
     STARTS_HOISTED = "starts_hoisted"
     WAITS_SUNK = "waits_sunk"
     OVERLAP_SCHEDULED = "overlap_scheduled"
+    UPDATES_SPLIT = "updates_split"
+    UPDATES_MOVED = "updates_moved"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from zgraph.analysis.sizes import size_hint
 from zgraph.graph import meta, nodes, traits
+from zgraph.graph.sizes import size_hint
 from zgraph.torch_compat.aot import may_be_written, min_cut_partition, rng_state_operators
 from zgraph.torch_compat.operators import OpOverload
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from zgraph.analysis.hazards import Regions
 from zgraph.compiler.graph_pass import Direction, Fact
 from zgraph.errors import VerifyError
 from zgraph.graph import dataflow, meta, nodes, operator_arguments, traits
@@ -163,12 +164,15 @@ def check_collectives_waited(graph: fx.Graph, where: Where) -> None:
 def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
     """Nobody writes to what a collective in flight still reads or fills."""
     in_flight: dict[fx.Node, list[fx.Node]] = {}
+    regions: Regions | None = None  # found only where there is something to be told apart
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         for written in written_arguments(node):
             for start, buffers in in_flight.items():
-                if _buffer_of(written) in buffers:
+                if _buffer_of(written) in buffers and (regions := regions or Regions(list(graph.nodes))).overlap(
+                    written, [start, *start.all_input_nodes]
+                ):
                     raise where.error(
                         f"{node.name} writes to {written.name} while {start.name} is in flight; put {node.name} after "
                         f"the wait of {start.name}.",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import torch
 from torch import fx
 
 from zgraph.graph import meta, nodes, traits
-from zgraph.torch_compat.operators import written_arguments
 
 
 def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
@@ -58,38 +57,3 @@ def copy_in(start: fx.Node) -> list[fx.Node] | None:
         found[node] = None
         pending.extend(node.all_input_nodes)
     return list(found)
-
-
-def pinned_reads(order: Sequence[fx.Node]) -> set[fx.Node]:
-    """Communication that reads what some node writes to, and could pass the writer if it moved.
-
-    A gather whose result is needed before its shard is updated may move: it always stays before that need.
-    """
-    position = {node: place for place, node in enumerate(order)}
-    first_write: dict[fx.Node, int] = {}
-    for node in order:
-        for argument in written_arguments(node):
-            while traits.is_reshaping(argument) and argument.all_input_nodes:
-                argument = argument.all_input_nodes[0]
-            for value in reshaped_values(argument):
-                first_write.setdefault(value, position[node])
-    pinned: set[fx.Node] = set()
-    for node in order:
-        if not nodes.is_communication(node):
-            continue
-        writes = [first_write[source] for source in node.all_input_nodes if source in first_write]
-        if writes and not (position[node] < min(writes) and _is_needed_before(node, min(writes), position)):
-            pinned.add(node)
-    return pinned
-
-
-def _is_needed_before(node: fx.Node, end: int, position: Mapping[fx.Node, int]) -> bool:
-    """Whether some node that computes with the result stands before this position."""
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if nodes.is_communication(user):
-                pending.append(user)
-            elif position[user] < end:
-                return True
-    return False

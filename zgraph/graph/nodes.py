@@ -137,6 +137,11 @@ def is_reduction(node: fx.Node) -> bool:
     return is_all_to_all(node) or is_reduce_scatter(node) or is_all_reduce(node)
 
 
+def is_exchange(node: fx.Node) -> bool:
+    """Whether the node starts the reduction of a gradient; the model's own collectives are left alone."""
+    return (is_reduction(node) or gathers_addends(node)) and bool(meta.parameters(node))
+
+
 def is_communication(node: fx.Node) -> bool:
     """Whether the node is a start, a wait, or a copy into or out of their buffers, and so computes nothing."""
     # A saved parameter is an input of backward, whose meta still names the parameter.

@@ -22,6 +22,7 @@ from zgraph.torch_compat.operators import (
     OpOverloadPacket,
     alias_positions,
     argument_of,
+    is_elementwise_over_lists,
     is_pure,
     is_tagged_random,
     overloads_of,
@@ -188,6 +189,11 @@ def is_fusible(node: fx.Node) -> bool:
         return False
     row = of(node)
     return not (row.in_a_library or row.makes_no_values or "scaled_dot_product" in str(node.target))
+
+
+def is_over_lists(node: fx.Node) -> bool:
+    """Whether the call computes for each tensor of a list what a call for this tensor alone would."""
+    return isinstance(node.target, OpOverload) and is_elementwise_over_lists(node.target)
 
 
 # --- where does its result lie? ---------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.sizes import tensor_bytes, tensors_of
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import meta, nodes, traits
+from zgraph.graph.sizes import tensor_bytes, tensors_of
 from zgraph.graph.text import dtype_text, safely, target_text, value_text
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Timeline

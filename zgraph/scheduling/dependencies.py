@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from zgraph.graph import dataflow, nodes, traits
+from zgraph.analysis.hazards import hazards
+from zgraph.graph import nodes, traits
 from zgraph.scheduling.simulate import Work
 
 
@@ -15,8 +16,9 @@ class Dependencies:
     """The dependency graph of a program; nodes are identified by number (see `Work`).
 
     Attributes:
-        needs: nodes that must be issued before each node: its inputs and, if starts are queued, the previous start.
-        users: users of each node.
+        needs: nodes that must be issued before each node: its inputs, what reads or writes what it overwrites and, if
+            starts are queued, the previous start.
+        users: nodes that need each node, queues aside.
         given: whether each node is an input of the graph, and so has no place in the order.
         movable: whether the scheduler chooses the node's place.
         is_start: whether the node starts a collective that is movable.
@@ -45,14 +47,22 @@ class Dependencies:
     @classmethod
     def of(cls, work: Work) -> Dependencies:
         """Dependencies by data alone; starts are not queued yet."""
-        pinned = dataflow.pinned_reads(work.nodes)
+        ahead = hazards(work.nodes)
         given = [node.op in ("placeholder", "get_attr") for node in work.nodes]
-        movable = [traits.is_movable(node) and node not in pinned for node in work.nodes]
+        movable = [traits.is_movable(node) for node in work.nodes]
         is_start = [moves and nodes.is_start(node) for moves, node in zip(movable, work.nodes, strict=True)]
         compute_order = [number for number, moves in enumerate(movable) if not moves and not given[number]]
+        needs = [[work.numbers[source] for source in node.all_input_nodes] for node in work.nodes]
+        users = [[work.numbers[user] for user in node.users] for node in work.nodes]
+        for node, earlier in ahead.items():
+            number = work.numbers[node]
+            for one in (work.numbers[source] for source in earlier):
+                if movable[number] or movable[one]:  # compute keeps its order anyway
+                    needs[number].append(one)
+                    users[one].append(number)
         found = cls(
-            needs=[[work.numbers[source] for source in node.all_input_nodes] for node in work.nodes],
-            users=[[work.numbers[user] for user in node.users] for node in work.nodes],
+            needs=needs,
+            users=users,
             given=given,
             movable=movable,
             is_start=is_start,

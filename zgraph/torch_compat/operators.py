@@ -86,6 +86,12 @@ def is_binary(target: OpOverload) -> bool:
     return len(arguments) > 1 and arguments[1].name == "other" and torch.Tag.pointwise in target.tags
 
 
+def is_elementwise_over_lists(target: OpOverload) -> bool:
+    """Whether the operator computes with lists of tensors element by element, by its name (2.11 - 2.13)."""
+    lists = ("_foreach_", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+    return target.namespace == "aten" and target.__name__.startswith(lists)
+
+
 def is_pure(target: OpOverload) -> bool:
     """Whether equal arguments yield equal bits and nothing is written, by schema and tags (`_schema`, 2.11 - 2.13)."""
     random = {torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise}

@@ -10,10 +10,10 @@ from torch import fx
 
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve, memory_curve, step_curve
-from zgraph.analysis.sizes import size_hint, tensor_bytes, tensors_of
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.graph_pass import Direction
 from zgraph.graph import meta, nodes
+from zgraph.graph.sizes import size_hint, tensor_bytes, tensors_of
 from zgraph.graph.text import dtype_text, parameters_text, shown, stride_text, target_text
 from zgraph.reporting.data.frame import (
     CollectiveColumns,

@@ -9,12 +9,12 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
-from zgraph.analysis.sizes import size_hint, tensor_bytes
 from zgraph.compression.low_rank import state_of_matrix
 from zgraph.compression.method_text import from_text
 from zgraph.graph import meta, nodes
 from zgraph.graph.lanes import DISK, HOST_TO_DEVICE
 from zgraph.graph.operator_arguments import LowRankArgs, QuantizeArgs, layout_of
+from zgraph.graph.sizes import size_hint, tensor_bytes
 from zgraph.graph.text import dtype_text
 from zgraph.reporting.data.frame import GraphData, ParameterColumns, Strings
 from zgraph.reporting.of_graph import GraphReport

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from torch import fx
 
 from zgraph.analysis.liveness import memory_curve
-from zgraph.analysis.sizes import size_hint
 from zgraph.analysis.storages import mortal_inputs
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
 from zgraph.compiler.pipeline import PassRun
 from zgraph.graph import nodes
+from zgraph.graph.sizes import size_hint
 from zgraph.graph.text import safely, shown
 from zgraph.graph.traffic import transfers
 from zgraph.reporting.data.frame import PassData, Strings, Totals

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from zgraph.analysis.sizes import size_hint
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.graph import meta, nodes
+from zgraph.graph.sizes import size_hint
 from zgraph.graph.traffic import transfers, transfers_of
 from zgraph.reporting.metrics.step_clock import CalledGraph, KeptGather
 from zgraph.reporting.of_graph import GraphReport

@@ -1,0 +1,165 @@
+"""The updates of a whole step: what it does with reduced gradients, from clipping to the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import fx
+
+from zgraph.analysis.hazards import hazards
+from zgraph.graph import meta, nodes, traits
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Nodes of a step that may run whenever the gradients they need have been reduced.
+
+    Attributes:
+        reading: nodes that depend on a reduced gradient, by their inputs or by what was written for them.
+        preparing: nodes that compute only for these, from inputs of the graph alone, such as the next step count.
+        before: what must precede each node of the graph, besides its inputs.
+        arrival: for each node that depends on reduced gradients, the position of the start of the last reduction among
+            those.
+    """
+
+    reading: Mapping[fx.Node, None]
+    preparing: Mapping[fx.Node, None]
+    before: Mapping[fx.Node, Sequence[fx.Node]]
+    arrival: Mapping[fx.Node, int]
+
+    @classmethod
+    def of(cls, order: Sequence[fx.Node]) -> Updates:
+        before = hazards(order)
+        arrival: dict[fx.Node, int] = {}
+        reading: dict[fx.Node, None] = {}
+        for position, node in enumerate(order):
+            reductions = [arrival[source] for source in node.all_input_nodes if source in arrival]
+            if carries_parameter(node):
+                if nodes.is_start(node) and (reductions or nodes.is_exchange(node)):
+                    arrival[node] = position
+                elif reductions:
+                    arrival[node] = max(reductions)
+            elif node.op != "output":
+                reductions += [arrival[source] for source in before.get(node, ()) if source in reading]
+                if reductions:
+                    arrival[node] = max(reductions)
+                    reading[node] = None
+        return cls(reading, _preparing(order, before, reading), before, arrival)
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return node in self.reading or node in self.preparing
+
+    def needs(self, node: fx.Node) -> list[fx.Node]:
+        """Everything that must precede a node."""
+        return [*node.all_input_nodes, *self.before.get(node, ())]
+
+    def may_come_last(self, order: Iterable[fx.Node]) -> bool:
+        """Whether nothing but the output needs what the updates compute, or overwrites what they read."""
+        others = (node for node in order if node not in self and node.op != "output")
+        return not any(source in self for node in others for source in self.needs(node))
+
+    def homes(self) -> dict[fx.Node, int]:
+        """For values of one parameter, when its gradient arrives: the position of the start of the last reduction.
+
+        Values belong to one parameter if they stand at the same place in the lists of a call such as `_foreach_mul_`,
+        or if one is computed from the other and neither is a scalar.
+        """
+        family = _Families()
+        for node in [*self.reading, *self.preparing]:
+            lists = lists_of(node)
+            results = {user.args[1]: user for user in node.users if nodes.is_getitem(user)}
+            for place in range(len(lists[0]) if lists else 0):
+                family.unite([*(members[place] for members in lists), results.get(place)])
+            if not lists and _is_of_one_parameter(node):
+                family.unite([node, *filter(_has_elements, node.all_input_nodes)])
+        found: dict[fx.Node, int] = {}
+        for node in family.members():
+            if node in self.arrival and node not in self.reading:
+                root = family.root(node)
+                found[root] = max(found.get(root, -1), self.arrival[node])
+        return {node: found[family.root(node)] for node in family.members() if family.root(node) in found}
+
+
+def carries_parameter(node: fx.Node) -> bool:
+    """Whether the node belongs to the communication of a parameter or of its gradient."""
+    return nodes.is_communication(node) and bool(meta.parameters(node))
+
+
+def lists_of(node: fx.Node) -> list[Sequence[object]]:
+    """The lists that a call over many tensors takes element by element, such as those of `_fused_adamw_`.
+
+    Returns:
+        One list of equal length for each such argument; none for other calls.
+    """
+    if not traits.is_over_lists(node):
+        return []
+    given = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, list | tuple)]
+    return [cast("Sequence[object]", argument) for argument in given if argument]
+
+
+def _preparing(
+    order: Sequence[fx.Node], before: Mapping[fx.Node, Sequence[fx.Node]], reading: Mapping[fx.Node, None]
+) -> dict[fx.Node, None]:
+    from_inputs: dict[fx.Node, None] = {}
+    for node in order:
+        is_input = node.op in ("placeholder", "get_attr")
+        if is_input or (
+            node.op == "call_function"
+            and not nodes.is_communication(node)
+            and not nodes.is_marker(node)
+            and not traits.is_random(node)
+            and all(source in from_inputs for source in node.all_input_nodes)
+        ):
+            from_inputs[node] = None
+    followers: dict[fx.Node, list[fx.Node]] = {}
+    for node, earlier in before.items():
+        for one in earlier:
+            followers.setdefault(one, []).append(node)
+    found: dict[fx.Node, None] = {}
+    for node in reversed(order):
+        if node in from_inputs and node.op not in ("placeholder", "get_attr"):
+            later = [*node.users, *followers.get(node, ())]
+            if later and all(one in reading or one in found for one in later):
+                found[node] = None
+    return dict.fromkeys(node for node in order if node in found)
+
+
+def _is_of_one_parameter(node: fx.Node) -> bool:
+    """Whether a call computes element by element, so that it does not mix the tensors of several parameters."""
+    packs = any(isinstance(argument, list | tuple) and _nodes_in(argument) for argument in node.args)
+    return _has_elements(node) and not packs
+
+
+def _nodes_in(values: Iterable[object]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _has_elements(node: fx.Node) -> bool:
+    value = meta.value(node)
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+class _Families:
+    """Sets of values that belong together, by union and find."""
+
+    def __init__(self) -> None:
+        self._parent: dict[fx.Node, fx.Node] = {}
+
+    def unite(self, values: Iterable[object]) -> None:
+        found = _nodes_in(values)
+        for node in found:
+            self._parent.setdefault(node, node)
+        for node in found[1:]:
+            self._parent[self.root(node)] = self.root(found[0])
+
+    def root(self, node: fx.Node) -> fx.Node:
+        while self._parent[node] is not node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def members(self) -> list[fx.Node]:
+        return list(self._parent)

@@ -1,0 +1,1 @@
+"""Passes on the graph of a whole training step, which holds the optimizer's updates."""

@@ -1,0 +1,106 @@
+"""Split calls over the tensors of many parameters, such as fused updates, by the reductions that they wait for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch import fx
+
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.graph import edits, meta
+from zgraph.passes.common.updates import Updates, lists_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitUpdates(GraphPass):
+    """Let each update wait for the gradients it needs, and for no others.
+
+    A fused or foreach optimizer updates all parameters in one call, which waits for the last gradient. Each such call
+    becomes one for each reduction, and so do the norms of clipping. All of them go to the end of the step, in the order
+    in which the reductions start, so that later reductions are hidden behind earlier updates. Each element is computed
+    as before: results are the same bits.
+    Leaves alone: forward and backward, and steps that compute with reduced gradients before their last backward.
+    """
+
+    name: ClassVar[str] = "split_updates"
+    requires: ClassVar[frozenset[str]] = frozenset({Fact.REDUCTIONS_LOWERED})
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.UPDATES_SPLIT})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.OVERLAP_SCHEDULED})
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if ctx.direction != "step":
+            return False
+        before = list(gm.graph.nodes)
+        updates = Updates.of(before)
+        if not updates.reading:
+            ctx.note(self, "nothing here reads a reduced gradient")
+            return False
+        if not updates.may_come_last(before):
+            ctx.note(self, "the step computes with reduced gradients before its last backward")
+            return False
+        homes = updates.homes()
+        for node in [*updates.reading, *updates.preparing]:
+            _split(node, homes)
+        edits.relink(_last(list(gm.graph.nodes)))
+        return before != list(gm.graph.nodes)
+
+
+def _split(node: fx.Node, homes: Mapping[fx.Node, int]) -> None:
+    """Replace a call over many tensors by one for each reduction that their gradients arrive by."""
+    lists = lists_of(node)
+    by_home: dict[int | None, list[int]] = {}
+    for place, elements in enumerate(zip(*lists, strict=True)):
+        found = [homes[element] for element in elements if element in homes]
+        by_home.setdefault(max(found, default=None), []).append(place)
+    if len(by_home) < 2:
+        return
+    results = {cast(int, user.args[1]): user for user in node.users}
+    value = meta.value(node)
+    with node.graph.inserting_before(node):
+        for places in by_home.values():
+            piece = node.graph.create_node(
+                "call_function",
+                cast(Any, node.target),
+                tuple(_at(argument, places) for argument in node.args),
+                {name: _at(argument, places) for name, argument in node.kwargs.items()},
+                name=node.name,
+            )
+            piece.meta = dict(node.meta)
+            if isinstance(value, list | tuple):
+                meta.set_value(piece, _at(value, places))
+            for number, place in enumerate(places):
+                if place in results:
+                    results[place].args = (piece, number)
+    node.graph.erase_node(node)
+
+
+def _at(argument: Any, places: Sequence[int]) -> Any:
+    """The elements of a list at these places; anything else as it is."""
+    if not isinstance(argument, list | tuple) or not argument:
+        return argument
+    return type(argument)(argument[place] for place in places)
+
+
+def _last(order: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes of a step with its updates at the end, those first whose gradients arrive first."""
+    updates = Updates.of(order)
+    homes = updates.homes()
+    position = {node: place for place, node in enumerate(order)}
+
+    def arrives(node: fx.Node) -> tuple[float, ...]:
+        own = [homes[value] for value in (node, *node.all_input_nodes, *node.users) if value in homes]
+        return updates.arrival[node], max(own, default=math.inf), position[node]
+
+    placed = dict.fromkeys(node for node in order if node not in updates and node.op != "output")
+    for node in [*sorted(updates.reading, key=arrives), *updates.preparing]:
+        pending = [node]
+        while pending:
+            missing = [source for source in updates.needs(pending[-1]) if source not in placed]
+            if missing:
+                pending.append(min(missing, key=position.__getitem__))
+            else:
+                placed[pending.pop()] = None
+    return [*placed, order[-1]]

@@ -1,0 +1,97 @@
+"""Run each update as soon as the gradients that it needs have been reduced."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.graph import edits
+from zgraph.passes.common.updates import Updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateAsReduced(GraphPass):
+    """Move each update to behind the reduction of its gradient, which is freed there.
+
+    Norms for clipping are taken as gradients arrive; what needs the norm of all comes after the last. What only
+    prepares an update, such as weight decay, goes with it.
+    Leaves alone: the order of everything else, and steps that compute with reduced gradients before the last backward.
+    """
+
+    name: ClassVar[str] = "update_as_reduced"
+    requires: ClassVar[frozenset[str]] = frozenset({Fact.UPDATES_SPLIT, Fact.WAITS_SUNK})
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.UPDATES_MOVED})
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if ctx.direction != "step":
+            return False
+        before = list(gm.graph.nodes)
+        updates = Updates.of(before)
+        if updates.reading and updates.may_come_last(before):
+            edits.relink(_as_reduced(before, updates))
+        changed = before != list(gm.graph.nodes)
+        if not changed:
+            ctx.note(self, "no update can run earlier")
+        return changed
+
+
+def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
+    """The nodes of a step with each update, and what only prepares it, as early as its inputs allow."""
+    position = {node: place for place, node in enumerate(order)}
+    placed: dict[fx.Node, None] = {}
+    missing: dict[fx.Node, int] = {}
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    for node in updates.reading:
+        sources = _beyond_preparation(node, updates)
+        missing[node] = len(sources)
+        for source in sources:
+            waiting.setdefault(source, []).append(node)
+    ready: list[tuple[int, fx.Node]] = []
+
+    def place(node: fx.Node) -> None:
+        placed[node] = None
+        for update in waiting.get(node, ()):
+            missing[update] -= 1
+            if not missing[update]:
+                heapq.heappush(ready, (position[update], update))
+
+    for node in order:
+        if node in updates or node in placed:
+            continue
+        place(node)
+        while ready:
+            _, update = heapq.heappop(ready)
+            for one in _preparation(update, updates):
+                if one not in placed:
+                    place(one)
+            place(update)
+    return list(placed)
+
+
+def _beyond_preparation(node: fx.Node, updates: Updates) -> set[fx.Node]:
+    """What must precede a node and its preparation, and belongs to neither."""
+    found: set[fx.Node] = set()
+    for one in [*_preparation(node, updates), node]:
+        found.update(source for source in updates.needs(one) if source not in updates.preparing)
+    return found
+
+
+def _preparation(node: fx.Node, updates: Updates) -> list[fx.Node]:
+    """Everything that only prepares a node, each after what it needs."""
+    found: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        missing = [
+            source for source in updates.needs(pending[-1]) if source in updates.preparing and source not in found
+        ]
+        if missing:
+            pending.append(missing[0])
+        else:
+            found[pending.pop()] = None
+    found.pop(node, None)
+    return list(found)

@@ -1,0 +1,130 @@
+"""Hazards of writes in place: which nodes must precede others that do not use their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from zgraph.analysis.storages import Finder
+from zgraph.graph import meta, nodes, traits
+from zgraph.torch_compat.fake_values import fake_storage_key, hint_of
+from zgraph.torch_compat.operators import written_arguments
+
+Hazards = Mapping[fx.Node, Sequence[fx.Node]]
+Region = tuple[int, float, float]  # number of the storage, first byte, byte after the last one
+# In place of a storage: what lies outside of the graph, such as a generator's state.
+OUTSIDE: Region = (-1, 0, 1)
+
+
+def hazards(order: Sequence[fx.Node]) -> Hazards:
+    """For each node those before it that read or write what it writes, or have written what it reads.
+
+    A wait reads what its collective sends: until then that must not be overwritten. Parts of one storage, such as the
+    gradients of a bucket, are told apart by their extents. Random operators, and collectives of the model's own, keep
+    their order, as if each wrote to the same storage.
+
+    Args:
+        order: all nodes of a graph.
+
+    Returns:
+        Nodes without hazards are left out, and so are pairs that follow from others.
+    """
+    regions = Regions(order if any(written_arguments(node) for node in order) else ())
+    accesses: dict[int, list[_Access]] = {}
+    before: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        if node.op in ("placeholder", "output"):
+            continue
+        written = regions.of(written_arguments(node)) | ({OUTSIDE} if _acts_outside(node) else set())
+        read = set[Region]() if _only_views(node) else regions.of(node.all_input_nodes)
+        if nodes.is_wait(node):
+            read |= regions.of(nodes.start_of(node).all_input_nodes)
+        earlier: dict[fx.Node, None] = {}
+        for region in sorted(read | written):
+            access = _Access(node, region, region in written)
+            known = accesses.setdefault(region[0], [])
+            earlier |= dict.fromkeys(other.node for other in known if access.conflicts(other))
+            if access.writes:
+                known[:] = [other for other in known if not access.covers(other)]
+            known.append(access)
+        inputs = {node, *node.all_input_nodes}
+        if wanted := [one for one in earlier if one not in inputs]:
+            before[node] = wanted
+    return before
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    node: fx.Node
+    region: Region
+    writes: bool
+
+    def conflicts(self, other: _Access) -> bool:
+        return (self.writes or other.writes) and _overlap(self.region, other.region)
+
+    def covers(self, other: _Access) -> bool:
+        return self.region[1] <= other.region[1] and other.region[2] <= self.region[2]
+
+
+class Regions:
+    """Where the values of a graph's nodes lie in storages.
+
+    Args:
+        order: all nodes of the graph.
+    """
+
+    def __init__(self, order: Sequence[fx.Node]) -> None:
+        found = Finder()
+        found.enter([node for node in order if node.op == "placeholder"])
+        found.run(order)
+        self._lies_in = found.lies_in()
+        self._storages = found.storages()
+
+    def of(self, values: Iterable[fx.Node]) -> set[Region]:
+        """The regions of values; none for what is not a tensor."""
+        return {(number, *self._extent(value, number)) for value in values for number in self._lies_in.get(value, ())}
+
+    def overlap(self, value: fx.Node, others: Iterable[fx.Node]) -> bool:
+        """Whether a value shares memory with one of the others."""
+        theirs = self.of(others)
+        return any(_overlap(one, other) for one in self.of([value]) for other in theirs)
+
+    def _extent(self, node: fx.Node, number: int) -> tuple[float, float]:
+        """First byte, and byte after the last, of a value in its storage; of all of it where that is not certain."""
+        whole = meta.value(self._storages[number].first)
+        # A pass may have given a view another input than its fake value was made from; it lies within that input.
+        while not _share_storage(meta.value(node), whole) and _lies_in_its_input(node):
+            node = node.all_input_nodes[0]
+        value = meta.value(node)
+        if not _share_storage(value, whole) or 0 in value.shape:
+            return 0, float("inf")
+        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        begin, length = hint_of(value.storage_offset()), hint_of(last)
+        if begin is None or length is None:
+            return 0, float("inf")
+        return begin * value.itemsize, (begin + length + 1) * value.itemsize
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+
+
+def _share_storage(value: object, other: object) -> bool:
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+        return False
+    return fake_storage_key(value) == fake_storage_key(other)
+
+
+def _only_views(node: fx.Node) -> bool:
+    """Whether the node reads no memory, because its result lies in its input, or is selected from results of a call."""
+    return _lies_in_its_input(node) and not written_arguments(node)
+
+
+def _lies_in_its_input(node: fx.Node) -> bool:
+    return nodes.is_getitem(node) or (traits.is_view(node) and not traits.of(node).may_copy)
+
+
+def _acts_outside(node: fx.Node) -> bool:
+    return traits.is_random(node) or (nodes.is_start(node) and not meta.parameters(node))

@@ -6,8 +6,9 @@ import pytest
 
 from tests.support.memory.step_peaks import peaks_of
 from tests.support.ranks import Ranks, worlds
-from zgraph.passes import presets
+from zgraph.passes import HoistStarts, SinkWaits, UpdateAsReduced, presets
 
+LAYERS = 28
 BUCKET = 64 * 1024  # one layer's weight, so that hardly more than gradients is held
 
 
@@ -24,3 +25,15 @@ def test_the_peak_of_a_step_is_the_predicted_one(ranks: Ranks, zero_stage: int) 
 def test_the_peak_of_a_compiled_step_is_close_to_the_predicted_one(ranks: Ranks) -> None:
     for found in ranks.run(peaks_of, 3, presets.default(bucket_bytes=BUCKET), "inductor"):
         assert found.measured == pytest.approx(found.predicted, rel=0.05)
+
+
+@worlds(2)
+def test_gradients_die_early_where_each_update_follows_its_reduction(ranks: Ranks) -> None:
+    """One collective of each kind at a time, so that gradients are most of what a step holds."""
+    bucketed = presets.default(bucket_bytes=BUCKET)[:-3]
+    late = [*bucketed, SinkWaits(reductions_in_flight=1), HoistStarts(prefetch=1)]
+    early = ranks.run(peaks_of, 3, [*late, UpdateAsReduced()], "fx", LAYERS)
+    for ours, theirs in zip(early, ranks.run(peaks_of, 3, late, "fx", LAYERS), strict=True):
+        assert ours.measured == pytest.approx(ours.predicted, rel=0.05)
+        assert theirs.measured - ours.measured >= 0.8 * ours.gradients
+        assert ours.three_calls - ours.measured >= 0.8 * ours.gradients

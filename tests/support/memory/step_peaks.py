@@ -13,7 +13,7 @@ import zgraph
 from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import counted
 
-WIDTH, LAYERS, ROWS = 128, 12, 4
+WIDTH, ROWS = 128, 4
 STEPS = 3
 
 
@@ -34,28 +34,27 @@ class Peaks:
     gradients: int
 
 
-def peaks_of(zero_stage: int, passes: Sequence[zgraph.GraphPass], lowering: str = "fx") -> Peaks:
+def peaks_of(zero_stage: int, passes: Sequence[zgraph.GraphPass], lowering: str = "fx", layers: int = 12) -> Peaks:
     """Peaks under these passes; called on all ranks."""
     report = zgraph.Report()
     options: dict[str, Any] = {"lowering": lowering, "pipeline": zgraph.Pipeline(passes), "report": report}
-    model, optimizer = _trained(zero_stage)
+    model, optimizer = _trained(zero_stage, layers)
     shards: list[Any] = list(model.parameters())
     gradients = sum(4 * shard.to_local().numel() for shard in shards)
     whole: Any = zgraph.training_step(model, optimizer, options=options)(_step(model, model, optimizer))
     measured = _rise(whole)
     peak = report.graphs[-1].peak
     assert peak is not None
-    model, optimizer = _trained(zero_stage)
-    plain = zgraph.Pipeline(zgraph.passes.presets.default())
-    options = {"lowering": lowering, "pipeline": plain}
+    model, optimizer = _trained(zero_stage, layers)
+    options = {"lowering": lowering, "pipeline": zgraph.Pipeline(passes)}
     called = torch.compile(model, backend="zgraph", options=options)
     return Peaks(peak.bytes, measured, _rise(_step(called, model, optimizer)), gradients)
 
 
-def _trained(zero_stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(zero_stage: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.compiler.reset()
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
-    model = zgraph.shard(nn.Sequential(*layers), zero_stage=zero_stage)
+    parts = [part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+    model = zgraph.shard(nn.Sequential(*parts), zero_stage=zero_stage)
     optimizer = zgraph.step_on_shards(torch.optim.AdamW(model.parameters(), fused=True))
     return model, optimizer
 

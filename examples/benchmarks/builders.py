@@ -220,8 +220,12 @@ def build_zgraph(
     *,
     predicts: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    whole_step: bool = False,
 ) -> Callable[[Setting], Trainer]:
-    """Sharded by zgraph and compiled with the passes of `schedule`, for this machine; None: not compiled."""
+    """Sharded by zgraph and compiled with the passes of `schedule`, for this machine; None: not compiled.
+
+    With `whole_step` the optimizer is part of the graph, and nothing is left to do after its call.
+    """
 
     def build(setting: Setting) -> Trainer:
         import zgraph
@@ -244,10 +248,31 @@ def build_zgraph(
         if predicts:
             passes.append(Predict(into=predictions))
         target = zgraph.Target(hardware=setting.hardware, time_kernels=True)
-        run = setting.compiled_by_zgraph(model, pipeline=zgraph.Pipeline(passes, target=target))
+        pipeline = zgraph.Pipeline(passes, target=target)
+        if whole_step:
+            step = _whole_step(model, _adamw(model), {"lowering": setting.lowering, "pipeline": pipeline})
+            nothing_left = torch.optim.SGD([torch.zeros(1)])
+            return Trainer(step, nothing_left, backward=lambda loss: None)
+        run = setting.compiled_by_zgraph(model, pipeline=pipeline)
         return Trainer(run, optimizer, predictions=predictions)
 
     return build
+
+
+def _whole_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    import zgraph
+
+    @zgraph.training_step(model, optimizer, options=options)
+    def step(tokens: Tensor, /) -> Tensor:
+        loss = cast(Tensor, model(tokens))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def planned() -> list[GraphPass]:

@@ -49,9 +49,10 @@ strategies, in the order in which a repetition runs them:
   zgraph-0 ... -3   ZeRO stages 0 to 3, planned for the measured machine and compiled as --lowering says, the
                     optimizer with zgraph.step_on_shards; -bf16 gathers bf16, sends bf16 gradients and sums
                     them in fp32; -reduce-bf16 computes in fp32 and sends gradients and their means in bf16; -rules is
-                    scheduled without costs; -eager is not compiled: the reference, not a way to train; -loco sends
-                    gradients as codes of 4 bits, and means of replicated parameters in bf16, or with -means8 and
-                    -means4 in 8 and 4 bits; -lowrank1 and -lowrank4 send factors of that rank
+                    scheduled without costs; -step runs forward, backward and optimizer as one graph; -eager is not
+                    compiled: the reference, not a way to train; -loco sends gradients as codes of 4 bits, and means of
+                    replicated parameters in bf16, or with -means8 and -means4 in 8 and 4 bits; -lowrank1 and -lowrank4
+                    send factors of that rank
 a strategy brings the compute-* row of its floor along.
 
 columns:

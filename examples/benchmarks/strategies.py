@@ -171,6 +171,20 @@ def strategies() -> dict[str, Strategy]:
             compute="compute-eager",
         ),
     ]
+    ours += [
+        replace(
+            one,
+            name=f"{one.name}-step",
+            build=build_zgraph(stage, dtype, planned, whole_step=True),
+            peers=(one.name, *one.peers),
+        )
+        for stage, dtype, one in (
+            (0, fp32, ours[0]),
+            (2, fp32, ours[2]),
+            (3, fp32, ours[3]),
+            (3, bf16, ours[7]),
+        )
+    ]
     coded = replace(stage_3, payload_limit=1.05, equal_loss=None)
     compressing_peers = ("ddp", "ddp-fp16", "ddp-bf16", *(f"ddp-powersgd-{rank}" for rank in POWERSGD_RANKS))
     ours += [

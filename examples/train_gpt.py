@@ -7,7 +7,7 @@
 
 The model is plain PyTorch and knows nothing of sharding. The text is on every machine that runs Python: nothing is
 downloaded, tokens are bytes, and every 20th file is held out for evaluation. The defaults take about three minutes on
-two CPU cores. The four lines that make it a sharded run are in `main`, under "zgraph".
+two CPU cores. The lines that make it a sharded run are in `main`, under "zgraph".
 """
 
 import argparse
@@ -56,6 +56,7 @@ def parse_options() -> argparse.Namespace:
     add("--compress", action="store_true", help="gradients travel as codes of 4 bits, with error feedback (LoCo)")
     add("--lowering", default="fx", help="inductor computes faster, and compiles for a minute before the first step")
     add("--no-compile", dest="compile", action="store_false", help="run eagerly, without any pass")
+    add("--three-calls", action="store_true", help="compile forward and backward alone, and call the optimizer outside")
     add("--dump", metavar="DIR", help="write the graph after each pass to this folder")
     add("--checkpoint", metavar="DIR", help="save the run to this folder, and keep the newest two checkpoints")
     add("--checkpoint-every", type=int, default=100, metavar="N", help="steps between checkpoints; one more at the end")
@@ -307,8 +308,8 @@ def main() -> int:
         dtype = torch.bfloat16 if options.param_dtype == "bfloat16" else torch.float32
         model = zgraph.shard(model, mesh, zero_stage=options.zero_stage, param_dtype=dtype, reduce_dtype=torch.float32)
         how = f"{world} ranks on {dist.get_backend()}, ZeRO stage {options.zero_stage}, {options.param_dtype}"
+    backend_options: dict[str, Any] = {"lowering": options.lowering}
     if options.compile:
-        backend_options: dict[str, Any] = {"lowering": options.lowering}
         if options.dump is not None:
             backend_options["dump"] = options.dump
         if options.compress:
@@ -321,6 +322,19 @@ def main() -> int:
 
     progress.write(f"{millions:.2f} M parameters on {device.type}, {how}")
     progress.write(f"{len(train_text) / 1e6:.1f} MB to train on, {len(held_out_text) / 1e6:.1f} MB held out")
+
+    def train_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        if options.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if options.compile and dist.is_initialized() and not options.three_calls:
+        train_step = zgraph.training_step(model, optimizer, options=backend_options)(train_step)
+
     batches = torch.Generator().manual_seed(options.seed + rank)  # each rank draws its own
     eval_starts = torch.linspace(0, len(held_out_text) - options.sequence - 1, 8 * options.batch * world).long()
     eval_starts = eval_starts[rank::world].view(8, options.batch)
@@ -340,12 +354,7 @@ def main() -> int:
     clock, steps_timed = time.perf_counter(), 0
     for step in range(done + 1, options.steps + 1):
         starts = torch.randint(len(train_text) - options.sequence, (options.batch,), generator=batches)
-        loss = model(*cut(train_text, starts, options.sequence))
-        loss.backward()
-        if options.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = train_step(*cut(train_text, starts, options.sequence))
         scheduler.step()
         steps_timed += 1
 

@@ -129,10 +129,13 @@ class TrainingStep(Generic[P, R]):
         self._variants: list[_Variant] = []
         self._lifted: Lifted | None = None
 
-    @torch.compiler.disable
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return cast(Any, self)._call(args, kwargs)
+
+    @torch.compiler.disable
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lifted = self._current()
-        leaves, tree = tree_flatten((list(args), dict(kwargs)))
+        leaves, tree = tree_flatten((list(args), kwargs))
         for scope in self._scopes:
             if scope.opened:
                 raise ZgraphError(

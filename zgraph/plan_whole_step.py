@@ -12,7 +12,6 @@ from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
-from zgraph.optimizers.local_step import SCALARS
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted
 from zgraph.step.refusals import check_function, check_optimizer
@@ -73,12 +72,11 @@ def _put_state(captured: Captured, lifted: Lifted) -> None:
     """Give the optimizer the state that a step has made, without values."""
     returned = nodes.returned_by(captured.gm.graph)[len(captured.likes) :]
     state = lifted.optimizer.state
-    for (position, key), node in zip(captured.state, returned, strict=False):  # gradients come last
+    entries = zip(captured.state, captured.layouts, strict=True)
+    for ((position, key), like), node in zip(entries, returned, strict=False):  # gradients come last
         assert isinstance(node, fx.Node)
-        parameter, value = lifted.parameters[position].tensor, meta.tensor_value(node)
-        if isinstance(parameter, DTensor) and key not in SCALARS:
-            value = dtensor_like(value, parameter)
-        state[parameter][key] = value
+        value = meta.tensor_value(node)
+        state[lifted.parameters[position].tensor][key] = value if like is None else dtensor_like(value, like)
     for position, key, constant in captured.constants:
         state[lifted.parameters[position].tensor][key] = constant
 

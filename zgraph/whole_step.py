@@ -18,7 +18,6 @@ from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
-from zgraph.optimizers.local_step import SCALARS
 from zgraph.options import CompileOptions
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.step import guards
@@ -63,7 +62,8 @@ def training_step(
 
     Args:
         model: what `zgraph.shard` returned; what `torch.compile` made of it will do.
-        optimizer: of its parameters, element-wise, of torch.optim. Learning rates are inputs of the graph.
+        optimizer: of its parameters. Element-wise ones of torch.optim step on shards, others on DTensors. Options that
+            are floats or tensors are inputs of the graph.
         options: those of `torch.compile(model, backend="zgraph")`.
         recompile_limit: graphs that may be made for different calls.
 
@@ -148,15 +148,16 @@ class TrainingStep(Generic[P, R]):
         options = OptionInputs.of(self._optimizer)
         outside = Outside.of(self.function, self._model, self._own, parameters[0].device)
         conditions = self._conditions(lifted, leaves, tree, has_gradient, options, outside)
-        variant = next((one for one in reversed(self._variants) if _holds(one, conditions, options)), None)
+        tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
+        variant = next((one for one in reversed(self._variants) if _holds(one, conditions, options, tensors)), None)
         if variant is None:
-            variant = self._compile(lifted, conditions, options, outside, args, kwargs)
+            variant = self._compile(lifted, conditions, options, outside, tensors, args, kwargs)
         if any(has_gradient):
             for parameter in parameters:
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [*lifted.tensors(state), *map(local, outside.tensors.values()), *options.values, *given]
-        del state  # the program alone holds its inputs
+        inputs = [*tensors, *options.values, *given]
+        del state, tensors  # the program alone holds its inputs
         with torch.no_grad():
             outputs = variant.program(inputs)
         return self._finish(lifted, variant.captured, list(outputs))
@@ -230,10 +231,11 @@ class TrainingStep(Generic[P, R]):
         conditions: guards.Conditions,
         inputs: OptionInputs,
         outside: Outside,
+        tensors: list[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> _Variant:
-        reason = self._reason(conditions, inputs)
+        reason = self._reason(conditions, inputs, tensors)
         if len(self._variants) >= self._limit:
             raise ZgraphError(
                 f"zgraph.training_step: {self._limit} graphs were made for different calls, the last time because of "
@@ -259,7 +261,7 @@ class TrainingStep(Generic[P, R]):
         self._variants.append(variant)
         return variant
 
-    def _reason(self, conditions: guards.Conditions, inputs: OptionInputs) -> str:
+    def _reason(self, conditions: guards.Conditions, inputs: OptionInputs, tensors: list[Tensor]) -> str:
         """Why no graph that was made before will do, by the one that is closest; "" for the first."""
         closest = conditions.closest([one.conditions for one in self._variants])
         if closest is None:
@@ -268,7 +270,7 @@ class TrainingStep(Generic[P, R]):
         if found:
             return found
         captured = next(one.captured for one in reversed(self._variants) if one.conditions is closest)
-        return f"options: {captured.assumed.broken(inputs.values)}"
+        return f"options: {captured.assumed.broken(inputs.values, tensors)}"
 
     # --- after --------------------------------------------------------------------------------------------------------
 
@@ -283,8 +285,11 @@ class TrainingStep(Generic[P, R]):
                 leaves.append(constant[0])
                 continue
             like, value = next(likes), next(given)
-            leaves.append(value if like is None else dtensor_like(value, like))
-        made = [(parameters[position].tensor, key, next(given)) for position, key in captured.state]
+            leaves.append(_wrapped(value, like))
+        made = [
+            (parameters[position].tensor, key, _wrapped(next(given), like))
+            for (position, key), like in zip(captured.state, captured.layouts, strict=True)
+        ]
         for position in captured.grads:
             parameters[position].tensor.grad = _wrapped(next(given), parameters[position].tensor)
         for scaler, optimizer, flags in captured.told:
@@ -292,7 +297,7 @@ class TrainingStep(Generic[P, R]):
         # Reading the flag waits for the device: only the first step, which makes state, needs it.
         if not (captured.skips and (captured.state or captured.constants) and next(given)):
             for parameter, key, value in made:
-                state[parameter][key] = _wrapped(value, parameter) if key not in SCALARS else value
+                state[parameter][key] = value
             for position, key, constant in captured.constants:
                 state[parameters[position].tensor][key] = constant
         if captured.steps:
@@ -300,11 +305,11 @@ class TrainingStep(Generic[P, R]):
         return tree_unflatten(leaves, captured.tree)
 
 
-def _wrapped(value: Tensor, parameter: Tensor) -> Tensor:
-    return dtensor_like(value, parameter) if isinstance(parameter, DTensor) else value
+def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
+    return dtensor_like(value, like) if isinstance(like, DTensor) else value
 
 
-def _holds(variant: _Variant, conditions: guards.Conditions, options: OptionInputs) -> bool:
+def _holds(variant: _Variant, conditions: guards.Conditions, options: OptionInputs, tensors: list[Tensor]) -> bool:
     if variant.captured.clears_first:
         conditions = replace(conditions, gradients=variant.conditions.gradients)
-    return variant.conditions == conditions and variant.captured.assumed.hold(options.values)
+    return variant.conditions == conditions and variant.captured.assumed.hold(options.values, tensors)

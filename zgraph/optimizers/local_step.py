@@ -33,6 +33,7 @@ _ELEMENT_WISE = frozenset(
         optim.Adagrad,
         optim.Adadelta,
         optim.ASGD,
+        optim.Rprop,
     }
 )
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # entries of state that are plain tensors for DTensors too

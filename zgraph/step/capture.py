@@ -53,6 +53,7 @@ class Captured:
         likes: for each such result the DTensor that it is a part of, or None.
         tree: how the leaves make up what it returns.
         state: (position, key) of new entries of the optimizer's state, returned behind.
+        layouts: for each of these the DTensor that it is a part of, or None.
         constants: (position, key, value) of new entries that are not tensors.
         grads: positions of parameters with a gradient at the end, returned behind.
         told: scalers that tell models about dropped steps, with the optimizers and numbers of flags of which they tell;
@@ -68,6 +69,7 @@ class Captured:
     likes: tuple[DTensor | None, ...]
     tree: Any
     state: tuple[tuple[int, str], ...]
+    layouts: tuple[DTensor | None, ...]
     constants: tuple[tuple[int, str, Any], ...]
     grads: tuple[int, ...]
     told: tuple[tuple[GradScaler, optim.Optimizer, int], ...]
@@ -97,9 +99,15 @@ def capture(
     Raises:
         ZgraphError: the function does what a graph cannot hold; says where and what to write.
     """
-    tracer = _Tracer(function, lifted, args, kwargs, outside or Outside([], [], {}))
+    outside = outside or Outside([], [], {})
+    tracer = _Tracer(function, lifted, args, kwargs, outside)
     try:
-        gm = tracer.trace(decompose)
+        try:
+            gm = tracer.trace(decompose)
+        except data_dependent_errors():
+            # Optimizers such as RAdam decide by the number of the step, which is then looked at before each call.
+            tracer = _Tracer(function, lifted, args, kwargs, outside, asks=True)
+            gm = tracer.trace(decompose)
     except data_dependent_errors() as error:
         raise ZgraphError(
             f"zgraph.training_step: {line_of(error) or 'the step'} decides in Python by a value that is known only "
@@ -131,13 +139,16 @@ class _Tracer:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         outside: Outside,
+        *,
+        asks: bool = False,
     ) -> None:
         self.function, self.lifted, self.outside = function, lifted, outside
         self.shared: set[int] = set()
+        self.present: list[Tensor] = []
         self.told: list[tuple[GradScaler, optim.Optimizer, list[Tensor]]] = []
         self.leaves, self.tree = tree_flatten((list(args), dict(kwargs)))
         self.mode = step_mode()
-        self.watch = Watch()
+        self.watch = Watch(self.mode, asks)
         self.stand_ins: StandIns | None = None
         self.options = OptionInputs.of(lifted.optimizer)
         self.found: dict[str, Any] = {}
@@ -150,6 +161,7 @@ class _Tracer:
     def trace(self, decompose: bool) -> fx.GraphModule:
         inputs = [*self.lifted.tensors(), *map(local, self.outside.tensors.values())]
         # What lies in the memory of another input is refused if it is used: writes to one would not show in the other.
+        self.present = inputs
         self.shared = overlapping(inputs) if self.outside.tensors else set()
         optimizer = self.lifted.optimizer
         given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -172,15 +184,18 @@ class _Tracer:
             *(f"input_{number}" for number in range(len(given))),
         ]
         gm = trace(self._run, fakes, self.mode, decompose=decompose)
-        self.found["assumed"] = Assumed(NumberGuards(self.mode, numbers), option_names, options)
+        known = self.watch.known
+        guards = NumberGuards(self.mode, numbers | known.numbers)
+        self.found["assumed"] = Assumed(guards, option_names, options, known.read)
         return clean(gm, [name_part(name) for name in names])
 
     def _run(self, *inputs: Any) -> list[Any]:
         given = iter(inputs)
         held = [next(given) for _ in self.lifted.tensors()]
-        outside = [(tensor, next(given)) for tensor in self.outside.tensors.values()]
-        outside = [pair for place, pair in enumerate(outside) if len(held) + place not in self.shared]
+        every = [(tensor, next(given)) for tensor in self.outside.tensors.values()]
+        outside = [pair for place, pair in enumerate(every) if len(held) + place not in self.shared]
         options = [next(given) for _ in self.options.values]
+        self.watch.known.begin(self.present, [*held, *(traced for _, traced in every)])
         self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside)
         self.watch.stand_ins = stand_ins.by_id()
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
@@ -243,7 +258,7 @@ class _Tracer:
             for position, parameter in enumerate(stand_ins.parameters)
             if parameter.grad is not None
         ]
-        outputs += [value.detach() for _, _, value in tensors]
+        outputs += [(local_of(value) if isinstance(value, DTensor) else value).detach() for _, _, value in tensors]
         outputs += [(local_of(grad) if isinstance(grad, DTensor) else grad).detach() for _, grad in grads]
         outputs += [flag.detach() for _, _, flags in self.told for flag in flags]
         outputs += [] if stand_ins.skip is None else [stand_ins.skip]
@@ -253,6 +268,7 @@ class _Tracer:
             "returned": tuple(returned),
             "likes": tuple(likes),
             "state": tuple((position, key) for position, key, _ in tensors),
+            "layouts": tuple(stand_ins.layout_of(*entry) for entry in tensors),
             "constants": tuple(entry for entry in added if not isinstance(entry[2], Tensor)),
             "grads": tuple(position for position, _ in grads),
             "clears_first": stand_ins.clears_first,

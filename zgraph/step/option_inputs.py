@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,6 +46,8 @@ class OptionInputs:
                     conditions.append((key, type(value)))
                 else:
                     conditions.append((key, value))
+        own = optimizer.__dict__.items()
+        conditions += [(key, value) for key, value in own if isinstance(value, int | float | str) and key[0] != "_"]
         return cls(tuple(values), tuple(conditions))
 
 
@@ -78,31 +80,39 @@ def _is_input(key: str, value: Any) -> bool:
 
 
 class Assumed:
-    """What a graph takes for granted about its numbers, because Python has decided something by them.
+    """What a graph takes for granted about numbers, because Python has decided something by them.
 
     Args:
         guards: what the trace has decided.
         names: of all inputs that come from options.
         values: that it was traced with.
+        read: of other numbers, the tensors among the inputs that they are read from, and what is added.
     """
 
-    def __init__(self, guards: NumberGuards, names: Sequence[str], values: Sequence[float | Tensor]) -> None:
-        self._guards, self._names = guards, tuple(names)
+    def __init__(
+        self,
+        guards: NumberGuards,
+        names: Sequence[str],
+        values: Sequence[float | Tensor],
+        read: Mapping[str, tuple[int, float]],
+    ) -> None:
+        self._guards, self._names, self._read = guards, tuple(names), read
         self._held, self._count = tuple(values), guards.current()  # which were found to hold, by how many guards
 
-    def hold(self, values: tuple[float | Tensor, ...]) -> bool:
-        """Whether the graph may be called with these options."""
+    def hold(self, values: tuple[float | Tensor, ...], tensors: Sequence[Tensor]) -> bool:
+        """Whether the graph may be called with these options and tensors."""
         count = self._guards.current()
-        if count == self._count and (not count or all(map(_is_same, values, self._held))):
+        if count == self._count and (not count or (not self._read and all(map(_is_same, values, self._held)))):
             return True
-        if self.broken(values):
+        if self.broken(values, tensors):
             return False
         self._held, self._count = values, count
         return True
 
-    def broken(self, values: Sequence[float | Tensor]) -> str:
-        """The first decision that these options would change, for people; "" if there is none."""
+    def broken(self, values: Sequence[float | Tensor], tensors: Sequence[Tensor]) -> str:
+        """The first decision that these would change, for people; "" if there is none."""
         numbers = {name: value for name, value in zip(self._names, values, strict=True) if isinstance(value, float)}
+        numbers |= {name: float(tensors[place]) + added for name, (place, added) in self._read.items()}
         return self._guards.broken(numbers)
 
 

@@ -39,6 +39,9 @@ class Redirect(TorchFunctionMode):
         )
         if getattr(func, "__name__", "").startswith("_fused_"):
             return _with_numbers(func, args, kwargs)
+        if func is Tensor.__setitem__ and _is_mask(args[1]) and isinstance(args[2], int | float | torch.SymFloat):
+            # The same, without counting what the mask selects.
+            return args[0].masked_fill_(args[1], args[2])
         return func(*args, **kwargs)
 
     def _instead(self, value: Any) -> Any:
@@ -47,6 +50,10 @@ class Redirect(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._instead, value))
         return value
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
 def _with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -10,21 +10,33 @@ from torch import optim
 from zgraph.step.variables import variables_of
 from zgraph.torch_compat.modules import step_hooks
 
-# Each element is updated by its own gradient and state alone, and no choice depends on the number of the step.
-KINDS = frozenset({optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.RMSprop, optim.Adagrad, optim.Adadelta})
+# Each element is updated by its own gradient and state alone, so that they may step on shards; others step on DTensors.
+ELEMENT_WISE = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.RMSprop,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Rprop,
+    }
+)
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
-    """Refuse optimizers whose step on shards is not known to be that on whole parameters.
+    """Refuse optimizers whose step cannot be traced.
 
     Raises:
-        ValueError: says which are taken.
+        ValueError: says why.
     """
-    if type(optimizer) not in KINDS:
-        known = ", ".join(sorted(kind.__name__ for kind in KINDS))
+    if isinstance(optimizer, optim.ASGD):
         raise ValueError(
-            f"zgraph.training_step: {type(optimizer).__name__} is not captured; take one of torch.optim's {known}, or "
-            "train with torch.compile(model) and call optimizer.step() yourself."
+            "zgraph.training_step: ASGD is not captured, for its step makes tensors of numbers, which would be "
+            "constants; train with torch.compile(model) and call optimizer.step() yourself."
         )
     for name in ("differentiable", "capturable"):
         if any(group.get(name) for group in optimizer.param_groups):

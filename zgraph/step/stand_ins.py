@@ -13,9 +13,11 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
+from zgraph.optimizers.local_step import SCALARS
 from zgraph.sharding.scope import Scope, ShardedParam
 from zgraph.step.lifted import Held, Lifted, local
 from zgraph.step.option_inputs import with_inputs
+from zgraph.step.refusals import ELEMENT_WISE
 from zgraph.step.user_line import user_line
 from zgraph.step.watch import Watch, refusal
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
@@ -31,8 +33,9 @@ class StandIns:
     Attributes:
         outside: tensors that the function reads from outside, and what stands in for them.
         parameters: leaves that wrap the traced shards, as DTensors where the parameters are.
-        shards: these shards, on which the optimizer steps.
-        state: its state, by shard; what the step adds is new.
+        shards: these shards.
+        stepped_on: what the optimizer steps on: shards, or parameters if it is not known to be element-wise.
+        state: its state, by what it steps on; what the step adds is new.
         stepped: whether the optimizer has taken its step.
         skip: [] bool, whether that step changes nothing; None if it is always taken.
         clears_first: whether gradients were set to None before the first backward.
@@ -42,6 +45,7 @@ class StandIns:
     watch: Watch
     parameters: list[Tensor]
     shards: list[Tensor]
+    stepped_on: list[Tensor]
     handles: dict[ShardedParam, Tensor]
     buffers: list[Tensor]
     options: Sequence[Any]
@@ -70,10 +74,15 @@ class StandIns:
         parameters = [_leaf(shard, one.tensor) for shard, one in zip(shards, lifted.parameters, strict=True)]
         handles = {param: next(given) for param in lifted.handles.values()}
         buffers = [next(given) for _ in lifted.buffers]
-        found = cls(lifted, watch, parameters, shards, handles, buffers, options)
+        on_shards = type(lifted.optimizer) in ELEMENT_WISE
+        stepped_on = shards if on_shards else parameters
+        found = cls(lifted, watch, parameters, shards, stepped_on, handles, buffers, options)
         found.outside = [(tensor, _leaf(traced, tensor)) for tensor, traced in outside]
         for position, key, value in lifted.state_entries():
-            found.state[shards[position]][key] = next(given) if isinstance(value, Tensor) else value
+            entry = next(given) if isinstance(value, Tensor) else value
+            if isinstance(value, DTensor) and not on_shards:
+                entry = dtensor_like(entry, value)
+            found.state[stepped_on[position]][key] = entry
         return found
 
     @contextlib.contextmanager
@@ -127,22 +136,36 @@ class StandIns:
         return {id(tensor): stand_in for tensor, stand_in in [*pairs, *self.outside]}
 
     def new_state(self) -> list[tuple[int, str, Any]]:
-        """(position, key, value) of what the step has put into the optimizer's state."""
-        known = {(position, key) for position, key, _ in self.lifted.state_entries()}
+        """(position, key, value) of what the step has put into the optimizer's state.
+
+        Raises:
+            ZgraphError: it has changed a number there, which would stay what it is now.
+        """
+        known = {(position, key): value for position, key, value in self.lifted.state_entries()}
         before = {id(value) for entries in self.known.values() for value in entries.values()}
-        return [
-            (position, key, value)
-            for position in self.lifted.stepped()
-            if self.shards[position] in self.state
-            for key, value in self.state[self.shards[position]].items()
-            if (position, key) not in known or (isinstance(value, Tensor) and id(value) not in before)
-        ]
+        found: list[tuple[int, str, Any]] = []
+        for position in self.lifted.stepped():
+            for key, value in self.state.get(self.stepped_on[position], {}).items():
+                if (position, key) not in known or (isinstance(value, Tensor) and id(value) not in before):
+                    found.append((position, key, value))
+                elif not isinstance(value, Tensor) and value != known[position, key]:
+                    raise _counts(
+                        self.lifted.optimizer, f'state["{key}"]', "state as a tensor, such as torch.zeros(())"
+                    )
+        return found
+
+    def layout_of(self, position: int, key: str, value: Tensor) -> DTensor | None:
+        """How a new entry of the optimizer's state lies: like this DTensor, or whole on each rank."""
+        if self.stepped_on is not self.shards:
+            return value if isinstance(value, DTensor) else None
+        parameter = self.parameters[position]
+        return parameter if isinstance(parameter, DTensor) and key not in SCALARS else None
 
     def __post_init__(self) -> None:
         self.known: dict[Tensor, dict[str, Any]] = {}
 
     def _groups(self) -> list[dict[str, Any]]:
-        self.known = {shard: dict(entries) for shard, entries in self.state.items()}
+        self.known = {one: dict(entries) for one, entries in self.state.items()}
         inputs = iter(self.options)
         return [
             {**with_inputs(group, inputs), "params": [self.parameters[position] for position in positions]}
@@ -174,8 +197,8 @@ class StandIns:
         with torch.no_grad():
             self._step_on(
                 [
-                    shard.clone() if parameter.grad is not None else shard
-                    for shard, parameter in zip(self.shards, self.parameters, strict=True)
+                    one.detach().clone() if parameter.grad is not None else one
+                    for one, parameter in zip(self.stepped_on, self.parameters, strict=True)
                 ]
             )
 
@@ -183,9 +206,9 @@ class StandIns:
         """The optimizer's own step, on local shards."""
         if closure is not None:
             raise refusal("passes a closure to optimizer.step()", "compute the loss before the step")
-        self._step_on(self.shards)
+        self._step_on(self.stepped_on)
 
-    def _step_on(self, shards: Sequence[Tensor]) -> None:
+    def _step_on(self, given: Sequence[Tensor]) -> None:
         if self.stepped:
             raise refusal("calls optimizer.step() a second time", "write one step of the optimizer per call")
         if any(scope.opened for scope in self.lifted.scopes()):
@@ -193,42 +216,51 @@ class StandIns:
                 "calls optimizer.step() while the window of zgraph.no_sync is open, so gradients are not reduced",
                 "run the last forward and backward outside of no_sync first",
             )
-        optimizer, state = self.lifted.optimizer, self._state_of(shards)
-        for parameter, shard in zip(self.parameters, shards, strict=True):
-            shard.grad = None if parameter.grad is None else _local_grad(parameter, parameter.grad)
+        optimizer, state = self.lifted.optimizer, self._state_of(given)
+        for parameter, one in zip(self.parameters, given, strict=True):
+            if one is not parameter:
+                local_one = parameter.grad is not None and not isinstance(one, DTensor)
+                one.grad = (
+                    _local_grad(parameter, parameter.grad)
+                    if local_one and parameter.grad is not None
+                    else parameter.grad
+                )
+        groups = [
+            {**group, "params": [given[position] for position in positions]}
+            for group, positions in zip(optimizer.param_groups, self.lifted.positions, strict=True)
+        ]
+        before = [_options(group) for group in groups]
         stand_in: optim.Optimizer = object.__new__(type(optimizer))
-        stand_in.__dict__ = {
-            **optimizer.__dict__,
-            "param_groups": [
-                {**group, "params": [shards[position] for position in positions]}
-                for group, positions in zip(optimizer.param_groups, self.lifted.positions, strict=True)
-            ],
-            "state": state,
-        }
+        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
         with self.watch.reading_values():
             plain_step(optimizer)(stand_in)
+        if before != [_options(group) for group in groups]:
+            raise _counts(optimizer, "param_groups", "state as a tensor for each parameter")
+        for name, value in optimizer.__dict__.items():
+            if name[0] != "_" and name not in ("param_groups", "state") and stand_in.__dict__.get(name) is not value:
+                raise _counts(optimizer, f"self.{name}", "state as a tensor for each parameter")
         self.stepped = True
-        for shard in shards:
-            shard.grad = None
-        for shard, copy in zip(self.shards, shards, strict=True):
-            if copy is not shard:
-                self._take_over(shard, copy, state[copy])
+        for parameter, one, copy in zip(self.parameters, self.stepped_on, given, strict=True):
+            if copy is not parameter:
+                copy.grad = None
+            if copy is not one:
+                self._take_over(one, copy, state[copy])
 
-    def _state_of(self, shards: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """The state of shards, or copies of it for copies of them."""
-        if all(copy is shard for copy, shard in zip(shards, self.shards, strict=True)):
+    def _state_of(self, given: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state, or copies of it for copies of what it steps on."""
+        if all(copy is one for copy, one in zip(given, self.stepped_on, strict=True)):
             return self.state
         found: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        for copy, shard in zip(shards, self.shards, strict=True):
-            if shard in self.state:
-                entries = self.state[shard].items()
+        for copy, one in zip(given, self.stepped_on, strict=True):
+            if one in self.state:
+                entries = self.state[one].items()
                 found[copy] = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries}
         return found
 
-    def _take_over(self, shard: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
+    def _take_over(self, one: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
         """Write to a shard and its state what its copy has become, unless the step is skipped."""
-        self._write(shard, copy)
-        known = self.state[shard]
+        self._write(one, copy)
+        known = self.state[one]
         for key, value in entries.items():
             if isinstance(value, Tensor) and isinstance(known.get(key), Tensor):
                 self._write(known[key], value)
@@ -237,6 +269,7 @@ class StandIns:
 
     def _write(self, kept: Tensor, new: Tensor) -> None:
         assert self.skip is not None
+        kept, new = (local_of(one) if isinstance(one, DTensor) else one for one in (kept, new))
         kept.copy_(torch.where(self.skip.to(kept.device), kept, new))
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -314,3 +347,10 @@ def _put_parameter(one: Held, value: Tensor) -> None:
 def _put_buffer(one: Held, value: Tensor) -> None:
     for part, attribute in one.sites:
         local_buffers(part)[attribute] = value
+
+
+def _counts(optimizer: optim.Optimizer, where: str, instead: str) -> ZgraphError:
+    return ZgraphError(
+        f"zgraph.training_step: {type(optimizer).__name__}.step changes a number in {where}, which would change only "
+        f"while the step is traced; keep it in {instead}."
+    )

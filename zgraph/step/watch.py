@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta
 from zgraph.step.user_line import user_line
-from zgraph.torch_compat.aot import newest_node, nodes_after
+from zgraph.torch_compat.aot import forget_constant, let_stand_for, newest_node, nodes_after
 from zgraph.torch_compat.autograd import is_in_backward
 from zgraph.torch_compat.dtensor import local_of
-from zgraph.torch_compat.fake_values import is_fake
+from zgraph.torch_compat.fake_values import fake_number, is_fake, without_fake_mode
 from zgraph.torch_compat.memory import DispatchMode
 from zgraph.torch_compat.modules import tree_flatten
 from zgraph.torch_compat.operators import OpOverload, is_tagged_random
@@ -30,6 +33,7 @@ class Watch(DispatchMode):
     """Sees each operator of a step while it is traced, and refuses what a graph would get wrong.
 
     Attributes:
+        known: values of step counts and their like.
         stand_ins: traced tensors, by id of the real ones, of which autograd may have saved some.
         part: number of the forward or backward that is running: 0 a forward, 1 its backward, 2 the next forward, ...;
             nodes are marked with it.
@@ -37,9 +41,10 @@ class Watch(DispatchMode):
             reads step counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Any, asks: bool) -> None:
         super().__init__()
         self.stand_ins: Mapping[int, Tensor] = {}
+        self.known = KnownValues(mode, asks)
         self.part = 0
         self.reads_values = False
 
@@ -60,9 +65,16 @@ class Watch(DispatchMode):
             self.part += 1
         args = self._instead(args)
         kwargs = {key: self._instead(value) for key, value in (kwargs or {}).items()}
+        if func in _READS and (decided := self.known.decide(args[0])) is not None:
+            return decided
         self._check(func, args, kwargs, in_backward)
         before = newest_node()
         result = func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self.known.number(args[0], result)
+        self.known.follow(func, args, kwargs, result)
+        if func in _LITERALS:
+            forget_constant(result)
         for node in nodes_after(before):
             meta.set_part(node, self.part)
         return result
@@ -138,3 +150,119 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     names = [argument.name for argument in func._schema.arguments]  # pyright: ignore[reportPrivateUsage]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A number in a tensor: what an input holds before the step, and more; or a literal, without an input."""
+
+    tensor: Tensor  # kept, so that its id stays its own
+    place: int | None
+    added: float
+
+
+class KnownValues:
+    """Numbers that Python may decide by, because the next call can tell by its inputs whether it would decide alike.
+
+    These are 0-d inputs on the host, such as step counts, to which a step at most adds a number.
+
+    Args:
+        mode: what `step_mode` returned.
+        asks: whether numbers that are read from them are known to Python, too: what it decides by them is a guard.
+
+    Attributes:
+        read: for each number, by name: the input that it comes from, and what is added.
+        numbers: these, by name.
+    """
+
+    def __init__(self, mode: Any, asks: bool) -> None:
+        self._mode, self._asks = mode, asks
+        self._known: dict[int, _Known] = {}
+        self._compared: dict[int, tuple[Tensor, Any, _Known, float]] = {}
+        self._present: list[Tensor] = []
+        self.read: dict[str, tuple[int, float]] = {}
+        self.numbers: dict[str, Any] = {}
+
+    def begin(self, present: Sequence[Tensor], traced: Sequence[Tensor]) -> None:
+        """Take the inputs, and what is traced in their place."""
+        self._present = list(present)
+        for place, (real, one) in enumerate(zip(present, traced, strict=True)):
+            if real.ndim == 0 and real.device.type == "cpu" and not is_fake(real):
+                self._known[id(one)] = _Known(one, place, 0.0)
+
+    def follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Keep up with an operator that has run."""
+        value = _literal(func, args)
+        if value is not None and isinstance(result, Tensor):
+            self._known[id(result)] = _Known(result, None, value)
+        elif func in _COPIES and isinstance(result, Tensor) and id(args[0]) in self._known:
+            self._known[id(result)] = replace(self._known[id(args[0])], tensor=result)
+        elif func in _COMPARISONS and id(args[0]) in self._known and isinstance(args[1], int | float):
+            self._compared[id(result)] = (result, _COMPARISONS[func], self._known[id(args[0])], args[1])
+        elif func._schema.is_mutable:  # pyright: ignore[reportPrivateUsage]
+            added = self._added(func, args, kwargs)
+            for one in _tensors(args[:1], {}):
+                known = self._known.pop(id(one), None)
+                if known is not None and added is not None:
+                    self._known[id(one)] = replace(known, added=known.added + added)
+
+    def _added(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+        """What an operator adds to its first argument, if it does nothing else."""
+        if func not in _ADDITIONS or len(args) < 2:
+            return None
+        other, factor = args[1], kwargs.get("alpha", 1)
+        if isinstance(other, Tensor):
+            known = self._known.get(id(other))
+            other = known.added if known is not None and known.place is None else None
+        return other * factor if isinstance(other, int | float) and isinstance(factor, int | float) else None
+
+    def decide(self, tensor: Any) -> bool | None:
+        """The result of a comparison with a known number, which becomes a guard; None if it is not known."""
+        if id(tensor) not in self._compared:
+            return None
+        _, compare, known, other = self._compared[id(tensor)]
+        return bool(compare(self._number(known), other))
+
+    def number(self, tensor: Tensor, number: Any) -> Any:
+        """A number that was read from a tensor, or one with the same node by which Python may decide."""
+        known = self._known.get(id(tensor))
+        if not self._asks or known is None or not isinstance(number, torch.SymFloat):
+            return number
+        found = self._number(known)
+        if isinstance(found, torch.SymFloat):
+            let_stand_for(found, number)
+        return found
+
+    def _number(self, known: _Known) -> Any:
+        if known.place is None:
+            return known.added
+        name = f"value_{len(self.numbers)}"
+        with without_fake_mode():
+            value = float(self._present[known.place]) + known.added
+        self.read[name] = (known.place, known.added)
+        self.numbers[name] = fake_number(self._mode, value, name)
+        return self.numbers[name]
+
+
+_COPIES = frozenset({aten.clone.default, aten.detach.default, aten.alias.default})
+_ADDITIONS = frozenset({aten.add_.Tensor, aten.add_.Scalar, aten._foreach_add_.Scalar, aten._foreach_add_.Tensor})
+_COMPARISONS = MappingProxyType(
+    {
+        aten.eq.Scalar: operator.eq,
+        aten.ne.Scalar: operator.ne,
+        aten.gt.Scalar: operator.gt,
+        aten.ge.Scalar: operator.ge,
+        aten.lt.Scalar: operator.lt,
+        aten.le.Scalar: operator.le,
+    }
+)
+
+
+def _literal(func: OpOverload, args: Sequence[Any]) -> float | None:
+    """The number that an operator puts into a new 0-d tensor; None if it does something else."""
+    if func in _LITERALS and args[0].ndim == 0 and not is_fake(args[0]):
+        with without_fake_mode():
+            return float(args[0])
+    if func in (aten.ones.default, aten.zeros.default) and not list(args[0]):
+        return float(func is aten.ones.default)
+    return None

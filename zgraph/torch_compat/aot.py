@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from zgraph.torch_compat.inductor import inductor_decompositions
@@ -170,3 +170,28 @@ def node_of_number(number: Any) -> fx.Node:
 
     mode: Any = get_proxy_mode()
     return cast(Any, get_proxy_slot(number, mode.tracer)).force().node
+
+
+def forget_constant(literal: Tensor) -> None:
+    """Let the tensor of a literal be like any other in the graph that is being made (2.11 - 2.13).
+
+    FakeTensorMode and `make_fx` compute at once what is computed of literals alone (`FakeTensor.constant`,
+    `_ProxyTensor.constant`). For the former a symbolic number among the arguments is a NaN; the latter misses what
+    foreach operators write.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode: Any = get_proxy_mode()
+    if isinstance(literal, FakeTensor):
+        literal.constant = None
+        if mode is not None:
+            cast(Any, get_proxy_slot(literal, mode.tracer)).constant = None
+
+
+def let_stand_for(number: Any, other: Any) -> None:
+    """Give a symbolic number the node of another one (`set_proxy_slot`, 2.11 - 2.13)."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+
+    tracer: Any = cast(Any, get_proxy_mode()).tracer
+    set_proxy_slot(number, tracer, get_proxy_slot(other, tracer))

@@ -150,7 +150,7 @@ class NumberGuards:
         if len(self._decided) != self._seen:
             known = set(self._symbols.values())
             every = dict.fromkeys(decided.expr for decided in self._decided)
-            self._guards = [guard for guard in every if guard.free_symbols and guard.free_symbols <= known]
+            self._guards = [_anonymous(guard) for guard in every if guard.free_symbols and guard.free_symbols <= known]
             self._seen = len(self._decided)
         return len(self._guards)
 
@@ -161,8 +161,13 @@ class NumberGuards:
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
         given = {self._symbols[name]: value for name, value in values.items()}
-        for guard in self._guards:
-            if not sympy_interp(PythonReferenceAnalysis, {one: given[one] for one in guard.free_symbols}, guard):
+        known: dict[Any, bool] = {}  # decisions about many parameters are alike, and so are their numbers
+        for guard, kind, symbols in self._guards:
+            numbers = (kind, *(given[symbol] for symbol in symbols))
+            if numbers not in known:
+                environment = {symbol: given[symbol] for symbol in symbols}
+                known[numbers] = bool(sympy_interp(PythonReferenceAnalysis, environment, guard))
+            if not known[numbers]:
                 names = {symbol: name for name, symbol in self._symbols.items() if symbol in guard.free_symbols}
                 found = ", ".join(f"{name}={given[symbol]}" for symbol, name in names.items())
                 text = str(guard)
@@ -170,3 +175,12 @@ class NumberGuards:
                     text = text.replace(str(symbol), name)
                 return f"{found}, before {text}"
         return ""
+
+
+def _anonymous(guard: Any) -> tuple[Any, str, list[Any]]:
+    """A guard, its text without the names of its symbols, and these in the order in which they come."""
+    symbols = sorted(guard.free_symbols, key=str)
+    text = str(guard)
+    for place, symbol in enumerate(symbols):
+        text = text.replace(str(symbol), f"<{place}>")
+    return guard, text, symbols

@@ -127,3 +127,29 @@ def counting() -> str:
 def test_an_optimizer_that_counts_in_python_is_refused(ranks: Ranks) -> None:
     for error in ranks.run(counting):
         assert 'Counting.step changes a number in state["count"]' in error
+
+
+class SometimesUnused(Script):
+    """A branch that gets no gradient in some steps, also not in the first."""
+
+    def arguments(self, number: int) -> tuple[Any, ...]:
+        return (*super().arguments(number), number % 3 == 2)
+
+    def step(self, x: torch.Tensor, side: bool) -> Any:
+        loss = (self.model(x, side) - x[:, :3]).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.opt.step()
+        self.opt.zero_grad()
+        return {"loss": loss.detach(), "norm": norm}
+
+
+def adamw_foreach(groups: Any) -> optim.Optimizer:
+    return optim.AdamW(groups, lr=LR, foreach=True)
+
+
+@worlds(2, 3)
+@pytest.mark.parametrize(("make", "stage"), [(adamw_foreach, 3), (nadam, 0), (Lars, 2), (rprop, 1)])
+def test_a_parameter_may_get_no_gradient_in_some_steps(ranks: Ranks, make: Any, stage: int) -> None:
+    for reasons in ranks.run(compare, Setting(SometimesUnused, make, stage=stage, steps=8)):
+        assert "arguments" in kinds(reasons)

@@ -109,9 +109,10 @@ def capture(
             tracer = _Tracer(function, lifted, args, kwargs, outside, asks=True)
             gm = tracer.trace(decompose)
     except data_dependent_errors() as error:
+        kind = type(lifted.optimizer).__name__
         raise ZgraphError(
-            f"zgraph.training_step: {line_of(error) or 'the step'} decides in Python by a value that is known only "
-            "when the step runs; choose with torch.where, or do it outside of the step"
+            f"zgraph.training_step: {line_of(error) or f'the step, or {kind}.step() in it,'} decides in Python by a "
+            "value that is known only when the step runs; choose with torch.where, or do it outside of the step"
             f"{tracer.hint()}."
         ) from error
     check_updates_come_last(gm.graph)

@@ -19,7 +19,7 @@ from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, state_behind
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.torch_compat.autograd import at_end_of_backward, is_in_backward
-from zgraph.torch_compat.dynamo import no_frames_inside
+from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
@@ -149,10 +149,11 @@ class Scope:
             old = reference()
             if old is not None and _is_held_by_optimizer(old):
                 self.replaced = replaced
-                raise ZgraphError(
+                raise_through_dynamo(
                     f"zgraph: an optimizer created before zgraph.shard still holds {name}, which shard (or "
                     "materialize) has replaced; its steps would change nothing. Create the optimizer after "
-                    "zgraph.shard(model) and zgraph.materialize(model)."
+                    "zgraph.shard(model) and zgraph.materialize(model).",
+                    ZgraphError,
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
@@ -200,21 +201,24 @@ class ShardedParam:
         owner, attribute = self.sites[0]
         parameter, spec = local_parameters(owner)[attribute], self.spec
         if not isinstance(parameter, DTensor):
-            raise ZgraphError(
+            raise_through_dynamo(
                 f"zgraph: {self.name} is no longer the DTensor that zgraph.shard made; something has replaced it after "
-                "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh."
+                "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh.",
+                ZgraphError,
             )
         if parameter.is_meta:
-            raise ZgraphError(
+            raise_through_dynamo(
                 f"zgraph: {self.name} is on the meta device and has no values; call zgraph.materialize(model) after "
-                "zgraph.shard and before the first forward, or load a checkpoint into it."
+                "zgraph.shard and before the first forward, or load a checkpoint into it.",
+                ZgraphError,
             )
         shape = spec.layout.shape
         if (parameter.shape, parameter.dtype, parameter.device.type) != (shape, spec.dtype, spec.device_type):
-            raise ZgraphError(
+            raise_through_dynamo(
                 f"zgraph: {self.name} was sharded as {list(shape)} {spec.dtype} on {spec.device_type} and is now "
                 f"{list(parameter.shape)} {parameter.dtype} on {parameter.device.type}. Move, cast or resize the model "
-                "before zgraph.shard."
+                "before zgraph.shard.",
+                ZgraphError,
             )
 
 

@@ -124,18 +124,21 @@ def graph_breaks() -> dict[str, int]:
     return found
 
 
-def raise_through_dynamo(message: str) -> NoReturn:
-    """Raise a ValueError out of a backend so that the caller of the compiled model gets it as it is.
+def raise_through_dynamo(message: str, kind: type[Exception] = ValueError) -> NoReturn:
+    """Raise an error while Dynamo traces or compiles so that the caller of the compiled model gets it as it is.
 
-    Dynamo wraps what backends raise in BackendCompilerFailed. 2.11 - 2.13: a ShortenTraceback passes, less Dynamo's own
-    part of the traceback, and with a hint for Dynamo's developers added to its arguments.
+    Dynamo wraps what backends raise in BackendCompilerFailed, and what traced functions raise in
+    InternalTorchDynamoError. 2.11 - 2.13: a ShortenTraceback passes, less Dynamo's own part of the traceback, and with
+    a hint for Dynamo's developers added to its arguments.
+
+    Args:
+        message: what `str` of the error is.
+        kind: class of the error; what is raised is a subclass of the same name.
     """
     from torch._dynamo.exc import ShortenTraceback
 
-    class OptionError(ShortenTraceback, ValueError):
-        __qualname__ = "OptionError"
+    def text(self: Exception) -> str:
+        return message
 
-        def __str__(self) -> str:
-            return message
-
-    raise OptionError(message, first_useful_frame=inspect.currentframe()) from None
+    passing = type(kind.__name__, (ShortenTraceback, kind), {"__str__": text, "__module__": kind.__module__})
+    raise passing(message, first_useful_frame=inspect.currentframe()) from None

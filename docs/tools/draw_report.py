@@ -1,7 +1,7 @@
 """Draw docs/images/report-*.png: what the page of a report shows of planned and of measured steps.
 
     python docs/tools/draw_report.py                  # all of them: some minutes
-    python docs/tools/draw_report.py --only measured  # timeline, memory, slow-link or measured
+    python docs/tools/draw_report.py --only measured  # or another one of PICTURES
 
 Needs a Chromium of the system, zgraph[test], whose transformers has the model, and zgraph[benchmarks], whose pillow
 writes small files. What was measured differs from run to run, so nothing compares the pictures with these.
@@ -33,6 +33,7 @@ IMAGES = ROOT / "docs" / "images"
 MOST_BYTES = 80_000
 COLOURS = 128
 GIGABIT = Link(latency_us=100.0, bytes_per_us=119.5)  # what TCP leaves of 1 Gbit/s
+TEN_GIGABIT = Link(latency_us=50.0, bytes_per_us=1195.0)
 
 
 def main() -> None:
@@ -76,11 +77,19 @@ def measured(folder: Path) -> bytes:
     return shot(write_page(load(gpt), gpt), "#timeline-chart", height=560)
 
 
+def whole_step(folder: Path) -> bytes:
+    """A GPT at stage 0 over links of 10 Gbit/s: its forward and backward above, and the whole step below."""
+    machine = replace(zgraph.Hardware.preset("cpu"), inter_host=TEN_GIGABIT, ranks_per_host=1)
+    pages = [gpt_page(folder / name, machine, whole) for name, whole in (("three-calls", False), ("whole", True))]
+    return stacked([shot(page, "#timeline-chart", height=520) for page in pages])
+
+
 PICTURES: dict[str, Callable[[Path], bytes]] = {
     "timeline": timeline,
     "memory": memory,
     "slow-link": slow_link,
     "measured": measured,
+    "whole-step": whole_step,
 }
 MEASURES = "ZGRAPH_DRAW_MEASURED"  # names the folder, in the environment of the ranks
 
@@ -108,6 +117,25 @@ def llama_page(folder: Path, machine: zgraph.Hardware, compression: Any) -> Path
         hardware=machine,
         pipeline=zgraph.Pipeline(zgraph.passes.presets.default(compression=compression)),
     )
+    plan.report(folder)
+    return write_page(load(folder), folder)
+
+
+def gpt_page(folder: Path, machine: zgraph.Hardware, whole: bool) -> Path:
+    """The page of a step of a GPT with 33 M parameters, planned for two ranks, with AdamW in it or without."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from train_gpt import GPT  # pyright: ignore[reportMissingImports]
+
+    tokens = (8, 128)
+    plan = zgraph.plan(
+        lambda: GPT(layers=10, width=512, heads=8, sequence=tokens[1]),
+        world_size=2,
+        batch=lambda: (torch.zeros(tokens, dtype=torch.long), torch.zeros(tokens, dtype=torch.long)),
+        hardware=machine,
+        shard_fn=lambda model: zgraph.shard(model, zero_stage=0),
+        optimizer_fn=(lambda model: torch.optim.AdamW(model.parameters(), fused=True)) if whole else None,
+    )
+    print(plan)
     plan.report(folder)
     return write_page(load(folder), folder)
 

@@ -51,6 +51,11 @@ LABELS = (
     ("zgraph-1-bf16", "zgraph, stage 1, bf16"),
     ("zgraph-2-bf16", "zgraph, stage 2, bf16"),
     ("zgraph-3-bf16", "zgraph, stage 3, bf16"),
+    ("zgraph-0-step", "zgraph, stage 0, whole step"),
+    ("zgraph-0-reduce-bf16-step", "zgraph, stage 0, `reduce_dtype=bf16`, whole step"),
+    ("zgraph-2-step", "zgraph, stage 2, whole step"),
+    ("zgraph-3-step", "zgraph, stage 3, whole step"),
+    ("zgraph-3-bf16-step", "zgraph, stage 3, bf16, whole step"),
     ("zgraph-3-bf16-loco", "zgraph, stage 3, bf16, `LoCo()`"),
 )
 # What each column of the table of methods is made of; where two files have a row, the first one's is taken.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -82,3 +83,18 @@ def test_gathered_weights_are_not_saved_for_backward(ranks: Ranks, zero_stage: i
         assert found["count"] > 0
         # Activations are 3 x 48; a weight, gathered or cast, would be 48 x 48.
         assert found["largest"] == 3 * ROWS
+
+
+def outlives() -> list[str]:
+    """Parameters of a compiled and trained model that are there when nobody has the model any more."""
+    model = zgraph.shard(build())
+    with_fx(model)(torch.randn(3, ROWS)).square().mean().backward()
+    left = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    del model
+    gc.collect()
+    return [name for name, parameter in left.items() if parameter() is not None]
+
+
+def test_what_was_compiled_does_not_keep_the_model(ranks: Ranks) -> None:
+    """Dynamo keeps graphs as long as the code of a forward."""
+    assert not any(ranks.run(outlives))

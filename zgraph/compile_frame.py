@@ -65,9 +65,10 @@ class FrameCompiler:
         self.options = options
         self.on_plan = on_plan
         self.pipeline = options.pipeline or Pipeline(presets.default())
-        self.captured = frame
+        # Not the frame itself: its inputs would live as long as what was compiled, and the model with them.
         self.frame = frame.name
         self.reason = frame.reason
+        self.is_step = frame.is_step
         known = known or PassContext(machine=frame.machine)
         self.ctx = replace(known, decomposed=options.lowering == "inductor")
         self.names = frame.handle_names()
@@ -236,7 +237,7 @@ class FrameCompiler:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""
         names: dict[str, str] = {}
         for place, node in enumerate(graph.find_nodes(op="placeholder")):
-            index = place if self.captured.is_step else aot_input_index(node)
+            index = place if self.is_step else aot_input_index(node)
             if index in self.names:
                 names[node.name] = self.names[index]
         for marker in nodes.call_functions(graph, nodes.is_marker):

@@ -64,6 +64,6 @@ def move_before(node: fx.Node, anchor: fx.Node) -> None:
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
     """Erase unused candidates, users first; inputs of the graph stay."""
-    for node in sorted(candidates, key=order_of(graph).__getitem__, reverse=True):
+    for node in sorted(candidates, reverse=True):  # nodes compare by their place in the graph
         if not node.users and node.op == "call_function":
             graph.erase_node(node)

@@ -31,6 +31,7 @@ _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
 _AT_REST = "zgraph_at_rest"
+_EVALUATED = "zgraph_evaluated"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
 # between two of them (it saves what lies on such a border).
 _GATHER_REGION = 1 << 30
@@ -236,7 +237,26 @@ def create(
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     set_value(node, evaluate(node))
+    node.meta[_EVALUATED] = _call_and_values(node)
     return node
+
+
+def take_evaluation(node: fx.Node) -> bool:
+    """Whether `create` evaluated just this call on just these values, so that a replay would tell nothing new.
+
+    Asked once: the record refers to other nodes, and is dropped, lest copies of the node keep a graph alive.
+    """
+    (target, args, kwargs), values = node.meta.pop(_EVALUATED, ((None, (), {}), []))
+    if target is None:
+        return False
+    call, now = _call_and_values(node)
+    same = len(now) == len(values) and all(found is known for found, known in zip(now, values, strict=True))
+    return same and call == (target, args, kwargs)
+
+
+def _call_and_values(node: fx.Node) -> tuple[tuple[Any, Any, Any], list[Any]]:
+    """A node's call, and its value and those of its inputs."""
+    return (node.target, node.args, node.kwargs), [value(known) for known in (node, *node.all_input_nodes)]
 
 
 def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node | None = None) -> fx.Node:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,12 +46,20 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
     written: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            items = given if isinstance(given, list | tuple) else (given,)
-            written.extend(item for item in items if isinstance(item, fx.Node))
+    for position, name in _written_places(node.target):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        items = given if isinstance(given, list | tuple) else (given,)
+        written.extend(item for item in items if isinstance(item, fx.Node))
     return written
+
+
+@functools.cache
+def _written_places(target: OpOverload) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def returns_alias(target: object) -> bool:

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support import models
+from tests.support.combinations import off
+from tests.support.compressing import feedback_of
 from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, compare, token_batch, whole
 from tests.support.ranks import Ranks
 from zgraph.analysis.hardware import Hardware
@@ -141,6 +143,49 @@ def test_timing_kernels_leaves_the_masks_alone(ranks: Ranks, zero_stage: int, lo
         for one, other in zip(found, expected, strict=True):
             # Islands of another order are other programs to Inductor.
             torch.testing.assert_close(one, other, **({"rtol": 0, "atol": 0} if lowering == "fx" else {}))
+
+
+def train_compressed(zero_stage: int, dropout: float) -> list[str]:
+    """Two steps by Inductor in bf16 with compressed gradients, against the replicated model; what was compressed."""
+    torch.manual_seed(5)
+    case = Case(build=lambda: Blocks(dropout), batch=token_batch, options={"param_dtype": torch.bfloat16})
+    model = case.build()
+    plain = case.build()
+    plain.load_state_dict(model.state_dict())
+    plain.checkpointed = False
+    reference = Replicated(case, plain, zero_stage)
+    sharded: Any = zgraph.shard(model, zero_stage=zero_stage, **case.options)
+    report = zgraph.Report()
+    compress = zgraph.passes.CompressGradients(method=zgraph.passes.LoCo(), min_numel=WIDTH * WIDTH)
+    passes = [
+        compress if isinstance(one, zgraph.passes.CompressGradients) else one
+        for one in zgraph.passes.presets.default(compression=zgraph.passes.LoCo())
+    ]
+    options: Any = {"pipeline": zgraph.Pipeline(passes), "report": report}
+    called: Any = torch.compile(sharded, backend="zgraph", options=options)
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        for step in range(2):
+            (output,), expected = reference.step(step)
+            inputs, target = batches(case, step)[torch.distributed.get_rank()]
+            torch.manual_seed(77 + step)
+            found = called(inputs)
+            case.loss(found, target).backward()
+            assert off(found.detach(), output) < 3e-2
+            every = {name: whole(parameter.grad) for name, parameter in sharded.named_parameters()}
+            for name, value in every.items():
+                assert off(value, expected[name], floor=1e-2) < 0.2, name
+            sharded.zero_grad()
+    assert len(report.graphs) == 2, "the checkpointed blocks are compiled with what is around them"
+    return sorted(feedback_of(sharded))
+
+
+@pytest.mark.slow  # Inductor's C++ compiler takes seconds for each kernel
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_repeated_blocks_in_bf16_are_computed_again_and_their_gradients_compressed(
+    ranks: Ranks, zero_stage: int
+) -> None:
+    for names in ranks.run(train_compressed, zero_stage, 0.5):
+        assert {f"blocks.{number}.up.weight" for number in (0, 1)} <= set(names)
 
 
 class Twins(nn.Module):

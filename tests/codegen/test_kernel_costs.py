@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernels.buckets import Compiled, needs_triton
-from tests.support.kernels.costs import CASES, Cost, issued
+from tests.support.kernels.costs import CASES, Cost, case_of, issued
 
 SASS = """\
         .global         sum
@@ -55,7 +55,7 @@ def test_costs_are_those_of_an_element():
 def test_kernel_keeps_its_budget(name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Compiles for a GPU that is not there, which takes two seconds."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    case = CASES[name]
+    case = case_of(name)
     found = case.measure(capability)
     assert found.instructions <= case.instructions
     assert found.registers <= case.registers

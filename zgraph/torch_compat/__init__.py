@@ -1,8 +1,8 @@
 """The only room that touches private torch names; each entry says on which versions it was checked.
 
-Everything here was read and run on torch 2.13.0, and run with the CUDA builds of 2.11.0 and 2.13.0; the 2.11 and 2.12
-notes say what differs there. A new torch release is adopted by running the suite (`make test TORCH=...`) and reading
-this page, nothing else.
+Everything here was read and run on torch 2.13.0, and run with the CUDA builds of 2.11.0, 2.12.1 and 2.13.0; the 2.11
+and 2.12 notes say what differs there. A new torch release is adopted by running the suite (`make test TORCH=...`) and
+reading this page, nothing else.
 """
 
 from __future__ import annotations

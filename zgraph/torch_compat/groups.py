@@ -110,7 +110,7 @@ def flight_recorder_directory() -> Path:
     """Where torch's flight recorder writes its dump when the watchdog ends a process.
 
     2.13: the directory of TORCH_FR_DUMP_TEMP_FILE, or TORCH_NCCL_DEBUG_INFO_TEMP_FILE, a path without the rank; else
-    `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp; not checked on 2.11 and 2.12).
+    `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp; 2.11 and 2.12 know both variables).
     """
     given = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     if given:

@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from zgraph.torch_compat import release_of
 from zgraph.torch_compat.fake_values import fake_mode_of, without_fake_mode
 
 
@@ -25,7 +26,24 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(fallback_random=True):
-        return select_decomp_table()
+        table: dict[Any, Callable[..., Any]] = select_decomp_table()
+    if release_of(torch.__version__) < (2, 12):
+        table = {**table, torch.ops.aten.lerp.Scalar: _lerp, torch.ops.aten.lerp_.Scalar: _lerp_in_place}
+    return table
+
+
+def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """`torch.lerp` by a number, as it is taken apart from 2.12 on, where a graph is compiled for any weight.
+
+    2.11 makes a tensor of the weight first (`aten.full`), whose value Inductor makes a constant.
+    """
+    if weight >= 0.5 or weight <= -0.5:
+        return torch.add(end, end - start, alpha=weight - 1.0)
+    return torch.add(start, end - start, alpha=weight)
+
+
+def _lerp_in_place(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return start.copy_(_lerp(start, end, weight))
 
 
 @functools.cache
@@ -177,7 +195,7 @@ def inductor_cache_directory() -> str:
 def cpu_features() -> dict[str, bool]:
     """Features of this processor by name, such as "avx512_f" and "avx512_bf16"; empty where torch does not say.
 
-    `torch.cpu.get_capabilities` is public in 2.13, and was not looked for in 2.11 and 2.12.
+    `torch.cpu.get_capabilities` is public (2.11 - 2.13).
     """
-    found: Any = getattr(torch.cpu, "get_capabilities", dict)()
+    found: Any = torch.cpu.get_capabilities()
     return {name: value for name, value in dict(found).items() if isinstance(value, bool)}

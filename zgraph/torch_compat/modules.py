@@ -16,7 +16,7 @@ class OptimizerOfLists(torch.optim.Optimizer):
 
     `_init_group(group, parameters, gradients, *states)` fills empty lists with the parameters of a group that have
     gradients, with these gradients, and with entries of their state, which it makes where there is none; it returns
-    flags, of complex parameters for instance (read on 2.13).
+    flags, of complex parameters for instance (2.11 - 2.13).
     """
 
     def lists_of(self, group: dict[str, Any], lists: tuple[list[Any], ...], fill: Callable[..., Any]) -> Any:

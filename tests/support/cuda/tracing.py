@@ -22,6 +22,7 @@ from tests.support.cuda.llama import Llama, Shape
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.islands import Island
 from zgraph.compile_frame import FrameCompiler
+from zgraph.compiler.frame import Frame
 from zgraph.compiler.graph_pass import Direction, GraphPass
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.traffic import transfers
@@ -116,7 +117,7 @@ class CountingCompiler(FrameCompiler):
     """Compiles graphs for NCCL, counts, and returns what yields tensors without values."""
 
     def __init__(self, gm: fx.GraphModule, options: CompileOptions, found: list[Counts]) -> None:
-        super().__init__(gm, options, known=zgraph.PassContext(planned_backend="nccl"))
+        super().__init__(Frame.of_dynamo(gm), options, known=zgraph.PassContext(planned_backend="nccl"))
         self.found = found
         if self.inductor is not None:
             self.inductor = CountingLowering()

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -126,6 +126,8 @@ class Case:
         dtype: of the gradients, or of the outputs.
         aligned: they are read or written 16 bytes at once.
         instructions, registers, narrow_bytes, shared: budgets, see `Cost`.
+        old_triton: the first, second and last of these with Triton 3.6, which moves values between threads where newer
+            ones leave them in their registers.
         ranks: whose payloads are dequantized.
     """
 
@@ -137,6 +139,7 @@ class Case:
     registers: int
     narrow_bytes: float
     shared: float
+    old_triton: tuple[float, int, float]
     ranks: int = 8
 
     def needed_bytes(self) -> tuple[float, float]:
@@ -168,18 +171,49 @@ class Case:
 
 
 # The one place where budgets stand: what `python -m tests.support.kernels.costs` prints, rounded up. Whoever makes a
-# kernel better lowers them. Counted with Triton 3.7.1. Runs of 8 elements of the error, and of codes, are narrow.
+# kernel better lowers them. Counted with Triton 3.7.1, and 3.6.0. Runs of 8 elements of the error, and of codes, are
+# narrow.
 _EIGHT_BITS = NoFeedback(bits=8)
 CASES = {
-    "quantize": Case(kind="quantize", instructions=45.2, registers=255, narrow_bytes=4.95, shared=0.45),
-    "quantize fp32": Case(kind="quantize", dtype=F32, instructions=44.6, registers=168, narrow_bytes=4.95, shared=0.45),
+    "quantize": Case(
+        kind="quantize", instructions=45.2, registers=255, narrow_bytes=4.95, shared=0.45, old_triton=(89.4, 255, 6.63)
+    ),
+    "quantize fp32": Case(
+        kind="quantize",
+        dtype=F32,
+        instructions=44.6,
+        registers=168,
+        narrow_bytes=4.95,
+        shared=0.45,
+        old_triton=(88.8, 255, 6.63),
+    ),
     "quantize, not aligned": Case(
-        kind="quantize", aligned=False, instructions=48.7, registers=255, narrow_bytes=6.95, shared=0.45
+        kind="quantize",
+        aligned=False,
+        instructions=48.7,
+        registers=255,
+        narrow_bytes=6.95,
+        shared=0.45,
+        old_triton=(92.9, 255, 6.63),
     ),
     "quantize to 8 bits": Case(
-        kind="quantize", method=_EIGHT_BITS, instructions=19.9, registers=90, narrow_bytes=2.82, shared=0.26
+        kind="quantize",
+        method=_EIGHT_BITS,
+        instructions=19.9,
+        registers=90,
+        narrow_bytes=2.82,
+        shared=0.26,
+        old_triton=(43.1, 142, 2.32),
     ),
-    "dequantize": Case(kind="dequantize", dtype=F32, instructions=115.6, registers=96, narrow_bytes=6.01, shared=1.01),
+    "dequantize": Case(
+        kind="dequantize",
+        dtype=F32,
+        instructions=115.6,
+        registers=96,
+        narrow_bytes=6.01,
+        shared=1.01,
+        old_triton=(118.3, 96, 1.51),
+    ),
     "dequantize 8 bits of one rank": Case(
         kind="dequantize",
         dtype=F32,
@@ -189,15 +223,27 @@ CASES = {
         registers=64,
         narrow_bytes=2.57,
         shared=1.01,
+        old_triton=(15.9, 72, 0.76),
     ),
 }
+
+
+def case_of(name: str) -> Case:
+    """The case of this name, with the budgets of the Triton that is installed."""
+    import triton
+
+    case = CASES[name]
+    if not triton.__version__.startswith("3.6."):
+        return case
+    instructions, registers, shared = case.old_triton
+    return replace(case, instructions=instructions, registers=registers, shared=shared)
 
 
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as cache:  # a new one: kernels are compiled now
         os.environ["TRITON_CACHE_DIR"] = cache
         for name in names or CASES:
-            case = CASES[name]
+            case = case_of(name)
             loaded, stored = case.needed_bytes()
             for capability in CAPABILITIES:
                 found = case.measure(capability)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,8 +22,8 @@ class DedupeGathers(GraphPass):
 
     `reduce(a) + reduce(b)` becomes `reduce(a + b)`, which is how the replicated model sums them, and half the bytes.
     Leaves alone: reads in another dtype or of another parameter; sums with anything but a reduction of the same
-    parameter. In a whole training step also reads of stages 0 and 3 in different forwards and backwards, and sums of
-    the reductions of several backwards, which eager torch sums as well.
+    parameter. In a whole training step also reads of stages 0 and 3 in different forwards and backwards, reads before
+    and after an update, and sums of the reductions of several backwards, which eager torch sums as well.
     """
 
     name: ClassVar[str] = "dedupe_gathers"
@@ -49,10 +50,15 @@ def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """(duplicate, first) for every gather that an earlier one can stand in for."""
     first: dict[tuple[object, ...], fx.Node] = {}
     plan: list[tuple[fx.Node, fx.Node]] = []
-    for node in nodes.call_functions(graph, nodes.is_unshard):
+    writes: Counter[fx.Node] = Counter()
+    for node in graph.nodes:
+        writes.update(dataflow.written_sources(node))
+        if not nodes.is_unshard(node):
+            continue
         args = UnshardArgs.of(node)
         part = meta.part(node) if args.layout.zero_stage in (0, 3) else None
-        key = (dataflow.without_views(args.shard), args.handle, part, *args.policy)
+        shard = dataflow.without_views(args.shard)
+        key = (shard, writes[shard], args.handle, part, *args.policy)
         kept = first.setdefault(key, node)
         if kept is not node:
             plan.append((node, kept))

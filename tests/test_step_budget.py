@@ -70,7 +70,7 @@ def captured(request: pytest.FixtureRequest) -> Iterator[Any]:
             optimizer.step()
             optimizer.zero_grad()
 
-        found = capture(step, Lifted.of(model, optimizer), (torch.zeros(16 * times, 64),), {})
+        found = capture(step, Lifted.of(model, [optimizer]), (torch.zeros(16 * times, 64),), {})
         DedupeGathers().run(found.gm, PassContext(direction="step"))
         yield found.gm
 

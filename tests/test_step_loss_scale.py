@@ -114,7 +114,7 @@ def test_a_step_with_an_inf_is_skipped_in_the_graph(
 @worlds(2)
 @pytest.mark.parametrize("make", [sgd, adamw_fused])
 def test_error_feedback_is_told_of_skipped_steps(ranks: Ranks, make: Any) -> None:
-    for reasons in ranks.run(compare, Setting(Following, make, loco=True, steps=7)):
+    for reasons in ranks.run(compare, Setting(Following, make, preset={"compression": zgraph.passes.LoCo()}, steps=7)):
         assert kinds(reasons) == ["", "state"]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import zgraph
 from tests.support.ranks import Ranks, worlds
@@ -95,6 +96,42 @@ class Taught(Script):
         return super().left() | self.teacher.state_dict()
 
 
+class Smoothed(Script):
+    """torch's own averages."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+    def average(self) -> AveragedModel:
+        return AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def prepare(self) -> None:
+        self.averaged = self.average()
+
+    def step(self, x: Tensor) -> Any:
+        found = super().step(x)
+        self.averaged.update_parameters(self.model)
+        return found
+
+    def left(self) -> dict[str, Any]:
+        assert int(self.averaged.n_averaged) == self.setting.steps
+        return super().left() | {f"averaged {name}": one for name, one in self.averaged.state_dict().items()}
+
+
+class OneByOne(Smoothed):
+    """The same by a call for each parameter, and for buffers, which one call may not mix with DTensors."""
+
+    def average(self) -> AveragedModel:
+        return AveragedModel(self.model, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)
+
+
+class Equally(Smoothed):
+    """All steps count alike, so the factor changes with each."""
+
+    def average(self) -> AveragedModel:
+        return AveragedModel(self.model)
+
+
 @worlds(2)
 @pytest.mark.parametrize(
     ("script", "make", "stage", "close"),
@@ -106,6 +143,10 @@ class Taught(Script):
         (ByList, sgd, 2, False),
         (Taught, adamw_fused, 3, False),
         (Averaged, sgd, 2, True),
+        (Smoothed, adamw_fused, 3, False),
+        (Smoothed, sgd, 0, False),
+        (OneByOne, sgd, 2, False),
+        (Equally, adamw_fused, 1, False),
     ],
 )
 def test_tensors_that_the_function_names_are_inputs(

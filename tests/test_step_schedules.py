@@ -103,6 +103,26 @@ def test_an_option_that_decides_is_a_guard_and_named(ranks: Ranks) -> None:
         assert "weight_decay_0=0.0, before Ne(weight_decay_0, 0" in reasons[2]
 
 
+def sgd_without_decay(groups: Any) -> optim.Optimizer:
+    return optim.SGD(groups, lr=LR, momentum=0.9, weight_decay=0.0, foreach=True)
+
+
+class SwitchedOn(Script):
+    """An option that was zero is so no longer."""
+
+    def advance(self, number: int) -> None:
+        if number == 2:
+            for group in self.opt.param_groups:
+                group["weight_decay"] = 0.1
+
+
+@worlds(2)
+def test_an_option_that_was_found_to_be_zero_is_a_guard(ranks: Ranks) -> None:
+    for reasons in ranks.run(compare, Setting(SwitchedOn, sgd_without_decay, steps=5)):
+        assert kinds(reasons) == ["", "state", "options"]
+        assert "weight_decay_0=0.1" in reasons[2]
+
+
 class WithTensors(Script):
     """A learning rate that is a tensor, changed in place and replaced."""
 

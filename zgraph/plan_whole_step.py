@@ -55,30 +55,30 @@ def plan_whole_step(
         compiler_of: makes the compiler of a frame.
     """
     check_optimizer(optimizer)
-    check_function(function, optimizer)
-    lifted = Lifted.of(model, optimizer)
+    check_function(function, [optimizer])
+    lifted = Lifted.of(model, [optimizer])
     captured = capture(function, lifted, inputs, {})
     if not captured.steps:
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")
     if captured.state:
         _put_state(captured, lifted)
-        lifted = Lifted.of(model, optimizer)
+        lifted = Lifted.of(model, [optimizer])
         captured = capture(function, lifted, inputs, {})
     frame = Frame(name="step/0", reason="", inputs=lifted.tensors(), is_step=True)
     compiler_of(frame).compile_step(captured.gm)
 
 
 def _put_state(captured: Captured, lifted: Lifted) -> None:
-    """Give the optimizer the state that a step has made, without values."""
+    """Give the optimizers the state that a step has made, without values."""
     returned = nodes.returned_by(captured.gm.graph)[len(captured.likes) :]
-    state = lifted.optimizer.state
+    states = [one.optimizer.state for one in lifted.optimizers]
     entries = zip(captured.state, captured.layouts, strict=True)
-    for ((position, key), like), node in zip(entries, returned, strict=False):  # gradients come last
+    for ((number, position, key), like), node in zip(entries, returned, strict=False):  # gradients come last
         assert isinstance(node, fx.Node)
         value = meta.tensor_value(node)
-        state[lifted.parameters[position].tensor][key] = value if like is None else dtensor_like(value, like)
-    for position, key, constant in captured.constants:
-        state[lifted.parameters[position].tensor][key] = constant
+        states[number][lifted.parameters[position].tensor][key] = value if like is None else dtensor_like(value, like)
+    for number, position, key, constant in captured.constants:
+        states[number][lifted.parameters[position].tensor][key] = constant
 
 
 def state_bytes(optimizer: optim.Optimizer) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
-from operator import is_, is_not
+from itertools import chain, repeat
+from operator import is_not
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
@@ -38,7 +38,7 @@ RECOMPILES = 8  # as many as Dynamo allows
 
 def training_step(
     model: nn.Module,
-    optimizer: optim.Optimizer,
+    optimizer: optim.Optimizer | Sequence[optim.Optimizer],
     *,
     options: Mapping[str, Any] | None = None,
     recompile_limit: int = RECOMPILES,
@@ -62,8 +62,8 @@ def training_step(
 
     Args:
         model: what `zgraph.shard` returned; what `torch.compile` made of it will do.
-        optimizer: of its parameters. Element-wise ones of torch.optim step on shards, others on DTensors. Options that
-            are floats or tensors are inputs of the graph.
+        optimizer: of its parameters; a list where the function steps several. Element-wise ones of torch.optim step
+            on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
         options: those of `torch.compile(model, backend="zgraph")`.
         recompile_limit: graphs that may be made for different calls.
 
@@ -71,17 +71,19 @@ def training_step(
         A decorator; `TrainingStep.function` is the plain function.
 
     Raises:
-        ValueError: an option, or the optimizer, cannot be honoured.
+        ValueError: an option, or an optimizer, cannot be honoured.
     """
     module = without_compile(model)
     parsed = CompileOptions.parse(options)
     _check_pipeline(parsed.pipeline)
-    check_optimizer(optimizer)
-    Lifted.of(module, optimizer)
+    optimizers = (optimizer,) if isinstance(optimizer, optim.Optimizer) else tuple(optimizer)
+    for one in optimizers:
+        check_optimizer(one)
+    Lifted.of(module, optimizers)
 
     def decorate(function: Callable[P, R]) -> TrainingStep[P, R]:
-        check_function(function, optimizer)
-        return TrainingStep(function, module, optimizer, parsed, recompile_limit)
+        check_function(function, optimizers)
+        return TrainingStep(function, module, optimizers, parsed, recompile_limit)
 
     return decorate
 
@@ -118,13 +120,13 @@ class TrainingStep(Generic[P, R]):
         self,
         function: Callable[P, R],
         model: nn.Module,
-        optimizer: optim.Optimizer,
+        optimizers: Sequence[optim.Optimizer],
         options: CompileOptions,
         recompile_limit: int,
     ) -> None:
         functools.update_wrapper(cast(Any, self), function)
         self.function = function
-        self._model, self._optimizer, self._options = model, optimizer, options
+        self._model, self._optimizers, self._options = model, optimizers, options
         self._limit = recompile_limit
         self._variants: list[_Variant] = []
         self._lifted: Lifted | None = None
@@ -145,14 +147,15 @@ class TrainingStep(Generic[P, R]):
         parameters = lifted.held
         has_gradient = tuple(map(is_not, gradients_of(parameters), repeat(None)))
         state = self._state_of(lifted)
-        options = OptionInputs.of(self._optimizer)
+        options = OptionInputs.of(self._optimizers)
         outside = Outside.of(self.function, self._model, self._own, parameters[0].device)
-        conditions = self._conditions(lifted, leaves, tree, has_gradient, options, outside)
+        conditions = self._conditions(lifted, leaves, tree, options, outside)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
         variant = next((one for one in reversed(self._variants) if _holds(one, conditions, options, tensors)), None)
         if variant is None:
             variant = self._compile(lifted, conditions, options, outside, tensors, args, kwargs)
         if any(has_gradient):
+            _check_gradients(variant.captured, has_gradient)
             for parameter in parameters:
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -165,48 +168,39 @@ class TrainingStep(Generic[P, R]):
     # --- before -------------------------------------------------------------------------------------------------------
 
     def _current(self) -> Lifted:
-        """The model and optimizer as they are now; read again where tensors were replaced."""
+        """The model and optimizers as they are now; read again where tensors were replaced."""
         known = self._lifted
-        if known is None or not self._is_current(known):
-            known = self._lifted = Lifted.of(self._model, self._optimizer)
-            check_optimizer(self._optimizer)
+        if known is None or not known.is_current():
+            known = self._lifted = Lifted.of(self._model, self._optimizers)
+            for optimizer in self._optimizers:
+                check_optimizer(optimizer)
             self._own = frozenset(id(one.tensor) for one in (*known.parameters, *known.buffers))
             self._modules = guards.Modules(self._model)
             self._scopes = known.scopes()
-            self._state = StateLayout.of(known)
+            self._states = [StateLayout.of(one, number) for number, one in enumerate(known.optimizers)]
             self._layouts = tuple(
                 (tuple(one.tensor.shape), one.tensor.dtype, one.tensor.device)
                 for one in (*known.parameters, *known.buffers)
             )
         return known
 
-    def _is_current(self, known: Lifted) -> bool:
-        groups = self._optimizer.param_groups
-        return (
-            known.is_current()
-            and len(groups) == len(known.positions)
-            and all(
-                len(group["params"]) == len(positions)
-                and all(map(is_, group["params"], map(known.held.__getitem__, positions)))
-                for group, positions in zip(groups, known.positions, strict=True)
-            )
-        )
-
     def _state_of(self, lifted: Lifted) -> list[Tensor]:
-        """The tensors of the optimizer's state, in the order of the graph."""
-        tensors = self._state.tensors(self._optimizer.state)
-        if tensors is None:
-            self._state = StateLayout.of(lifted)
-            tensors = self._state.tensors(self._optimizer.state)
-            assert tensors is not None
-        return tensors
+        """The tensors of the optimizers' state, in the order of the graph."""
+        found: list[Tensor] = []
+        for number, one in enumerate(lifted.optimizers):
+            tensors = self._states[number].tensors(one.optimizer.state)
+            if tensors is None:
+                self._states[number] = StateLayout.of(one, number)
+                tensors = self._states[number].tensors(one.optimizer.state)
+                assert tensors is not None
+            found += tensors
+        return found
 
     def _conditions(
         self,
         lifted: Lifted,
         leaves: list[Any],
         tree: Any,
-        has_gradient: tuple[bool, ...],
         options: OptionInputs,
         outside: Outside,
     ) -> guards.Conditions:
@@ -214,9 +208,8 @@ class TrainingStep(Generic[P, R]):
             arguments=guards.of_arguments(leaves, tree),
             modes=self._modules.conditions(),
             trainable=tuple(requires_grad_of(lifted.held)),
-            gradients=has_gradient,
-            options=(*lifted.positions, *options.conditions),
-            state=self._state.conditions,
+            options=(*(groups for one in lifted.optimizers for groups in one.groups), *options.conditions),
+            state=tuple(chain.from_iterable(layout.conditions for layout in self._states)),
             layouts=self._layouts,
             outside=guards.of_tensors(outside),
             variables=guards.of_variables(outside),
@@ -249,11 +242,7 @@ class TrainingStep(Generic[P, R]):
             # The step that makes the optimizer's state runs once.
             options = replace(options, lowering="fx")
             captured = capture(self.function, lifted, args, kwargs, outside)
-        if any(conditions.gradients) and not captured.clears_first:
-            raise ZgraphError(
-                "zgraph.training_step: parameters have gradients from before the step, which would be added to; call "
-                "zero_grad() of the model before the step, or first in it."
-            )
+        _check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
         program = FrameCompiler(frame, options).compile_step(captured.gm)
@@ -276,7 +265,7 @@ class TrainingStep(Generic[P, R]):
 
     def _finish(self, lifted: Lifted, captured: Captured, outputs: list[Any]) -> Any:
         """Put new state and gradients where they belong, and return what the function returns."""
-        parameters, state = lifted.parameters, self._optimizer.state
+        parameters, states = lifted.parameters, [one.state for one in self._optimizers]
         given = iter(outputs)
         likes = iter(captured.likes)
         leaves: list[Any] = []
@@ -287,22 +276,35 @@ class TrainingStep(Generic[P, R]):
             like, value = next(likes), next(given)
             leaves.append(_wrapped(value, like))
         made = [
-            (parameters[position].tensor, key, _wrapped(next(given), like))
-            for (position, key), like in zip(captured.state, captured.layouts, strict=True)
+            (number, parameters[position].tensor, key, _wrapped(next(given), like))
+            for (number, position, key), like in zip(captured.state, captured.layouts, strict=True)
         ]
         for position in captured.grads:
             parameters[position].tensor.grad = _wrapped(next(given), parameters[position].tensor)
         for scaler, optimizer, flags in captured.told:
             scaler.tell_models([(optimizer, [next(given) for _ in range(flags)])])
-        # Reading the flag waits for the device: only the first step, which makes state, needs it.
-        if not (captured.skips and (captured.state or captured.constants) and next(given)):
-            for parameter, key, value in made:
-                state[parameter][key] = value
-            for position, key, constant in captured.constants:
-                state[parameters[position].tensor][key] = constant
-        if captured.steps:
-            note_step(self._optimizer)
+        flags = dict(zip(captured.skips, given, strict=True))
+        # Reading a flag waits for the device: only the first step, which makes state, needs it.
+        makers = dict.fromkeys(number for number, *_ in (*captured.state, *captured.constants))
+        skipped = {number for number in makers if flags.get(number)}
+        for number, parameter, key, value in made:
+            if number not in skipped:
+                states[number][parameter][key] = value
+        for number, position, key, constant in captured.constants:
+            if number not in skipped:
+                states[number][parameters[position].tensor][key] = constant
+        for number in captured.steps:
+            note_step(self._optimizers[number])
         return tree_unflatten(leaves, captured.tree)
+
+
+def _check_gradients(captured: Captured, has_gradient: Sequence[bool]) -> None:
+    """Refuse gradients from before the step, unless it clears them before it adds to them."""
+    if any(has and position not in captured.cleared for position, has in enumerate(has_gradient)):
+        raise ZgraphError(
+            "zgraph.training_step: parameters have gradients from before the step, which would be added to; call "
+            "zero_grad() of the model before the step, or first in it."
+        )
 
 
 def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
@@ -310,6 +312,4 @@ def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _holds(variant: _Variant, conditions: guards.Conditions, options: OptionInputs, tensors: list[Tensor]) -> bool:
-    if variant.captured.clears_first:
-        conditions = replace(conditions, gradients=variant.conditions.gradients)
     return variant.conditions == conditions and variant.captured.assumed.hold(options.values, tensors)

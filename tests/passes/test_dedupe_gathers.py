@@ -80,13 +80,15 @@ def test_no_view_of_a_shard_is_left_without_reader() -> None:
     assert [node.name for node in found.captured.graph.nodes if node.op == "call_function" and not node.users] == unused
 
 
-def draw_two_gathers(second_dtype: torch.dtype, second_handle: bool) -> Traced:
+def draw_two_gathers(second_dtype: torch.dtype, second_handle: bool, written: bool) -> Traced:
     drawing = Drawing()
     shard = drawing.input("shard", 4, 8)
     handle, other = drawing.input("handle", 96, dtype=torch.uint8), drawing.input("other", 96, dtype=torch.uint8)
     unshard = torch.ops.zgraph.unshard.default
     policy = (None, None, 3, "mean", "alone", "", "0")
     one = drawing.call(unshard, shard, handle, [8, 8], torch.float32, *policy, works_for="w")
+    if written:
+        drawing.call(aten.mul_.Tensor, drawing.call(aten.t.default, shard), 0.5)
     two = drawing.call(unshard, shard, other if second_handle else handle, [8, 8], second_dtype, *policy, works_for="w")
     gm = drawing.done(one, two)
     found = Traced(gm, {"joint": gm}, traced(mlp).ctx)
@@ -95,13 +97,18 @@ def draw_two_gathers(second_dtype: torch.dtype, second_handle: bool) -> Traced:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
-    ("dtype", "other_handle", "gathers"),
-    [(torch.float32, False, 1), (torch.bfloat16, False, 2), (torch.float32, True, 2)],
+    ("dtype", "other_handle", "written", "gathers"),
+    [
+        (torch.float32, False, False, 1),
+        (torch.bfloat16, False, False, 2),
+        (torch.float32, True, False, 2),
+        (torch.float32, False, True, 2),
+    ],
 )
 def test_only_reads_of_one_parameter_in_one_dtype_are_shared(
-    dtype: torch.dtype, other_handle: bool, gathers: int
+    dtype: torch.dtype, other_handle: bool, written: bool, gathers: int
 ) -> None:
-    found = draw_two_gathers(dtype, other_handle)
+    found = draw_two_gathers(dtype, other_handle, written)
     assert apply(DedupeGathers(), found, "joint") == (gathers == 1)
     assert len(list(nodes.call_functions(found.captured.graph, nodes.is_unshard))) == gathers
 

@@ -88,6 +88,12 @@ def _training() -> dict[str, Any]:
     return given | {"train_step": train_step}
 
 
+def _adversaries() -> dict[str, Any]:
+    model: Any = zgraph.shard(nn.ModuleDict({"generator": nn.Linear(4, 3), "critic": nn.Linear(3, 1)}), _mesh())
+    opt_d, opt_g = (torch.optim.Adam(part.parameters()) for part in (model.critic, model.generator))
+    return {"model": model, "opt_d": opt_d, "opt_g": opt_g, "F": F}
+
+
 def _llama() -> dict[str, Any]:
     from transformers import LlamaConfig
 
@@ -196,6 +202,13 @@ def _stepped_whole(names: dict[str, Any]) -> None:
     assert all(int(state["step"]) == len(names["batches"]) for state in names["opt"].state.values())
 
 
+def _both_stepped(names: dict[str, Any]) -> None:
+    for _ in range(2):
+        assert all(loss.isfinite() for loss in names["step"](torch.ones(2, 3), torch.ones(2, 4)))
+    for optimizer in (names["opt_d"], names["opt_g"]):
+        assert all(int(state["step"]) == 2 for state in optimizer.state.values())
+
+
 def _summarized(names: dict[str, Any]) -> None:
     assert zgraph.summary(names["model"]).step_bytes > 0
 
@@ -284,7 +297,8 @@ SETTINGS = [
     Setting('with torch.device("meta"):', lambda: {"Net": models.Attending, "mesh": _mesh()}, _materialized),
     Setting("scaler = zgraph.GradScaler", _with_a_batch, _reduced),
     # training-step.md
-    Setting("@zgraph.training_step(model, opt", _sharded, _stepped_whole),
+    Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
+    Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),
     # compression.md
     Setting("P      = zgraph.passes\npasses", _sharded, _compressed),
     Setting("P      = zgraph.passes\nchosen", dict, _chosen, on="one process"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import zgraph
+from tests.support.combinations import off
 from tests.support.judges.replicated import whole
 
 P = zgraph.passes
@@ -40,16 +41,20 @@ class Setting:
     Attributes:
         script: a class below, or a test's own.
         make: the optimizer, of two groups.
-        loco: gradients are compressed, which compiled graphs alone do.
+        preset: of the passes; the plain loop is compiled with the same, because graphs alone compress.
         close: compiled by Inductor, whose kernels round in another order.
+        bound: how far results may be off then, in norms; 0.0: as torch.testing.assert_close has it for the dtype.
+        recompiles: graphs that the captured step may need.
     """
 
     script: type[Script]
     make: Callable[[Groups], optim.Optimizer]
     stage: int = 3
     steps: int = 6
-    loco: bool = False
+    preset: dict[str, Any] = field(default_factory=dict[str, Any])
     close: bool = False
+    bound: float = 0.0
+    recompiles: int = 8
 
 
 class Script:
@@ -57,12 +62,20 @@ class Script:
 
     def __init__(self, setting: Setting) -> None:
         torch.manual_seed(0)
-        self.model = zgraph.shard(Net(), zero_stage=setting.stage)
+        self.setting = setting
+        self.model: Any = zgraph.shard(self.build(), zero_stage=setting.stage, **self.sharded())
         self.called: Any = self.model
         parameters = list(self.model.parameters())
         groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": LR / 2}]
         self.opt = setting.make(groups)
         self.prepare()
+
+    def build(self) -> nn.Module:
+        return Net()
+
+    def sharded(self) -> dict[str, Any]:
+        """Options of zgraph.shard."""
+        return {}
 
     def prepare(self) -> None:
         """Make what else the script has."""
@@ -108,6 +121,8 @@ def compare(setting: Setting) -> list[str]:
         assert type(found) is type(expected), name
         if not isinstance(expected, Tensor):
             assert found == expected, name
+        elif setting.bound:
+            assert off(whole(found), whole(expected), floor=1e-3) <= setting.bound, name
         elif setting.close:
             torch.testing.assert_close(
                 whole(found), whole(expected), equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
@@ -125,17 +140,19 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
 
 def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Report]:
     script, report = setting.script(setting), zgraph.Report()
-    passes = P.presets.default()
-    if setting.loco:
-        place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))
-        passes.insert(place, P.CompressGradients(method=P.LoCo(), min_numel=8))
+    passes: list[Any] = P.presets.default(**setting.preset)
+    passes = [replace(one, min_numel=8) if hasattr(one, "min_numel") else one for one in passes]
     pipeline = zgraph.Pipeline(passes, replay_all=True)
     options = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
     function: Any = script.step
     if captured:
-        decorate = zgraph.training_step(script.model, script.opt, options={**options, "report": report})
+        optimizers = script.optimizers()
+        given = optimizers if len(optimizers) > 1 else script.opt
+        decorate = zgraph.training_step(
+            script.model, given, options={**options, "report": report}, recompile_limit=setting.recompiles
+        )
         function = decorate(script.step)
-    elif setting.loco:
+    elif setting.preset:
         script.called = torch.compile(script.model, backend="zgraph", options=options)
     metrics: dict[str, Any] = {}
     for number in range(setting.steps):

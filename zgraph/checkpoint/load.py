@@ -22,6 +22,7 @@ from zgraph.checkpoint.directory import MANIFEST, measure, read_manifest
 from zgraph.checkpoint.optimizer_names import group_names, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_metadata
+from zgraph.checkpoint.several_optimizers import Checkpointed, as_one
 from zgraph.errors import CheckpointError
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.sharding.scope import window_is_open
@@ -48,7 +49,9 @@ class Checkpoint:
     extra: dict[str, Any]
 
 
-def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Checkpoint:
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
+) -> Checkpoint:
     """Load what `save_checkpoint` wrote, on any number of ranks. Every rank calls it.
 
     With the same number of ranks the run continues bitwise; see `runtime_state` for other numbers. Everything is loaded
@@ -58,14 +61,15 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     Args:
         path: a checkpoint, such as `latest_checkpoint` returns.
         model: built and sharded as the saved one was; the mesh may differ.
-        optimizer: with the same groups. None: the checkpoint's optimizer state is ignored.
+        optimizer: with the same groups; several as a list in the same order. None: the checkpoint's optimizer state is
+            ignored.
 
     Raises:
         CheckpointError: it is incomplete, damaged, of another model or of another format version; raised on all ranks,
             whichever found out, with model and optimizer unchanged.
     """
     folder = Path(path).absolute()
-    module = without_compile(model)
+    module, stepping = without_compile(model), as_one(optimizer)
     rank, world = rank_and_world()
 
     def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], str]:
@@ -76,7 +80,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             )
         manifest = read_manifest(folder)
         metadata = read_metadata(folder)
-        wanted = _wanted(folder, metadata, module, optimizer)
+        wanted = _wanted(folder, metadata, module, stepping)
         wanted[f"rank.{rank % manifest['ranks']}"] = None
         _check_kinds(folder, metadata, wanted)
         return manifest, metadata, wanted, json.dumps(manifest)
@@ -100,8 +104,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         )
         RuntimeState(module).check(own["runtime"])
         optimizer_state = None
-        if optimizer is not None:
-            optimizer_state = restored_state(folder, metadata, wanted, module, optimizer, own)
+        if stepping is not None:
+            optimizer_state = restored_state(folder, metadata, wanted, module, stepping, own)
         facts = own["runtime"].get(error_feedback.KEY, {})
         return own, optimizer_state, *error_feedback.plan_restore(facts, error_feedback.sizes_in(metadata), module)
 
@@ -109,8 +113,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     errors = error_feedback.read_parts(parts, lambda tensors: fill({error_feedback.KEY: tensors}))
     prefix = "model."
     module.load_state_dict({key.removeprefix(prefix): wanted[key] for key in wanted if key.startswith(prefix)})
-    if optimizer is not None and optimizer_state is not None:
-        optimizer.load_state_dict(optimizer_state)
+    if stepping is not None and optimizer_state is not None:
+        stepping.load_state_dict(optimizer_state)
     RuntimeState(module).restore(own["runtime"], manifest["ranks"], errors)
     error_feedback.warn_of_dropped(dropped)
     return Checkpoint(path=folder, step=manifest["step"], ranks=manifest["ranks"], extra=own["extra"])
@@ -127,7 +131,7 @@ class _Opened(SafeReader):
         return self.known
 
 
-def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Checkpointed | None) -> dict[str, Any]:
     """Make new tensors for everything to read, by name in the checkpoint; names must agree with the model's."""
     held = metadata.state_dict_metadata
     wanted: dict[str, Any] = {
@@ -242,7 +246,7 @@ def restored_state(
     metadata: Metadata,
     loaded: Mapping[str, Any],
     module: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Checkpointed,
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Build the optimizer's state dict from what was read."""

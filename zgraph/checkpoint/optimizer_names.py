@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from zgraph.checkpoint.several_optimizers import Checkpointed
 from zgraph.errors import CheckpointError
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.modules import local_parameters
 
 
-def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+def group_names(module: nn.Module, optimizer: Checkpointed) -> list[list[str]]:
     """Names of the parameters in each group."""
     names = {id(parameter): name.replace(COMPILED, "") for name, parameter in module.named_parameters()}
     groups: list[list[str]] = []
@@ -40,7 +40,7 @@ def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence
     }
 
 
-def ignored_states(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+def ignored_states(module: nn.Module, optimizer: Checkpointed) -> dict[str, dict[str, Tensor]]:
     """Optimizer state of ignored parameters, which each rank steps by itself."""
     ignored = _ignored_names(module)
     saved = optimizer.state_dict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from zgraph.checkpoint.directory import complete_checkpoints, measure, recover, 
 from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import METADATA, check_plain, encode
+from zgraph.checkpoint.several_optimizers import Checkpointed, as_one
 from zgraph.errors import CheckpointError
 from zgraph.sharding.scope import window_is_open
 from zgraph.torch_compat.dynamo import without_compile
@@ -28,7 +29,7 @@ from zgraph.torch_compat.groups import is_distributed_ready
 def save_checkpoint(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     step: int,
     extra: Mapping[str, Any] | None = None,
@@ -43,7 +44,8 @@ def save_checkpoint(
     Args:
         directory: holds the checkpoints of one run; created if missing.
         model: sharded or not, compiled or not.
-        optimizer: steps the model's parameters. Gradients are not saved: call after a step, not in a `no_sync` window.
+        optimizer: steps the model's parameters; several that share none as a list. Gradients are not saved: call after
+            a step, not in a `no_sync` window.
         step: names the checkpoint; a complete one of the same step is replaced.
         extra: anything else to save, such as a scheduler's state_dict or the data position. May differ between ranks.
             Plain tensors, numbers, strings, None, and dicts, lists and tuples of them.
@@ -60,13 +62,13 @@ def save_checkpoint(
         raise ValueError(f"zgraph.save_checkpoint: step={step} must not be negative, and keep={keep} at least 1.")
     root = Path(directory).absolute()
     final, partial = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
-    module = without_compile(model)
-    state = run_on_all_ranks("save_checkpoint", lambda: _state_to_save(module, optimizer, dict(extra or {})))
+    module, stepping = without_compile(model), as_one(optimizer)
+    state = run_on_all_ranks("save_checkpoint", lambda: _state_to_save(module, stepping, dict(extra or {})))
     rank, ranks = rank_and_world()
     if len(set(steps := gathered(step))) > 1:
         raise CheckpointError(f"zgraph.save_checkpoint: ranks save different steps {steps}; pass the same everywhere.")
     own: dict[str, Any] = {"runtime": RuntimeState(module).own(), "extra": dict(extra or {})}
-    own["optimizer"] = {} if optimizer is None else ignored_states(module, optimizer)
+    own["optimizer"] = {} if stepping is None else ignored_states(module, stepping)
     state["rank"] = {str(rank): encode(own)}
     errors = error_feedback.tensors_of(module, copies=False)  # written before training goes on
     if errors:
@@ -108,7 +110,7 @@ def save_checkpoint(
     return final
 
 
-def _state_to_save(module: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> dict[str, Any]:
+def _state_to_save(module: nn.Module, optimizer: Checkpointed | None, extra: dict[str, Any]) -> dict[str, Any]:
     def refuse(what: str) -> NoReturn:
         raise CheckpointError(
             f"zgraph.save_checkpoint: {what}, which a load without pickles cannot bring back; save tensors, numbers, "

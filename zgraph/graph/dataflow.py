@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zgraph.graph import meta, nodes, traits
+from zgraph.torch_compat.operators import written_arguments
 
 
 def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
@@ -30,10 +31,21 @@ def without_views(node: fx.Node) -> fx.Node:
     return node
 
 
+def written_sources(node: fx.Node) -> list[fx.Node]:
+    """What a call writes to; for views, what they are views of."""
+    found: list[fx.Node] = []
+    for target in written_arguments(node):
+        while traits.is_view(target) and target.all_input_nodes:
+            target = target.all_input_nodes[0]
+        found.append(target)
+    return found
+
+
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
     """The forward or backward of a whole step that each call belongs to; a pass's own call to that of the one before.
 
-    0 is the first forward, 1 its backward, 2 the next forward, and so on; the last one is the optimizer.
+    0 is the first forward, 1 its backward, 2 the next forward, and so on. An optimizer's step has the number of the
+    forward that would be next; where parameters that it has written to are read again, that forward has a later one.
     """
     found: dict[fx.Node, int] = {}
     part = 0

@@ -15,12 +15,12 @@ from zgraph.analysis.liveness import placements
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
 from zgraph.optimizers.gradients import GradScaler
-from zgraph.step.clean import check_updates_come_last, clean
+from zgraph.step.clean import clean, number_parts
 from zgraph.step.lifted import Lifted, local, name_part, overlapping
 from zgraph.step.option_inputs import Assumed, OptionInputs, names_of
 from zgraph.step.redirect import Redirect
+from zgraph.step.refusals import line_of
 from zgraph.step.stand_ins import StandIns
-from zgraph.step.user_line import line_of
 from zgraph.step.variables import Outside
 from zgraph.step.watch import Watch
 from zgraph.step.windows import resolve_windows
@@ -52,15 +52,15 @@ class Captured:
             tuple.
         likes: for each such result the DTensor that it is a part of, or None.
         tree: how the leaves make up what it returns.
-        state: (position, key) of new entries of the optimizer's state, returned behind.
+        state: (number of the optimizer, position, key) of new entries of the optimizers' state, returned behind.
         layouts: for each of these the DTensor that it is a part of, or None.
-        constants: (position, key, value) of new entries that are not tensors.
+        constants: (number, position, key, value) of new entries that are not tensors.
         grads: positions of parameters with a gradient at the end, returned behind.
         told: scalers that tell models about dropped steps, with the optimizers and numbers of flags of which they tell;
             the flags are returned behind.
-        skips: whether a flag is returned at the end that is set where the optimizer's step was skipped.
-        clears_first: whether gradients from before the step do not matter.
-        steps: whether the optimizer steps.
+        skips: numbers of optimizers for which a flag is returned at the end that is set where the step was skipped.
+        cleared: positions of parameters whose gradients from before the step do not matter.
+        steps: numbers of the optimizers that step.
     """
 
     gm: fx.GraphModule
@@ -68,14 +68,14 @@ class Captured:
     returned: tuple[tuple[Any] | None, ...]
     likes: tuple[DTensor | None, ...]
     tree: Any
-    state: tuple[tuple[int, str], ...]
+    state: tuple[tuple[int, int, str], ...]
     layouts: tuple[DTensor | None, ...]
-    constants: tuple[tuple[int, str, Any], ...]
+    constants: tuple[tuple[int, int, str, Any], ...]
     grads: tuple[int, ...]
     told: tuple[tuple[GradScaler, optim.Optimizer, int], ...]
-    skips: bool
-    clears_first: bool
-    steps: bool
+    skips: tuple[int, ...]
+    cleared: frozenset[int]
+    steps: tuple[int, ...]
 
 
 def capture(
@@ -87,11 +87,11 @@ def capture(
     *,
     decompose: bool = False,
 ) -> Captured:
-    """Run a step on fake values and return it as a graph; model, optimizer and arguments stay as they are.
+    """Run a step on fake values and return it as a graph; model, optimizers and arguments stay as they are.
 
     Args:
         function: the user's.
-        lifted: its model and optimizer.
+        lifted: its model and optimizers.
         args, kwargs: of the call; tensors and numbers in lists, tuples and dicts.
         outside: what it reads from outside; its tensors may be written, too.
         decompose: take operators apart as Inductor needs it.
@@ -109,20 +109,24 @@ def capture(
             tracer = _Tracer(function, lifted, args, kwargs, outside, asks=True)
             gm = tracer.trace(decompose)
     except data_dependent_errors() as error:
-        kind = type(lifted.optimizer).__name__
+        reader = tracer.watch.reader
         raise ZgraphError(
-            f"zgraph.training_step: {line_of(error) or f'the step, or {kind}.step() in it,'} decides in Python by a "
-            "value that is known only when the step runs; choose with torch.where, or do it outside of the step"
-            f"{tracer.hint()}."
+            f"zgraph.training_step: {line_of(error) or 'the step'}{f', in {_kind(reader)}.step(),' if reader else ''} "
+            "decides in Python by a value that is known only when the step runs; choose with torch.where, or do it "
+            f"outside of the step{f' (another optimizer than {_kind(reader)} may not)' if reader else ''}."
         ) from error
-    check_updates_come_last(gm.graph)
+    number_parts(gm.graph)
     resolve_windows(gm.graph)
     gm.recompile()
     return tracer.result(gm)
 
 
+def _kind(optimizer: object) -> str:
+    return type(optimizer).__name__
+
+
 def _tag_new_state(graph: fx.Graph, captured: Captured) -> None:
-    """Mark what allocates the optimizer's new state, which is there in all later steps."""
+    """Mark what allocates the optimizers' new state, which is there in all later steps."""
     found = placements(graph)
     begin = len(captured.likes)
     for node in nodes.returned_by(graph)[begin : begin + len(captured.state)]:
@@ -151,22 +155,17 @@ class _Tracer:
         self.mode = step_mode()
         self.watch = Watch(self.mode, asks)
         self.stand_ins: StandIns | None = None
-        self.options = OptionInputs.of(lifted.optimizer)
+        self.optimizers = [one.optimizer for one in lifted.optimizers]
+        self.options = OptionInputs.of(self.optimizers)
         self.found: dict[str, Any] = {}
-
-    def hint(self) -> str:
-        """What to do where it was the optimizer that asked for a value."""
-        kind = type(self.lifted.optimizer).__name__
-        return f" ({kind} does so with these options; another optimizer may not)" if self.watch.reads_values else ""
 
     def trace(self, decompose: bool) -> fx.GraphModule:
         inputs = [*self.lifted.tensors(), *map(local, self.outside.tensors.values())]
         # What lies in the memory of another input is refused if it is used: writes to one would not show in the other.
         self.present = inputs
         self.shared = overlapping(inputs) if self.outside.tensors else set()
-        optimizer = self.lifted.optimizer
         given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        options, option_names = self.options.values, names_of(optimizer)
+        options, option_names = self.options.values, names_of(self.optimizers)
         numbers = {
             name: fake_number(self.mode, value, name)
             for name, value in zip(option_names, options, strict=True)
@@ -207,13 +206,13 @@ class _Tracer:
                 stack.enter_context(self._scaling(scaler, stand_ins))
             stack.enter_context(stand_ins.in_place())
             stack.enter_context(self.watch)
-            stack.enter_context(Redirect(self.watch.stand_ins))
+            stack.enter_context(Redirect(self.watch, stand_ins.note_reading))
             result = self.function(*args, **kwargs)
         return self._outputs(result, stand_ins)
 
     @contextlib.contextmanager
     def _scaling(self, scaler: torch.amp.GradScaler, stand_ins: StandIns) -> Generator[None]:
-        """Let a scaler decide in the graph whether the optimizer steps, and tell models later."""
+        """Let a scaler decide in the graph whether optimizers step, and tell models later."""
         if isinstance(scaler, GradScaler):
             scaler.defer = lambda found: self.told.extend((scaler, *entry) for entry in found)
         try:
@@ -231,7 +230,8 @@ class _Tracer:
                 scaler.defer = None
 
     def _outputs(self, result: Any, stand_ins: StandIns) -> list[Any]:
-        leaves, self.found["tree"] = tree_flatten(result)
+        found, self.found["tree"] = tree_flatten(result)
+        leaves: list[Any] = [self.watch.stand_ins.get(id(leaf), leaf) for leaf in found]
         returned: list[tuple[Any] | None] = []
         likes: list[DTensor | None] = []
         outputs: list[Any] = []
@@ -253,27 +253,30 @@ class _Tracer:
             likes.append(leaf if isinstance(leaf, DTensor) else None)
             outputs.append(part.detach())
         added = stand_ins.new_state()
-        tensors = [(position, key, value) for position, key, value in added if isinstance(value, Tensor)]
+        tensors = [entry for entry in added if isinstance(entry[-1], Tensor)]
+        skips = {number: one.skip for number, one in enumerate(stand_ins.optimizers) if one.skip is not None}
         grads = [
             (position, parameter.grad)
             for position, parameter in enumerate(stand_ins.parameters)
             if parameter.grad is not None
         ]
-        outputs += [(local_of(value) if isinstance(value, DTensor) else value).detach() for _, _, value in tensors]
+        outputs += [(local_of(value) if isinstance(value, DTensor) else value).detach() for *_, value in tensors]
         outputs += [(local_of(grad) if isinstance(grad, DTensor) else grad).detach() for _, grad in grads]
         outputs += [flag.detach() for _, _, flags in self.told for flag in flags]
-        outputs += [] if stand_ins.skip is None else [stand_ins.skip]
+        outputs += skips.values()
         self.found |= {
             "told": tuple((scaler, optimizer, len(flags)) for scaler, optimizer, flags in self.told),
-            "skips": stand_ins.skip is not None,
+            "skips": tuple(skips),
             "returned": tuple(returned),
             "likes": tuple(likes),
-            "state": tuple((position, key) for position, key, _ in tensors),
-            "layouts": tuple(stand_ins.layout_of(*entry) for entry in tensors),
-            "constants": tuple(entry for entry in added if not isinstance(entry[2], Tensor)),
+            "state": tuple((number, position, key) for number, position, key, _ in tensors),
+            "layouts": tuple(
+                stand_ins.optimizers[number].layout_of(position, key, value) for number, position, key, value in tensors
+            ),
+            "constants": tuple(entry for entry in added if not isinstance(entry[-1], Tensor)),
             "grads": tuple(position for position, _ in grads),
-            "clears_first": stand_ins.clears_first,
-            "steps": stand_ins.stepped,
+            "cleared": frozenset(stand_ins.cleared),
+            "steps": tuple(number for number, one in enumerate(stand_ins.optimizers) if one.stepped),
         }
         return outputs
 

@@ -1,16 +1,17 @@
-"""Cleaning of a traced step: names for its inputs, no nodes that do nothing, and updates that come last."""
+"""Cleaning of a traced step: names for its inputs, no nodes that do nothing, and numbers of its parts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from zgraph.errors import ZgraphError
-from zgraph.graph import meta, nodes, traits
+from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.graph.operator_arguments import UnshardArgs
-from zgraph.torch_compat.operators import is_profiler, written_arguments
+from zgraph.torch_compat.operators import is_profiler
 
 aten = torch.ops.aten
 _NAMELESS = frozenset({aten.detach.default, aten.alias.default})
@@ -54,25 +55,35 @@ def _has_effect(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or node.is_impure()
 
 
-def check_updates_come_last(graph: fx.Graph) -> None:
-    """Refuse a step that writes to parameters before its last forward or backward.
+def number_parts(graph: fx.Graph) -> None:
+    """Begin a new forward where parameters that were written to are read again.
 
-    Gathers are shared and repeated by passes, which take it that a parameter is the same in all of them.
+    Passes share the gathers of one part, and repeat them in the backward behind it; so a parameter has to be the same
+    in all of a part.
 
     Raises:
-        ZgraphError: names the parameter's shard.
+        ZgraphError: a backward needs a parameter that has changed since its forward; names its shard.
     """
+    writes: Counter[fx.Node] = Counter()
+    made_of: dict[fx.Node, tuple[fx.Node, int]] = {}  # gathered parameters, and views of them: shard, writes before
     shards = {UnshardArgs.of(marker).shard for marker in nodes.call_functions(graph, nodes.is_unshard)}
-    written: dict[fx.Node, None] = {}
+    added, is_changed = 0, False
     for node in graph.nodes:
-        if nodes.is_marker(node) and written:
-            first = next(iter(written))
-            raise ZgraphError(
-                f"zgraph.training_step: the step writes to a parameter ({first.name}) before its last forward or "
-                "backward; change parameters outside of the step, or after its last backward."
-            )
-        for argument in written_arguments(node):
-            while traits.is_view(argument) and argument.all_input_nodes:
-                argument = argument.all_input_nodes[0]
-            if argument in shards:
-                written[argument] = None
+        for shard, before in (made_of[source] for source in node.all_input_nodes if source in made_of):
+            if writes[shard] != before:
+                raise ZgraphError(
+                    f"zgraph.training_step: the step writes to a parameter ({shard.name}) between a forward that reads "
+                    "it and that forward's backward; call backward() first, then step."
+                )
+        if nodes.is_unshard(node):
+            shard = UnshardArgs.of(node).shard
+            made_of[node] = shard, writes[shard]
+            added, is_changed = added + 2 * is_changed, False
+        elif traits.is_reshaping(node) and node.all_input_nodes[0] in made_of:
+            made_of[node] = made_of[node.all_input_nodes[0]]
+        part = meta.part(node)
+        if part is not None and added:
+            meta.set_part(node, part + added)
+        written = [source for source in dataflow.written_sources(node) if source in shards]
+        writes.update(written)
+        is_changed = is_changed or bool(written)

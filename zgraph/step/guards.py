@@ -24,9 +24,8 @@ class Conditions:
         arguments: structure of the arguments, layouts of tensors, values of all else.
         modes: training or evaluation, and the numbers that each module holds, such as a dropout's probability.
         trainable: `requires_grad` of each parameter.
-        gradients: which parameters had a gradient before the step.
-        options: of the optimizer, without parameters and without what is an input of the graph.
-        state: entries of the optimizer's state.
+        options: of the optimizers, without parameters and without what is an input of the graph.
+        state: entries of the optimizers' state.
         layouts: shapes and dtypes of parameters and buffers.
         outside: names and layouts of tensors that the function reads from outside.
         variables: numbers among what the function reads from outside.
@@ -36,7 +35,6 @@ class Conditions:
     arguments: tuple[Any, ...]
     modes: tuple[Any, ...]
     trainable: tuple[Any, ...]
-    gradients: tuple[Any, ...]
     options: tuple[Any, ...]
     state: tuple[Any, ...]
     layouts: tuple[Any, ...]

@@ -32,44 +32,89 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Lifted:
-    """A model and its optimizer as they are before a step.
+class LiftedOptimizer:
+    """An optimizer as it is before a step.
 
     Attributes:
-        parameters: each once, in the order of `named_parameters`.
-        handles: of the sharded ones, by name.
-        buffers: each once.
-        positions: of the optimizer's parameters, group by group, among `parameters`.
+        parameters: the model's.
+        groups: positions of the optimizer's parameters among them, group by group.
     """
 
-    model: nn.Module
     optimizer: optim.Optimizer
     parameters: tuple[Held, ...]
-    handles: dict[str, ShardedParam]
-    buffers: tuple[Held, ...]
-    positions: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: optim.Optimizer) -> Lifted:
-        """Look at a model and its optimizer.
-
-        Raises:
-            ValueError: the optimizer steps what is not a parameter of the model.
-        """
-        parameters = _held(model, local_parameters)
-        places = {id(one.tensor): place for place, one in enumerate(parameters)}
+    def of(cls, optimizer: optim.Optimizer, parameters: tuple[Held, ...], places: Mapping[int, int]) -> LiftedOptimizer:
+        """Look at an optimizer; `places` are the positions of parameters by their ids."""
         groups: list[tuple[int, ...]] = []
         for number, group in enumerate(optimizer.param_groups):
             missing = [parameter for parameter in group["params"] if id(parameter) not in places]
             if missing:
                 raise ValueError(
-                    f"zgraph.training_step: group {number} of the optimizer steps a tensor of shape "
-                    f"{list(missing[0].shape)} that is not a parameter of the model; pass the model whose parameters "
-                    "the optimizer was created with, after zgraph.shard."
+                    f"zgraph.training_step: group {number} of the optimizer ({type(optimizer).__name__}) steps a "
+                    f"tensor of shape {list(missing[0].shape)} that is not a parameter of the model; pass the model "
+                    "whose parameters the optimizer was created with, after zgraph.shard."
                 )
             groups.append(tuple(places[id(parameter)] for parameter in group["params"]))
-        buffers = _held(model, local_buffers)
-        return cls(model, optimizer, parameters, sharded_parameters(model), buffers, tuple(groups))
+        return cls(optimizer, parameters, tuple(groups))
+
+    def positions(self) -> Iterator[int]:
+        """Positions of its parameters, one group after the other."""
+        for group in self.groups:
+            yield from group
+
+    @cached_property
+    def _held(self) -> list[list[Tensor]]:
+        return [[self.parameters[position].tensor for position in positions] for positions in self.groups]
+
+    def is_current(self) -> bool:
+        """Whether it still steps the same parameters."""
+        groups = self.optimizer.param_groups
+        return len(groups) == len(self._held) and all(
+            len(group["params"]) == len(held) and all(map(is_, group["params"], held))
+            for group, held in zip(groups, self._held, strict=True)
+        )
+
+    def state_entries(self) -> list[tuple[int, str, Any]]:
+        """(position of the parameter, key, value) of everything in its state."""
+        state = self.optimizer.state
+        return [
+            (position, key, value)
+            for position in self.positions()
+            if self.parameters[position].tensor in state
+            for key, value in state[self.parameters[position].tensor].items()
+        ]
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """A model and its optimizers as they are before a step.
+
+    Attributes:
+        optimizers: in the order in which they were given.
+        parameters: each once, in the order of `named_parameters`.
+        handles: of the sharded ones, by name.
+        buffers: each once.
+    """
+
+    model: nn.Module
+    optimizers: tuple[LiftedOptimizer, ...]
+    parameters: tuple[Held, ...]
+    handles: dict[str, ShardedParam]
+    buffers: tuple[Held, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> Lifted:
+        """Look at a model and its optimizers.
+
+        Raises:
+            ValueError: an optimizer steps what is not a parameter of the model.
+        """
+        parameters = _held(model, local_parameters)
+        places = {id(one.tensor): place for place, one in enumerate(parameters)}
+        lifted = tuple(LiftedOptimizer.of(one, parameters, places) for one in optimizers)
+        return cls(model, lifted, parameters, sharded_parameters(model), _held(model, local_buffers))
 
     @cached_property
     def held(self) -> list[Tensor]:
@@ -90,10 +135,12 @@ class Lifted:
         return _places_of(self.parameters), _places_of(self.buffers)
 
     def is_current(self) -> bool:
-        """Whether the model still holds the same tensors at the same places."""
+        """Whether the model still holds the same tensors at the same places, and its optimizers step the same."""
         (owners, names, parameters), (buffer_owners, buffer_names, buffers) = self._places
-        return all(map(is_, map(dict.get, map(local_parameters, owners), names), parameters)) and all(
-            map(is_, map(dict.get, map(local_buffers, buffer_owners), buffer_names), buffers)
+        return (
+            all(map(is_, map(dict.get, map(local_parameters, owners), names), parameters))
+            and all(map(is_, map(dict.get, map(local_buffers, buffer_owners), buffer_names), buffers))
+            and all(one.is_current() for one in self.optimizers)
         )
 
     def scopes(self) -> list[Scope]:
@@ -101,20 +148,9 @@ class Lifted:
         states = (state_of(part) for part in self.model.modules())
         return list(dict.fromkeys(state.scope for state in states if state is not None))
 
-    def stepped(self) -> Iterator[int]:
-        """Positions of the optimizer's parameters, one group after the other."""
-        for group in self.positions:
-            yield from group
-
     def state_entries(self) -> list[tuple[int, str, Any]]:
-        """(position of the parameter, key, value) of everything in the optimizer's state."""
-        state = self.optimizer.state
-        return [
-            (position, key, value)
-            for position in self.stepped()
-            if self.parameters[position].tensor in state
-            for key, value in state[self.parameters[position].tensor].items()
-        ]
+        """(position of the parameter, key, value) of everything in the optimizers' state, one after the other."""
+        return [entry for one in self.optimizers for entry in one.state_entries()]
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.
@@ -151,7 +187,8 @@ class StateLayout:
         are_dtensors, are_plain, are_numbers: which entries are DTensors, other tensors, and no tensors.
         numbers: the last.
         order: of the graph's inputs, among the local parts of DTensors and, behind them, other tensors.
-        conditions: (position of the parameter, key, number or None) of each entry, in the order of the graph.
+        conditions: (number of the optimizer, position of the parameter, key, number or None) of each entry, in the
+            order of the graph.
     """
 
     owners: Sequence[Tensor]
@@ -166,8 +203,8 @@ class StateLayout:
     conditions: tuple[Any, ...]
 
     @classmethod
-    def of(cls, lifted: Lifted) -> StateLayout:
-        """Look at the state of an optimizer, entry by entry."""
+    def of(cls, lifted: LiftedOptimizer, number: int) -> StateLayout:
+        """Look at the state of an optimizer, which has this number among those of the step, entry by entry."""
         state: State = lifted.optimizer.state
         keys, values = list(chain.from_iterable(state.values())), _values(state)
         are_dtensors = [isinstance(value, DTensor) for value in values]
@@ -177,8 +214,8 @@ class StateLayout:
         ranked = [*compress(indices, are_dtensors), *compress(indices, are_plain)]
         rank = {index: place for place, index in enumerate(ranked)}
         starts = dict(zip(map(id, state), _starts(list(map(len, state.values()))), strict=True))
-        # Entry by entry in the order of the graph: that of `Lifted.state_entries`.
-        owners = [lifted.parameters[position].tensor for position in lifted.stepped()]
+        # Entry by entry in the order of the graph: that of `state_entries`.
+        owners = [lifted.parameters[position].tensor for position in lifted.positions()]
         entries = [
             starts[id(owner)] + place for owner in owners if id(owner) in starts for place in range(len(state[owner]))
         ]
@@ -193,7 +230,7 @@ class StateLayout:
             numbers=list(compress(values, are_numbers)),
             order=[rank[entry] for entry in entries if not are_numbers[entry]],
             conditions=tuple(
-                (position, key, None if isinstance(value, Tensor) else value)
+                (number, position, key, None if isinstance(value, Tensor) else value)
                 for position, key, value in lifted.state_entries()
             ),
         )

@@ -1,4 +1,4 @@
-"""Options of an optimizer that are inputs of a step's graph, and what the graph takes for granted about them."""
+"""Options of optimizers that are inputs of a step's graph, and what the graph takes for granted about them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from zgraph.torch_compat.fake_values import NumberGuards
 
 @dataclass(frozen=True)
 class OptionInputs:
-    """Options of an optimizer's groups at one call.
+    """Options of the optimizers' groups at one call.
 
     Attributes:
-        values: the inputs: floats, also those in tuples such as `betas`, and tensors; group by group.
+        values: the inputs: floats, also those in tuples such as `betas`, and tensors; group by group, one optimizer
+            after the other.
         conditions: everything else, which a graph holds for as it is.
     """
 
@@ -24,11 +25,11 @@ class OptionInputs:
     conditions: tuple[Any, ...]
 
     @classmethod
-    def of(cls, optimizer: optim.Optimizer) -> OptionInputs:
+    def of(cls, optimizers: Sequence[optim.Optimizer]) -> OptionInputs:
         """Read the options as they are now."""
         values: list[float | Tensor] = []
         conditions: list[Any] = []
-        for group in optimizer.param_groups:
+        for group in _groups(optimizers):
             for key, value in group.items():
                 if key == "params":
                     continue
@@ -46,20 +47,24 @@ class OptionInputs:
                     conditions.append((key, type(value)))
                 else:
                     conditions.append((key, value))
-        own = optimizer.__dict__.items()
+        own = [entry for optimizer in optimizers for entry in optimizer.__dict__.items()]
         conditions += [(key, value) for key, value in own if isinstance(value, int | float | str) and key[0] != "_"]
         return cls(tuple(values), tuple(conditions))
 
 
-def names_of(optimizer: optim.Optimizer) -> list[str]:
-    """Names of these inputs, for people: "lr_0" is the learning rate of the first group."""
+def names_of(optimizers: Sequence[optim.Optimizer]) -> list[str]:
+    """Names of these inputs, for people: "lr_0" is the learning rate of the first optimizer's first group."""
     found: list[str] = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(_groups(optimizers)):
         for key, value in group.items():
             entries: tuple[Any, ...] = value if type(value) is tuple else (value,)
             places = [place for place, entry in enumerate(entries) if _is_input(key, entry)]
             found += [f"{key}_{number}" if entries is not value else f"{key}{place}_{number}" for place in places]
     return found
+
+
+def _groups(optimizers: Sequence[optim.Optimizer]) -> Iterator[dict[str, Any]]:
+    return (group for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def with_inputs(group: dict[str, Any], inputs: Iterator[Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from zgraph.step.watch import Watch
 from zgraph.torch_compat.aot import newest_node, node_of_number, nodes_after
 from zgraph.torch_compat.fake_values import number_hint
 
@@ -19,12 +20,13 @@ class Redirect(TorchFunctionMode):
     So it does not matter by which way the user's lines come to a parameter: through the model, a list, an attribute.
 
     Args:
-        stand_ins: traced tensors, by id of the real ones.
+        watch: knows the traced tensors, by id of the real ones.
+        on_gradient: called with each tensor whose `.grad` is read.
     """
 
-    def __init__(self, stand_ins: Mapping[int, Tensor]) -> None:
+    def __init__(self, watch: Watch, on_gradient: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._stand_ins = stand_ins
+        self._watch, self._stand_ins, self._on_gradient = watch, watch.stand_ins, on_gradient
 
     def __torch_function__(
         self,
@@ -33,16 +35,28 @@ class Redirect(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        given = args
         args, kwargs = (
             [self._instead(arg) for arg in args],
             {key: self._instead(arg) for key, arg in (kwargs or {}).items()},
         )
-        if getattr(func, "__name__", "").startswith("_fused_"):
+        if getattr(func, "__self__", None) is Tensor.grad and len(args) == 1:
+            self._on_gradient(args[0])
+        name = getattr(func, "__name__", "")
+        if name.startswith("_fused_"):
             return _with_numbers(func, args, kwargs)
+        if func in (torch.as_tensor, torch.tensor) and args and isinstance(args[0], torch.SymFloat):
+            return torch.ones((), **kwargs) * cast(float, args[0])  # these two would make a constant
+        if name == "_foreach_lerp_" and len(args) == 3 and isinstance(args[2], Tensor):
+            with self._watch.reading_values(func):  # as the call itself would
+                args[2] = args[2].item()
         if func is Tensor.__setitem__ and _is_mask(args[1]) and isinstance(args[2], int | float | torch.SymFloat):
             # The same, without counting what the mask selects.
             return args[0].masked_fill_(args[1], args[2])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if args and result is args[0] and isinstance(result, Tensor):
+            return given[0]  # `self.count += 1` binds it to the attribute, which outlives the trace
+        return result
 
     def _instead(self, value: Any) -> Any:
         if isinstance(value, Tensor):

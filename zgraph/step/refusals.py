@@ -1,12 +1,16 @@
-"""What a captured step refuses before it is traced: optimizers and variables that it cannot honour."""
+"""What a captured step refuses before it is traced, and the line of the user's code for errors while it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import optim
 
+from zgraph.errors import ZgraphError
 from zgraph.step.variables import variables_of
 from zgraph.torch_compat.modules import step_hooks
 
@@ -23,8 +27,11 @@ ELEMENT_WISE = frozenset(
         optim.NAdam,
         optim.RAdam,
         optim.Rprop,
+        optim.ASGD,
     }
 )
+
+_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).resolve().parent.parent}/")
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
@@ -33,11 +40,6 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
     Raises:
         ValueError: says why.
     """
-    if isinstance(optimizer, optim.ASGD):
-        raise ValueError(
-            "zgraph.training_step: ASGD is not captured, for its step makes tensors of numbers, which would be "
-            "constants; train with torch.compile(model) and call optimizer.step() yourself."
-        )
     for name in ("differentiable", "capturable"):
         if any(group.get(name) for group in optimizer.param_groups):
             raise ValueError(
@@ -57,15 +59,42 @@ def _is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("zgraph.")
 
 
-def check_function(function: Callable[..., Any], optimizer: optim.Optimizer) -> None:
+def check_function(function: Callable[..., Any], optimizers: Sequence[optim.Optimizer]) -> None:
     """Refuse functions that use what a step does not capture.
 
     Raises:
         ValueError: names the variable.
     """
     for name, value in variables_of(function):
-        if isinstance(value, optim.Optimizer) and value is not optimizer:
+        if isinstance(value, optim.Optimizer) and all(value is not one for one in optimizers):
             raise ValueError(
-                f"zgraph.training_step: the step uses a second optimizer, {name}; use one with several parameter "
-                "groups, or write a step for each."
+                f"zgraph.training_step: the step uses an optimizer that it was not given, {name}; pass all that it "
+                "steps, as a list."
             )
+
+
+def refusal(what: str, instead: str) -> ZgraphError:
+    """The error for what a captured step cannot contain, with the user's line."""
+    return ZgraphError(f"zgraph.training_step: {user_line() or 'the step'} {what}; {instead}.")
+
+
+def user_line() -> str:
+    """The innermost line outside of torch and zgraph, such as "train.py:12 in step"; "" if there is none."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*_LIBRARIES, "<")):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line outside of torch and zgraph that an error came through, like `user_line`."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith((*_LIBRARIES, "<")):
+            found = f"{Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return found

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zgraph.errors import ZgraphError
 from zgraph.graph import meta
-from zgraph.step.user_line import user_line
-from zgraph.torch_compat.aot import forget_constant, let_stand_for, newest_node, nodes_after
+from zgraph.step.refusals import refusal
+from zgraph.torch_compat.aot import forget_constant, let_stand_for, newest_node, nodes_after, without_graph
 from zgraph.torch_compat.autograd import is_in_backward
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_number, is_fake, without_fake_mode
@@ -37,8 +36,8 @@ class Watch(DispatchMode):
         stand_ins: traced tensors, by id of the real ones, of which autograd may have saved some.
         part: number of the forward or backward that is running: 0 a forward, 1 its backward, 2 the next forward, ...;
             nodes are marked with it.
-        reads_values: whether numbers may be read from tensors: only in the optimizer's own step, whose bias correction
-            reads step counts.
+        reader: the optimizer whose own step is running: only there may numbers be read from tensors, for bias
+            correction reads step counts. It is kept where the step raises.
     """
 
     def __init__(self, mode: Any, asks: bool) -> None:
@@ -46,16 +45,14 @@ class Watch(DispatchMode):
         self.stand_ins: Mapping[int, Tensor] = {}
         self.known = KnownValues(mode, asks)
         self.part = 0
-        self.reads_values = False
+        self.reader: object = None
 
     @contextlib.contextmanager
-    def reading_values(self) -> Generator[None]:
-        """Let the optimizer read its step counts."""
-        self.reads_values = True
-        try:
-            yield
-        finally:
-            self.reads_values = False
+    def reading_values(self, reader: object) -> Generator[None]:
+        """Let an optimizer read its step counts."""
+        self.reader = reader
+        yield
+        self.reader = None
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -80,7 +77,7 @@ class Watch(DispatchMode):
         return result
 
     def _check(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], in_backward: bool) -> None:
-        if func in _READS and not self.reads_values:
+        if func in _READS and self.reader is None:
             raise refusal(
                 "reads a tensor's value in Python (item(), float(), bool(), an `if` on a tensor), which is known only "
                 "when the step runs",
@@ -121,11 +118,6 @@ class Watch(DispatchMode):
         if type(given) in (list, tuple):
             return type(given)(map(self._instead, given))
         return given
-
-
-def refusal(what: str, instead: str) -> ZgraphError:
-    """The error for what a captured step cannot contain, with the user's line."""
-    return ZgraphError(f"zgraph.training_step: {user_line() or 'the step'} {what}; {instead}.")
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -221,7 +213,8 @@ class KnownValues:
         if id(tensor) not in self._compared:
             return None
         _, compare, known, other = self._compared[id(tensor)]
-        return bool(compare(self._number(known), other))
+        with without_graph():
+            return bool(compare(self._number(known), other))
 
     def number(self, tensor: Tensor, number: Any) -> Any:
         """A number that was read from a tensor, or one with the same node by which Python may decide."""

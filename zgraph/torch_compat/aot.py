@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from torch import Tensor, fx
@@ -150,6 +151,13 @@ def _graph() -> fx.Graph | None:
 
     mode: Any = get_proxy_mode()
     return None if mode is None else mode.tracer.graph
+
+
+def without_graph() -> AbstractContextManager[Any]:
+    """Keep what is done with symbolic numbers out of the graph (`disable_proxy_modes_tracing`, 2.11 - 2.13)."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
 
 
 def newest_node() -> fx.Node | None:

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -53,6 +54,25 @@ def requires_grad_of(tensors: Iterable[Tensor]) -> list[bool]:
 def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
     """What says how each lies on its mesh, of which shape and dtype; tensors may share one (`_spec`, 2.11 - 2.13)."""
     return list(map(attrgetter("_spec"), tensors))
+
+
+@contextlib.contextmanager
+def own_placements() -> Generator[None]:
+    """Let DTensor find placements anew, and forget what it finds here.
+
+    2.11 - 2.13: caches of `ShardingPropagator` compare arguments, and a symbolic number with one of another trace, for
+    which there is no proxy.
+    """
+    _forget_placements()
+    try:
+        yield
+    finally:
+        _forget_placements()
+
+
+def _forget_placements() -> None:
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:

@@ -135,13 +135,15 @@ def number_hint(number: torch.SymFloat) -> float:
 class NumberGuards:
     """What Python, and compilers since, have decided by numbers of `fake_number` (`ShapeEnv.guards`, 2.11 - 2.13).
 
+    A number that was found to equal a constant is this constant to `SymNode.expr`, and still a symbol in `_expr`.
+
     Args:
         mode: what `step_mode` returned.
         numbers: that it made, by name.
     """
 
     def __init__(self, mode: Any, numbers: Mapping[str, torch.SymFloat]) -> None:
-        self._symbols = {name: number.node.expr for name, number in numbers.items()}
+        self._symbols = {name: number.node._expr for name, number in numbers.items()}
         self._decided: list[Any] = mode.shape_env.guards
         self._seen, self._guards = 0, list[Any]()
 

@@ -1,0 +1,254 @@
+"""What stands in for an optimizer while a step is traced: its own step runs on traced shards, state and options."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ZgraphError
+from zgraph.optimizers.local_step import SCALARS
+from zgraph.sharding.scope import Scope
+from zgraph.step.lifted import LiftedOptimizer, local
+from zgraph.step.option_inputs import with_inputs
+from zgraph.step.refusals import ELEMENT_WISE, refusal, user_line
+from zgraph.step.watch import Watch
+from zgraph.torch_compat.dtensor import dtensor_like, local_of, own_placements
+from zgraph.torch_compat.modules import plain_step
+
+
+@dataclass
+class TracedOptimizer:
+    """Stands in for one optimizer.
+
+    Attributes:
+        lifted: the optimizer.
+        parameters, shards: of the model, as they are traced.
+        groups: the optimizer's, with traced parameters and options.
+        scopes: of the model.
+        state: by what it steps on, see `stepped_on`; what the step adds is new.
+        stepped: whether it has taken a step.
+        skip: [] bool, whether that step changes nothing; None if it is always taken.
+    """
+
+    lifted: LiftedOptimizer
+    watch: Watch
+    parameters: Sequence[Tensor]
+    shards: Sequence[Tensor]
+    groups: list[dict[str, Any]]
+    scopes: Sequence[Scope]
+    state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    stepped: bool = False
+    skip: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        lifted: LiftedOptimizer,
+        watch: Watch,
+        parameters: Sequence[Tensor],
+        shards: Sequence[Tensor],
+        scopes: Sequence[Scope],
+        state: Iterator[Tensor],
+        options: Iterator[Any],
+    ) -> TracedOptimizer:
+        """Make it from traced tensors: the next ones of the state, and the next options."""
+        groups = [
+            {**with_inputs(group, options), "params": [parameters[position] for position in positions]}
+            for group, positions in zip(lifted.optimizer.param_groups, lifted.groups, strict=True)
+        ]
+        found = cls(lifted, watch, parameters, shards, groups, scopes)
+        for position, key, value in lifted.state_entries():
+            entry = next(state) if isinstance(value, Tensor) else value
+            if isinstance(value, DTensor) and not found.is_element_wise:
+                entry = dtensor_like(entry, value)
+            found.state[found.stepped_on[position]][key] = entry
+        found.known = {one: dict(entries) for one, entries in found.state.items()}
+        return found
+
+    def __post_init__(self) -> None:
+        self.known: dict[Tensor, dict[str, Any]] = {}
+        self.own = list(dict.fromkeys(self.lifted.positions()))
+        self.before = [_options(group) for group in self.groups]
+
+    @property
+    def is_element_wise(self) -> bool:
+        """Whether it may step on shards."""
+        return type(self.lifted.optimizer) in ELEMENT_WISE
+
+    @property
+    def stepped_on(self) -> Sequence[Tensor]:
+        """What it steps on, by position: shards, or parameters if it is not known to be element-wise."""
+        return self.shards if self.is_element_wise else self.parameters
+
+    @contextlib.contextmanager
+    def in_place(self, clear: Callable[[Sequence[int], bool], None]) -> Generator[None]:
+        """Put it where the user's lines look for the optimizer; afterwards all is as it was.
+
+        Args:
+            clear: sets the gradients of parameters at these positions to None, for `zero_grad(set_to_none)`.
+        """
+        optimizer = self.lifted.optimizer
+        groups, own = optimizer.param_groups, {key: optimizer.__dict__.get(key) for key in ("step", "zero_grad")}
+        optimizer.param_groups = self.groups
+        optimizer.__dict__["step"] = self._step
+        optimizer.__dict__["zero_grad"] = lambda set_to_none=True: clear(self.own, set_to_none)
+        try:
+            yield
+            if self.before != [_options(group) for group in self.groups]:
+                raise ZgraphError(
+                    "zgraph.training_step: the step changes options of its optimizer, such as the learning rate; call "
+                    "scheduler.step() outside of the step, after it."
+                )
+        finally:
+            optimizer.param_groups = groups
+            for key, value in own.items():
+                if value is None:
+                    del optimizer.__dict__[key]
+                else:
+                    optimizer.__dict__[key] = value
+
+    def new_state(self) -> list[tuple[int, str, Any]]:
+        """(position, key, value) of what the step has put into the optimizer's state.
+
+        Raises:
+            ZgraphError: it has changed a number there, which would stay what it is now.
+        """
+        known = {(position, key): value for position, key, value in self.lifted.state_entries()}
+        before = {id(value) for entries in self.known.values() for value in entries.values()}
+        found: list[tuple[int, str, Any]] = []
+        for position in self.own:
+            for key, value in self.state.get(self.stepped_on[position], {}).items():
+                if (position, key) not in known or (isinstance(value, Tensor) and id(value) not in before):
+                    found.append((position, key, value))
+                elif not isinstance(value, Tensor) and value != known[position, key]:
+                    raise _counts(
+                        self.lifted.optimizer, f'state["{key}"]', "state as a tensor, such as torch.zeros(())"
+                    )
+        return found
+
+    def layout_of(self, position: int, key: str, value: Tensor) -> DTensor | None:
+        """How a new entry of the optimizer's state lies: like this DTensor, or whole on each rank."""
+        if not self.is_element_wise:
+            return value if isinstance(value, DTensor) else None
+        parameter = self.parameters[position]
+        return parameter if isinstance(parameter, DTensor) and key not in SCALARS else None
+
+    def step_unless(self, found_inf: Tensor) -> None:
+        """Let the optimizer step, and undo it where an inf was found.
+
+        The optimizer works on copies, of which parameters and state take over what they may: an inf or a NaN that it
+        computes meanwhile goes nowhere, and nobody waits for the flag.
+        """
+        if self.stepped:
+            raise refusal("calls scaler.step() a second time for an optimizer", "write one step per call")
+        self.skip = found_inf != 0
+        with torch.no_grad():
+            given = list(self.stepped_on)
+            for position in self.own:
+                if self.parameters[position].grad is not None:
+                    given[position] = given[position].detach().clone()
+            self._step_on(given)
+
+    def _step(self, closure: Any = None) -> None:
+        """The optimizer's own step, on local shards."""
+        if closure is not None:
+            raise refusal("passes a closure to optimizer.step()", "compute the loss before the step")
+        if self.skip is not None:
+            raise refusal("calls optimizer.step() after scaler.step()", "write one of the two")
+        self._step_on(self.stepped_on)
+
+    def _step_on(self, given: Sequence[Tensor]) -> None:
+        if any(scope.opened for scope in self.scopes):
+            raise refusal(
+                "calls optimizer.step() while the window of zgraph.no_sync is open, so gradients are not reduced",
+                "run the last forward and backward outside of no_sync first",
+            )
+        optimizer, state = self.lifted.optimizer, self._state_of(given)
+        for position in self.own:
+            one, parameter = given[position], self.parameters[position]
+            if one is not parameter:
+                grad = parameter.grad
+                one.grad = grad if grad is None or isinstance(one, DTensor) else _local_grad(parameter, grad)
+        groups = [
+            {**group, "params": [given[position] for position in positions]}
+            for group, positions in zip(self.groups, self.lifted.groups, strict=True)
+        ]
+        before = [_options(group) for group in groups]
+        stand_in: optim.Optimizer = object.__new__(type(optimizer))
+        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
+        with (
+            self.watch.reading_values(optimizer),
+            contextlib.nullcontext() if self.is_element_wise else own_placements(),
+        ):
+            plain_step(optimizer)(stand_in)
+        if before != [_options(group) for group in groups]:
+            raise _counts(optimizer, "param_groups", "state as a tensor for each parameter")
+        for name, value in optimizer.__dict__.items():
+            if name[0] != "_" and name not in ("param_groups", "state") and stand_in.__dict__.get(name) is not value:
+                raise _counts(optimizer, f"self.{name}", "state as a tensor for each parameter")
+        self.stepped = True
+        for position in self.own:
+            one, copy = self.stepped_on[position], given[position]
+            if copy is not self.parameters[position]:
+                copy.grad = None
+            if copy is not one:
+                self._take_over(one, copy, state[copy])
+
+    def _state_of(self, given: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state, or copies of it for copies of what it steps on."""
+        if given is self.stepped_on:
+            return self.state
+        found: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for position in self.own:
+            copy, one = given[position], self.stepped_on[position]
+            if one in self.state:
+                entries = self.state[one].items()
+                copies = copy is not one
+                found[copy] = {
+                    key: value.clone() if copies and isinstance(value, Tensor) else value for key, value in entries
+                }
+        return found
+
+    def _take_over(self, one: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
+        """Write to a shard and its state what its copy has become, unless the step is skipped."""
+        self._write(one, copy)
+        known = self.state[one]
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and isinstance(known.get(key), Tensor):
+                self._write(known[key], value)
+            else:
+                known[key] = value
+
+    def _write(self, kept: Tensor, new: Tensor) -> None:
+        assert self.skip is not None
+        kept, new = (local_of(one) if isinstance(one, DTensor) else one for one in (kept, new))
+        kept.copy_(torch.where(self.skip.to(kept.device), kept, new))
+
+
+def _local_grad(parameter: Tensor, grad: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        if not isinstance(grad, DTensor) or grad.placements != parameter.placements:
+            raise ZgraphError(
+                f"zgraph.training_step: at {user_line()} a gradient does not lie like its parameter; leave gradients "
+                "as backward makes them, or change them in place."
+            )
+        return local_of(grad)
+    return local(grad)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _counts(optimizer: optim.Optimizer, where: str, instead: str) -> ZgraphError:
+    return ZgraphError(
+        f"zgraph.training_step: {type(optimizer).__name__}.step changes a number in {where}, which would change only "
+        f"while the step is traced; keep it in {instead}."
+    )

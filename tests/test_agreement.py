@@ -45,7 +45,7 @@ def recompile_alone() -> list[float]:
     """Rank 0 alone sees a new batch size and recompiles; its peers run what they have."""
     torch.manual_seed(0)
     model = zgraph.shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
-    called = torch.compile(model, backend="zgraph", dynamic=False)
+    called = torch.compile(model, backend="zgraph", dynamic=False, options={"lowering": "fx"})
     losses: list[float] = []
     for step in range(3):
         rows = 2 + step if dist.get_rank() == 0 else 2

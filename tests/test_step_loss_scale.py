@@ -98,7 +98,7 @@ CASES = [
     (OfTorch, adamw_fused, 2, False),
     (FromTheStart, adamw_foreach, 3, False),
     (FromTheStart, adamw_fused, 1, False),
-    (Scaled, sgd, 1, True),
+    pytest.param(Scaled, sgd, 1, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
 ]
 
 

@@ -74,7 +74,7 @@ CASES = [
     (adamw_fused, 3, False),
     (rmsprop, 1, False),
     (sgd, 2, True),
-    (adamw_smooth, 3, True),
+    pytest.param(adamw_smooth, 3, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
 ]
 
 

@@ -183,9 +183,14 @@ EXPECTED = {
     "complex": r"ValueError: .*weight is complex.*torch\.view_as_real",
     "wrapped": r"ValueError: .*module of weight has a forward of its own.*before whatever wraps it",
     "optimizer": r"Error: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
-    "optimizer_compiled": r"^ZgraphError: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
+    "optimizer_compiled": (
+        r"^ZgraphError: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)"
+    ),
     "kept_reference": r"works with 2 kept parameters",
-    "resized": r"^ZgraphError: .*weight was sharded as \[4, 4\] torch\.float32 on cpu and is now \[6, 4\] .*before zgraph\.shard",
+    "resized": (
+        r"^ZgraphError: .*weight was sharded as \[4, 4\] torch\.float32 on cpu "
+        r"and is now \[6, 4\] .*before zgraph\.shard"
+    ),
     "moved": r"weight is on the meta device and has no values; call zgraph\.materialize",
     "cast": r"weight was sharded as .* torch\.float32 on cpu and is now .* torch\.bfloat16 on cpu",
     "replaced": r"^ZgraphError: .*weight is no longer the DTensor that zgraph\.shard made.*before zgraph\.shard",

@@ -142,7 +142,7 @@ class Equally(Smoothed):
         (AveragedAtOnce, sgd, 0, False),
         (ByList, sgd, 2, False),
         (Taught, adamw_fused, 3, False),
-        (Averaged, sgd, 2, True),
+        pytest.param(Averaged, sgd, 2, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
         (Smoothed, adamw_fused, 3, False),
         (Smoothed, sgd, 0, False),
         (OneByOne, sgd, 2, False),

@@ -182,7 +182,7 @@ class Evaluated(Script):
         (Scaled, sgd, 1, False),
         (Evaluated, adamw_fused, 2, False),
         (Evaluated, sgd, 0, False),
-        (Adversaries, sgd, 1, True),
+        pytest.param(Adversaries, sgd, 1, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
     ],
 )
 def test_several_optimizers_step_as_in_the_plain_loop(

@@ -14,6 +14,8 @@ from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
+from zgraph.passes.step.fuse_updates import FuseUpdates
+from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.passes.step.split_updates import SplitUpdates
 from zgraph.passes.step.update_as_reduced import UpdateAsReduced
 
@@ -24,6 +26,8 @@ __all__ = [
     "DedupeGathers",
     "ErrorFeedback",
     "FuseAttention",
+    "FuseUpdates",
+    "GatherAhead",
     "HoistStarts",
     "LoCo",
     "LowRank",

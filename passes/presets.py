@@ -18,6 +18,7 @@ from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
+from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.split_updates import SplitUpdates
 
 
@@ -98,4 +99,5 @@ def _bucketed(
         LowerReductions(),
         BucketCollectives(bucket_bytes=bucket_bytes),
         SplitUpdates(),
+        FuseUpdates(),
     ]

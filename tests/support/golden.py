@@ -30,6 +30,8 @@ from zgraph.passes import (
     CompressGradients,
     DedupeGathers,
     FuseAttention,
+    FuseUpdates,
+    GatherAhead,
     HoistStarts,
     LoCo,
     LowerGathers,
@@ -143,19 +145,21 @@ class OfStep:
     Attributes:
         about: what the graph is, and what becomes of it.
         before: passes that have run.
-        clips: whether gradients are clipped before the update, which is one foreach call.
+        clips: whether gradients are clipped before the update.
+        foreach: whether the update is one call for all parameters.
     """
 
     about: str
     graph_pass: GraphPass
     before: tuple[GraphPass, ...]
     clips: bool = False
+    foreach: bool = True
 
     def texts(self) -> tuple[str, str]:
         """The graph before, and the graph after."""
         with fake_world(2):
             model = zgraph.shard(three(), zero_stage=3)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=self.foreach)
 
             def step(x: Tensor) -> None:
                 model(x).sum().backward()
@@ -313,6 +317,29 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         graph_pass=UpdateAsReduced(),
         before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1)),
         clips=True,
+    ),
+    OfStep(
+        about="three weights, whose gradients arrive together, are updated by one call",
+        graph_pass=FuseUpdates(),
+        before=(*IN_ONE_BUCKET, SplitUpdates()),
+        foreach=False,
+    ),
+    OfStep(
+        about="gradients arrive one by one: each weight is updated when its own is there",
+        graph_pass=FuseUpdates(),
+        before=(*LOWERED, SplitUpdates()),
+        foreach=False,
+    ),
+    OfStep(
+        about="the first weight is updated first, and gathered while others are updated",
+        graph_pass=GatherAhead(most_bytes=64),
+        before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts()),
+        clips=True,
+    ),
+    OfStep(
+        about="a bucket is larger than what may be held",
+        graph_pass=GatherAhead(most_bytes=64),
+        before=(*IN_ONE_BUCKET, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts()),
     ),
     Unsharded(about="attention by hand", graph_pass=FuseAttention(), function=by_hand, inputs=HEADS),
     Unsharded(about="no attention: no softmax", graph_pass=FuseAttention(), function=without_softmax, inputs=HEADS),

@@ -45,6 +45,7 @@ class Setting:
         close: compiled by Inductor, whose kernels round in another order.
         bound: how far results may be off then, in norms; 0.0: as torch.testing.assert_close has it for the dtype.
         recompiles: graphs that the captured step may need.
+        more: passes behind those of the preset, for the captured step alone.
     """
 
     script: type[Script]
@@ -55,6 +56,7 @@ class Setting:
     close: bool = False
     bound: float = 0.0
     recompiles: int = 8
+    more: tuple[zgraph.GraphPass, ...] = ()
 
 
 class Script:
@@ -142,7 +144,7 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
     script, report = setting.script(setting), zgraph.Report()
     passes: list[Any] = P.presets.default(**setting.preset)
     passes = [replace(one, min_numel=8) if hasattr(one, "min_numel") else one for one in passes]
-    pipeline = zgraph.Pipeline(passes, replay_all=True)
+    pipeline = zgraph.Pipeline([*passes, *(setting.more if captured else ())], replay_all=True)
     options = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
     function: Any = script.step
     if captured:

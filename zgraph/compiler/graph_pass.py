@@ -37,6 +37,7 @@ class Fact(StrEnum):
     OVERLAP_SCHEDULED = "overlap_scheduled"
     UPDATES_SPLIT = "updates_split"
     UPDATES_MOVED = "updates_moved"
+    GATHERED_AHEAD = "gathered_ahead"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,23 @@
 """The operators of zgraph's graphs, with eager kernels; importing the room registers all of them."""
 
-from zgraph.dialect import compressed, grouped_gathers, low_rank, markers, sum_ranks, weight_differences, window_ops
+from zgraph.dialect import (
+    ahead,
+    compressed,
+    grouped_gathers,
+    low_rank,
+    markers,
+    sum_ranks,
+    weight_differences,
+    window_ops,
+)
 
-__all__ = ["compressed", "grouped_gathers", "low_rank", "markers", "sum_ranks", "weight_differences", "window_ops"]
+__all__ = [
+    "ahead",
+    "compressed",
+    "grouped_gathers",
+    "low_rank",
+    "markers",
+    "sum_ranks",
+    "weight_differences",
+    "window_ops",
+]

@@ -134,6 +134,7 @@ TABLE: Mapping[OpOverload, Traits] = MappingProxyType(
         ),
         dialect.add_accumulated.default: Traits(accumulates=True),
         dialect.accumulate_grad.default: Traits(accumulates=True, stays=True),
+        **_rows([dialect.agree_ahead, dialect.take_ahead, dialect.keep_ahead], Traits(stays=True)),
     }
 )
 NONE_LISTED = Traits()
@@ -215,6 +216,11 @@ def outlives_graph(node: fx.Node) -> bool:
     if nodes.is_kept_gather(node):
         return OPEN in node.args
     return node.target is dialect.add_difference.default and bool(node.args[-1])
+
+
+def held_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that a parameter's state holds from then on: for the next step."""
+    return node.all_input_nodes[:1] if node.target is dialect.keep_ahead.default else []
 
 
 # --- what does it take? -----------------------------------------------------------------------------------------------

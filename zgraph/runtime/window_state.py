@@ -40,6 +40,7 @@ class ParameterState:
         earlier: stage 0: what `.grad` held before the window, already reduced; the waiting sum is in `.grad` itself.
         tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
         feedbacks: error feedback of its compressed reductions.
+        ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
         weight_copy: the unsharded parameter as the last forward read it; None: gathers do not send differences.
     """
 
@@ -52,6 +53,7 @@ class ParameterState:
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
     weight_copy: WeightCopy | None = None
+    ahead: Tensor | None = None
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Let a gradient wait for the closing backward.

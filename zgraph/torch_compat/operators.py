@@ -101,6 +101,11 @@ def is_elementwise_over_lists(target: OpOverload) -> bool:
     return target.namespace == "aten" and target.__name__.startswith(lists)
 
 
+def over_lists(packet: OpOverloadPacket, overload: str) -> OpOverload:
+    """The variant of an operator over lists of tensors: `_foreach_mul_.Scalar` of `mul_` (2.11 - 2.13)."""
+    return getattr(getattr(torch.ops.aten, f"_foreach_{packet.__name__}"), overload)
+
+
 def is_pure(target: OpOverload) -> bool:
     """Whether equal arguments yield equal bits and nothing is written, by schema and tags (`_schema`, 2.11 - 2.13)."""
     random = {torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise}

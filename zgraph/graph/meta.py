@@ -104,6 +104,12 @@ def source_line(node: fx.Node) -> str:
     return "{}:{} in {}".format(*own[-1]) if own else ""
 
 
+def set_origin(node: fx.Node, module: str, file: str, line: int, function: str) -> None:
+    """Record what `module_path` and `source_line` tell, as a trace by Dynamo does."""
+    node.meta["nn_module_stack"] = {"": (module, None)}
+    node.meta["stack_trace"] = f'File "{file}", line {line}, in {function}'
+
+
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)')
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 

@@ -153,7 +153,7 @@ class _Tracer:
         self.told: list[tuple[GradScaler, optim.Optimizer, list[Tensor]]] = []
         self.leaves, self.tree = tree_flatten((list(args), dict(kwargs)))
         self.mode = step_mode()
-        self.watch = Watch(self.mode, asks)
+        self.watch = Watch(self.mode, asks, {id(part): path for path, part in lifted.model.named_modules()})
         self.stand_ins: StandIns | None = None
         self.optimizers = [one.optimizer for one in lifted.optimizers]
         self.options = OptionInputs.of(self.optimizers)

@@ -83,10 +83,15 @@ def user_line() -> str:
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith((*_LIBRARIES, "<")):
+        if not is_library(code.co_filename):
             return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def is_library(file: str) -> bool:
+    """Whether a code's file belongs to torch or zgraph, or is none."""
+    return file.startswith((*_LIBRARIES, "<"))
 
 
 def line_of(error: BaseException) -> str:
@@ -94,7 +99,7 @@ def line_of(error: BaseException) -> str:
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith((*_LIBRARIES, "<")):
+        if not is_library(code.co_filename):
             found = f"{Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     return found

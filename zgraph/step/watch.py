@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zgraph.graph import meta
-from zgraph.step.refusals import refusal
+from zgraph.step.refusals import is_library, refusal
 from zgraph.torch_compat.aot import forget_constant, let_stand_for, newest_node, nodes_after, without_graph
-from zgraph.torch_compat.autograd import is_in_backward
+from zgraph.torch_compat.autograd import backward_number, forward_number, is_in_backward
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_number, is_fake, without_fake_mode
 from zgraph.torch_compat.memory import DispatchMode
@@ -40,8 +41,9 @@ class Watch(DispatchMode):
             correction reads step counts. It is kept where the step raises.
     """
 
-    def __init__(self, mode: Any, asks: bool) -> None:
+    def __init__(self, mode: Any, asks: bool, modules: Mapping[int, str]) -> None:
         super().__init__()
+        self.origins = Origins(modules)
         self.stand_ins: Mapping[int, Tensor] = {}
         self.known = KnownValues(mode, asks)
         self.part = 0
@@ -72,8 +74,12 @@ class Watch(DispatchMode):
         self.known.follow(func, args, kwargs, result)
         if func in _LITERALS:
             forget_constant(result)
-        for node in nodes_after(before):
+        made = list(nodes_after(before))
+        origin = self.origins.of_this_call(in_backward) if made else None
+        for node in made:
             meta.set_part(node, self.part)
+            if origin is not None:
+                meta.set_origin(node, *origin)
         return result
 
     def _check(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], in_backward: bool) -> None:
@@ -118,6 +124,45 @@ class Watch(DispatchMode):
         if type(given) in (list, tuple):
             return type(given)(map(self._instead, given))
         return given
+
+
+Origin = tuple[str, str, int, str]  # path of the module, file, line, function
+
+
+class Origins:
+    """Where operators come from: module and line of the user's code, of a backward those of what it differentiates.
+
+    Args:
+        modules: paths of the model's modules by their ids.
+    """
+
+    def __init__(self, modules: Mapping[int, str]) -> None:
+        self.modules = modules
+        self._recorded: dict[int, Origin] = {}
+
+    def of_this_call(self, in_backward: bool) -> Origin | None:
+        """The origin of the operator that is being called; None if nothing tells."""
+        path, place = self._on_the_stack()
+        if in_backward and path is None:  # a checkpointed forward that runs again has its modules on the stack
+            return self._recorded.get(backward_number())
+        origin = None if place is None else (path or "", *place)
+        if origin is not None:
+            self._recorded.setdefault(forward_number(), origin)
+        return origin
+
+    def _on_the_stack(self) -> tuple[str | None, tuple[str, int, str] | None]:
+        """Path of the innermost module whose forward runs, and the innermost line outside of torch and zgraph."""
+        path: str | None = None
+        place: tuple[str, int, str] | None = None
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and (path is None or place is None):
+            code = frame.f_code
+            if path is None and code.co_name == "forward":
+                path = self.modules.get(id(frame.f_locals.get("self")))
+            if place is None and not is_library(code.co_filename):
+                place = code.co_filename, frame.f_lineno, code.co_name
+            frame = frame.f_back
+        return path, place
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -20,6 +20,20 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def forward_number() -> int:
+    """Number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.13).
+
+    To be asked while it runs; operators that record nothing have that of the last one that did.
+    """
+    return torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def backward_number() -> int:
+    """`forward_number` of what this thread is differentiating (`_current_autograd_node`, 2.11 - 2.13); -1: nothing."""
+    node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+    return -1 if node is None else node._sequence_nr()
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward that this thread is running has come to its end (2.11 - 2.13)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]

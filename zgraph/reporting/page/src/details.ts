@@ -20,13 +20,14 @@ function show(view: FrameView, selection: Selection, place: Place): void {
   const [from, to] = view.span(place);
   const exposed = nodes.exposed_us?.[node] ?? 0;
   const lane = view.frame.lanes[nodes.lane[node]] ?? "";
+  const row = view.collectiveOf[place.graph].get(node);
   const facts: [string, string][] = [
     ["Result", [text(nodes.dtype), text(nodes.shape), text(nodes.stride) && `strides ${text(nodes.stride)}`].filter(Boolean).join(" ")],
     ["Bytes", nodes.bytes[node] ? `${bytes(nodes.bytes[node])}, ${view.report.memory_classes[nodes.storage[node]]}` : ""],
     ["Lane", lane],
-    ["Cost", nodes.cost_us && nodes.cost_us[node] ? time(nodes.cost_us[node]) : ""],
+    ["Cost", nodes.cost_us && nodes.cost_us[node] ? `${time(nodes.cost_us[node])}${lane.startsWith("group:") ? " if nothing shares the link" : ""}` : ""],
     ["Runs", view.isTimed && to > from ? `from ${time(from)} to ${time(to)}` : ""],
-    ["Exposed", exposed ? time(exposed) : ""],
+    ["Exposed", exposed && row === undefined ? time(exposed) : ""],
     ["Module", text(nodes.module)],
     ["Line", text(nodes.source)],
     ["Position", `${node} in the ${graph.direction}${graph.critical.includes(node) ? ", on the critical path" : ""}`],
@@ -34,7 +35,6 @@ function show(view: FrameView, selection: Selection, place: Place): void {
   const list = el("dl");
   for (const [name, value] of facts) if (value) list.append(el("dt", {}, name), el("dd", {}, value));
   body.append(el("h3", { id: "selected-name" }, view.name(place)), el("pre", { id: "selected-code" }, view.lineText(nodes.line[node])), list);
-  const row = view.collectiveOf[place.graph].get(node);
   if (row !== undefined) body.append(collective(view, selection, place, row));
   else if (text(nodes.parameters)) body.append(names("Parameters", text(nodes.parameters).split(", ")));
   body.append(links(view, selection, "Inputs", place.graph, nodes.inputs[node]));

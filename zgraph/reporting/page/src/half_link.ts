@@ -9,7 +9,7 @@ export interface Outcome {
 
 const NOTHING: number[] = [];
 
-/** The step if every collective took `factor` times as long: one at a time on each lane, beside compute. */
+/** The step if every collective took `factor` times as long as predicted: one at a time on each lane, beside compute. */
 export function stepWith(view: FrameView, factor: number): Outcome {
   const total: Outcome = { stepUs: 0, exposedUs: 0 };
   for (const graph of view.frame.graphs) {
@@ -21,9 +21,15 @@ export function stepWith(view: FrameView, factor: number): Outcome {
 }
 
 function run(view: FrameView, graph: Graph, factor: number): Outcome {
-  const { lane, cost_us, inputs } = graph.nodes;
+  const { lane, cost_us, start_us, end_us, inputs } = graph.nodes;
   const waits = new Set(graph.collectives.wait);
   const scaled = view.frame.lanes.map((name) => name.startsWith("group:"));
+  // What shares its link with another lane takes longer than it costs: as long as the prediction says.
+  const takes = (node: number) => {
+    const begin = start_us?.[node];
+    const finish = end_us?.[node];
+    return scaled[lane[node]] && begin != null && finish != null ? (finish - begin) * factor : (cost_us?.[node] ?? 0);
+  };
   const free = view.frame.lanes.map(() => 0);
   const end = new Array<number>(lane.length).fill(0);
   const behind: number[][] = [];
@@ -39,7 +45,7 @@ function run(view: FrameView, graph: Graph, factor: number): Outcome {
     const ready = behind[node].reduce((latest, each) => Math.max(latest, end[each]), 0);
     if (lane[node] > 0) {
       const begin = Math.max(now, ready, free[lane[node]]);
-      end[node] = begin + (cost_us?.[node] ?? 0) * (scaled[lane[node]] ? factor : 1);
+      end[node] = begin + takes(node);
       free[lane[node]] = end[node];
     } else if (lane[node] === 0 || waits.has(node)) {
       exposed += Math.max(0, ready - now);

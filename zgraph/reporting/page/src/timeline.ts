@@ -244,7 +244,7 @@ function otherLinks(view: FrameView): HTMLElement {
   );
   table.element.classList.add("narrow");
   const off = Math.abs(base.stepUs - view.stepUs) / Math.max(view.stepUs, 1);
-  const note = off > 0.01 ? ` Here lanes share nothing; with sharing, the prediction above is ${time(view.stepUs)}.` : "";
+  const note = off > 0.01 ? ` Which collectives share a link is taken as predicted, where the step takes ${time(view.stepUs)}.` : "";
   const text = `The order of the graph stays as it is; a compile for such a link might choose another.${note}`;
   return el("div", {}, table.element, el("p", { class: "hint" }, text));
 }

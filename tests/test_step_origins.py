@@ -66,4 +66,4 @@ def test_backward_has_the_modules_of_its_forward(ranks: Ranks) -> None:
         layers = {(f"blocks.{block}.{layer}", "forward") for block in (0, 1) for layer in ("up", "down")}
         assert found["aten.addmm"] == layers
         assert found["aten.mm"] == layers
-        assert ("", "step") in found["aten.add_.Tensor"], "updates are called from the step itself"
+        assert ("", "step") in set().union(*found.values()), "updates are called from the step itself"

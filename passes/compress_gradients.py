@@ -91,7 +91,7 @@ class CompressGradients(GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))
-        reductions = Counter(ReduceArgs.of(marker).handle for marker in markers)
+        reductions = Counter((ReduceArgs.of(marker).handle, meta.part(marker)) for marker in markers)
         covered = [marker for marker in markers if self._covers(marker, reductions)]
         if markers:
             numels = {marker: meta.tensor_value(ReduceArgs.of(marker).grad).numel() for marker in markers}
@@ -115,7 +115,7 @@ class CompressGradients(GraphPass):
             edits.erase_dead(gm.graph, [marker, ReduceArgs.of(marker).grad])
         return bool(covered)
 
-    def _covers(self, marker: fx.Node, reductions: Counter[fx.Node]) -> bool:
+    def _covers(self, marker: fx.Node, reductions: Counter[tuple[fx.Node, int | None]]) -> bool:
         args = ReduceArgs.of(marker)
         if not args.layout.is_reduced:
             return False
@@ -124,9 +124,9 @@ class CompressGradients(GraphPass):
         grad = meta.tensor_value(args.grad)
         if grad.dtype not in MEANS or grad.dim() < self.min_dims or grad.numel() < self.min_numel:
             return False
-        # The second of two low-rank reductions of one parameter in a graph would begin before the first has ended.
+        # The second of two low-rank reductions of one parameter in a backward would begin before the first has ended.
         if isinstance(self.method, LowRank) and (
-            reductions[args.handle] > 1 or not self.method.pays(grad.shape, _sent_bytes(args, grad))
+            reductions[args.handle, meta.part(marker)] > 1 or not self.method.pays(grad.shape, _sent_bytes(args, grad))
         ):
             return False
         names = meta.parameters(marker)

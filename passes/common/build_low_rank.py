@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.compression.low_rank import FACTOR_DTYPE, LowRank, matrix_shape
-from zgraph.graph import edits, meta, nodes, traits
+from zgraph.graph import dataflow, edits, meta, nodes, traits
 from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.runtime.chunks import Chunk
 from zgraph.runtime.window_state import ALONE
@@ -49,24 +49,47 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
     bucket, and its means are rebuilt after the bucket after that has been sent:
 
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
+
+    A whole step does this for each backward, before its means are read: what reads them may write to them, and the next
+    backward needs its error feedback.
     """
-    buckets = [_Bucket(graph, members, ctx, method) for members in plan_low_rank_buckets(markers, method.bucket_bytes)]
-    for place, bucket in enumerate(buckets):
-        with graph.inserting_before(bucket.markers[-1]):
-            if place >= 1:
-                buckets[place - 1].exchange_right()
-            bucket.exchange_left()
-            if place >= 2:
-                buckets[place - 2].rebuild()
-    with graph.inserting_before(nodes.output_of(graph)):
-        if buckets:
+    order = nodes.order_of(graph)
+    parts = _parts(markers) if ctx.direction == "step" else [markers] if markers else []
+    ends = [*(found[0] for found in parts[1:]), nodes.output_of(graph)]
+    for found, end in zip(parts, ends, strict=False):
+        if ctx.direction == "step":
+            end = min([end, *_readers_behind(found, order)], key=order.__getitem__)
+        buckets = [_Bucket(graph, one, ctx, method) for one in plan_low_rank_buckets(found, method.bucket_bytes)]
+        for place, bucket in enumerate(buckets):
+            with graph.inserting_before(bucket.markers[-1]):
+                if place >= 1:
+                    buckets[place - 1].exchange_right()
+                bucket.exchange_left()
+                if place >= 2:
+                    buckets[place - 2].rebuild()
+        with graph.inserting_before(end):
             buckets[-1].exchange_right()
-        for bucket in buckets[-2:]:
-            bucket.rebuild()
+            for bucket in buckets[-2:]:
+                bucket.rebuild()
     # Nodes that reshape a gradient may stand where its own reduction stood.
     edits.restore_order(graph)
     grads = [ReduceArgs.of(marker).grad for marker in markers]
     edits.erase_dead(graph, dict.fromkeys([*markers, *grads]))
+
+
+def _parts(markers: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The markers of each backward."""
+    found: dict[int | None, list[fx.Node]] = {}
+    for marker in markers:
+        found.setdefault(meta.part(marker), []).append(marker)
+    return list(found.values())
+
+
+def _readers_behind(markers: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """What reads reduced gradients after the last of the markers; what reads them before may be moved behind it."""
+    values = [value for marker in markers for value in dataflow.reshaped_values(marker)]
+    readers = [user for value in values for user in value.users if not traits.is_reshaping(user)]
+    return [user for user in readers if order[user] > order[markers[-1]]]
 
 
 @dataclass(eq=False)
@@ -158,11 +181,18 @@ class _Bucket:
         return self._communicate(torch.ops.zgraph.sum_ranks.default, received, world, divisor, FACTOR_DTYPE)
 
     def _communicate(self, target: object, *args: object, name: str | None = None) -> fx.Node:
-        made = meta.create(self.graph, target, args, name=name)
+        made = self._of_part(meta.create(self.graph, target, args, name=name))
         names = [name for marker in self.markers for name in meta.parameters(marker)]
         meta.set_parameters(made, names, [handle for marker in self.markers for handle in meta.handles(marker)])
         meta.tag_awaited(made)
         return made
+
+    def _of_part(self, node: fx.Node) -> fx.Node:
+        """The node, in the backward of a whole step that the markers belong to."""
+        part = meta.part(self.markers[0])
+        if part is not None:
+            meta.set_part(node, part)
+        return node
 
     def _call(self, target: object, *args: object) -> list[fx.Node]:
         """The results of an operator that returns a list.
@@ -170,6 +200,6 @@ class _Bucket:
         Without parameters in its meta it counts as compute, unlike copies in and out of buffers, and is not moved.
         """
         name = str(target).split(".")[1]
-        call = meta.create(self.graph, target, args, name=f"{name}_{self.label}")
+        call = self._of_part(meta.create(self.graph, target, args, name=f"{name}_{self.label}"))
         count = len(meta.value(call))
         return [meta.create(self.graph, operator.getitem, (call, place)) for place in range(count)]

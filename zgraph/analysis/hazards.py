@@ -23,7 +23,7 @@ def hazards(order: Sequence[fx.Node]) -> Hazards:
 
     A wait reads what its collective sends: until then that must not be overwritten. Parts of one storage, such as the
     gradients of a bucket, are told apart by their extents. Random operators, and collectives of the model's own, keep
-    their order, as if each wrote to the same storage.
+    their order, as if each wrote to the same storage; and so do low-rank operators that share a handle.
 
     Args:
         order: all nodes of a graph.
@@ -37,7 +37,8 @@ def hazards(order: Sequence[fx.Node]) -> Hazards:
     for node in order:
         if node.op in ("placeholder", "output"):
             continue
-        written = regions.of(written_arguments(node)) | ({OUTSIDE} if _acts_outside(node) else set())
+        written = regions.of([*written_arguments(node), *nodes.low_rank_handles(node)])
+        written |= {OUTSIDE} if _acts_outside(node) else set()
         read = set[Region]() if _only_views(node) else regions.of(node.all_input_nodes)
         if nodes.is_wait(node):
             read |= regions.of(nodes.start_of(node).all_input_nodes)

@@ -55,6 +55,11 @@ def is_low_rank_right(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.low_rank_right.default
 
 
+def low_rank_handles(node: fx.Node) -> list[fx.Node]:
+    """Handles of the parameters whose low-rank state a node reads and changes."""
+    return cast("list[fx.Node]", node.args[1 if is_low_rank_left(node) else 2]) if is_low_rank(node) else []
+
+
 def is_low_rank(node: fx.Node) -> bool:
     """Whether the node computes factors, or with factors, of a low-rank reduction."""
     return is_low_rank_left(node) or is_low_rank_right(node) or node.target is torch.ops.zgraph.low_rank_means.default

@@ -39,12 +39,13 @@ class GradScaler(AgreeingGradScaler):
 
     Attributes:
         defer: takes the flags of an `update()` that has no values yet, of which models are told later.
+        found: flags of optimizers whose gradients were unscaled since the last `update()`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._found: Found = []
+        self.found: Found = []
         self.defer: Callable[[Found], None] | None = None
 
     def follow(self, model: nn.Module) -> None:
@@ -52,7 +53,7 @@ class GradScaler(AgreeingGradScaler):
         self._models.add(model)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        found, self._found = self._found, []
+        found, self.found = self.found, []
         if self.defer is not None:
             self.defer([(optimizer, [flag.clone() for flag in flags]) for optimizer, flags in found])
             super().update(new_scale)
@@ -92,7 +93,7 @@ class GradScaler(AgreeingGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
             "_models": None,
-            "_found": [],
+            "found": [],
             "defer": None,
         }  # models are not the scaler's to copy
 
@@ -107,7 +108,7 @@ class GradScaler(AgreeingGradScaler):
                     flag.copy_(wait(all_reduce_op()(flag, "max", group.group_name)))
                 except RuntimeError as error:
                     raise collective_error("all_reduce", ["GradScaler's found_inf"], group.group_name, error) from error
-        self._found.append((optimizer, list(flags.values())))
+        self.found.append((optimizer, list(flags.values())))
 
 
 @torch.no_grad()

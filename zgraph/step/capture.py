@@ -213,13 +213,15 @@ class _Tracer:
     @contextlib.contextmanager
     def _scaling(self, scaler: torch.amp.GradScaler, stand_ins: StandIns) -> Generator[None]:
         """Let a scaler decide in the graph whether optimizers step, and tell models later."""
+        pending: list[Any] = []
         if isinstance(scaler, GradScaler):
             scaler.defer = lambda found: self.told.extend((scaler, *entry) for entry in found)
+            pending, scaler.found = scaler.found, []
         try:
             with steps_decided_by(scaler, stand_ins.step_unless):
                 yield
         except RuntimeError as error:
-            if isinstance(error, ZgraphError):
+            if isinstance(error, (ZgraphError, *data_dependent_errors())):
                 raise
             raise ZgraphError(
                 f"zgraph.training_step: {line_of(error) or 'the step'} and its GradScaler: {error}; write "
@@ -227,7 +229,7 @@ class _Tracer:
             ) from error
         finally:
             if isinstance(scaler, GradScaler):
-                scaler.defer = None
+                scaler.defer, scaler.found = None, pending
 
     def _outputs(self, result: Any, stand_ins: StandIns) -> list[Any]:
         found, self.found["tree"] = tree_flatten(result)

@@ -16,6 +16,7 @@ from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
 from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.gather_ahead import GatherAhead
+from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
 from zgraph.passes.step.update_as_reduced import UpdateAsReduced
 
@@ -35,6 +36,7 @@ __all__ = [
     "LowerReductions",
     "NoFeedback",
     "QuantizeGathers",
+    "RecomputeActivations",
     "RngKey",
     "ScheduleOverlap",
     "SinkWaits",

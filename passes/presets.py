@@ -19,6 +19,7 @@ from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
+from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
 
 
@@ -92,6 +93,7 @@ def _bucketed(
 ) -> list[GraphPass]:
     return [
         DedupeGathers(),
+        RecomputeActivations(),
         ChooseLifetimes(),
         *([] if gather_compression is None else [QuantizeGathers(method=gather_compression)]),
         LowerGathers(),

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 import zgraph
 from tests.support.costs import cost_of
 from tests.support.graphs import Traced, apply, copy_of, fake_world, traced
-from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.graph import meta
 from zgraph.graph.text import graph_text
@@ -39,6 +39,7 @@ from zgraph.passes import (
     LowRank,
     NoFeedback,
     QuantizeGathers,
+    RecomputeActivations,
     ScheduleOverlap,
     SinkWaits,
     SplitUpdates,
@@ -140,11 +141,12 @@ class Unsharded:
 
 @dataclass(frozen=True, kw_only=True)
 class OfStep:
-    """One pass on the whole training step of three layers that are sharded over two ranks.
+    """One pass on the whole training step of a model that is sharded over two ranks.
 
     Attributes:
         about: what the graph is, and what becomes of it.
         before: passes that have run.
+        build: the model; three layers.
         clips: whether gradients are clipped before the update.
         foreach: whether the update is one call for all parameters.
     """
@@ -152,13 +154,14 @@ class OfStep:
     about: str
     graph_pass: GraphPass
     before: tuple[GraphPass, ...]
+    build: Callable[[], nn.Module] = three
     clips: bool = False
     foreach: bool = True
 
     def texts(self) -> tuple[str, str]:
         """The graph before, and the graph after."""
         with fake_world(2):
-            model = zgraph.shard(three(), zero_stage=3)
+            model = zgraph.shard(self.build(), zero_stage=3)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=self.foreach)
 
             def step(x: Tensor) -> None:
@@ -169,7 +172,8 @@ class OfStep:
                 optimizer.zero_grad()
 
             texts: list[str] = []
-            pipeline = Pipeline([*self.before, Shown(texts=texts), self.graph_pass, Shown(texts=texts)])
+            shown = Shown(texts=texts) if self.graph_pass.phase == "graph" else ShownJoint(texts=texts)
+            pipeline = Pipeline([*self.before, shown, self.graph_pass, shown])
             zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})(step)(
                 torch.zeros(2, 4)
             )
@@ -188,6 +192,13 @@ class Shown(GraphPass):
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         self.texts.append(_text(gm.graph))
         return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownJoint(Shown):
+    """The same, among passes of phase "joint"."""
+
+    phase: ClassVar[Phase] = "joint"
 
 
 def _around(graph_pass: GraphPass, found: Traced, direction: Direction) -> tuple[str, str]:
@@ -215,6 +226,26 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1) / 2) @ v
+
+
+class Between(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.function(self.inner(x)))
+
+
+def gated() -> nn.Module:
+    return Between(lambda x: F.silu(x) * x)
+
+
+def rectified() -> nn.Module:
+    return Between(F.relu)
 
 
 HEADS = tuple(torch.zeros(1, 2, 3, 4) for _ in range(3))
@@ -304,6 +335,18 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         direction="backward",
         before=LOWERED,
         costed=True,
+    ),
+    OfStep(
+        about="a gated layer: backward computes a factor again",
+        graph_pass=RecomputeActivations(least_bytes=0),
+        before=(DedupeGathers(),),
+        build=gated,
+    ),
+    OfStep(
+        about="what a matrix product reads is kept",
+        graph_pass=RecomputeActivations(least_bytes=0),
+        before=(DedupeGathers(),),
+        build=rectified,
     ),
     OfStep(about="one call updates three weights", graph_pass=SplitUpdates(), before=LOWERED),
     OfStep(about="one reduction, one update", graph_pass=SplitUpdates(), before=IN_ONE_BUCKET),

@@ -54,6 +54,34 @@ class Language(nn.Module):
         return self.head(self.trunk(tokens)) * self.temperature
 
 
+class Gated(nn.Module):
+    """A gated layer behind a norm that is spelled out: backward can compute most of it from little."""
+
+    def __init__(self, dropout: float = 0.0, width: int = 8) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.gate, self.up = (nn.Linear(width, 2 * width + 1, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width + 1, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+        return x + self.dropout(self.down(F.silu(self.gate(y)) * self.up(y)))
+
+
+class GatedLanguage(nn.Module):
+    """Tokens through one gated layer."""
+
+    def __init__(self, dropout: float = 0.0, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layer = Gated(dropout, width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(self.embed(tokens)))
+
+
 class Uneven(nn.Module):
     """First dimensions 13, 5, 2 and 1: not divisible by N, smaller than N."""
 

@@ -65,12 +65,16 @@ class Case:
     checkpointed: bool = False
     lowering: str = "fx"
     frugal: bool = False
+    gated: bool = False  # a model of which backward can compute much again at no cost
 
     def options(self) -> dict[str, Any]:
         compression = P.CompressGradients(method=P.LoCo(), min_numel=64) if self.loco else None
         passes = P.presets.planned(bucket_bytes=4096) if self.frugal else P.presets.default(bucket_bytes=4096)
         if self.frugal:
             passes = [Frugal() if isinstance(one, P.ChooseLifetimes) else one for one in passes]
+        if self.gated:
+            free = P.RecomputeActivations(least_bytes=0)
+            passes = [free if isinstance(one, P.RecomputeActivations) else one for one in passes]
         if compression is not None:
             place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))
             passes.insert(place, compression)
@@ -84,7 +88,7 @@ class Loop:
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(0)
-        model = models.Language(case.dropout, layers=1)
+        model: Any = models.GatedLanguage(case.dropout) if case.gated else models.Language(case.dropout, layers=1)
         if case.frozen:
             model.blocks[0].qkv.weight.requires_grad_(False)
             model.embed.weight.requires_grad_(False)

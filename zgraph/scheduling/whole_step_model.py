@@ -6,7 +6,7 @@ backward  D  C b B A        b costs nothing between its last reader in forward a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import fx
 
@@ -118,7 +118,7 @@ class WholeStepModel(LifetimeModel):
                 continue
             if node in self.spoiled:
                 return None
-            if node.op != "call_function" or self._is_there(node, gone, forward):
+            if node.op != "call_function" or self.is_alive(node, gone, forward):
                 continue
             if self.part[node] != forward or not traits.is_repeatable(node):
                 return None
@@ -126,7 +126,7 @@ class WholeStepModel(LifetimeModel):
             pending.extend(self.reads[node])
         return list(found)
 
-    def _is_there(self, node: fx.Node, gone: set[int], forward: int) -> bool:
+    def is_alive(self, node: fx.Node, gone: Collection[int], forward: int) -> bool:
         """Whether the backward behind this forward finds a node alive, if these storages are not kept for it."""
         own = self.crossing if self.part[node] == forward else ()
         return all(
@@ -182,11 +182,7 @@ class WholeStepModel(LifetimeModel):
                 source = pending.pop()
                 if source.op != "call_function" or self.part[source] != self.part[node] - 1:
                     continue
-                if (
-                    source not in there
-                    and source not in missing
-                    and not self._is_there(source, gone, self.part[source])
-                ):
+                if source not in there and source not in missing and not self.is_alive(source, gone, self.part[source]):
                     missing[source] = None
                     pending.extend(self.reads[source])
             if missing:

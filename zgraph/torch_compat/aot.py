@@ -59,6 +59,13 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
+def fusible_operators() -> frozenset[object]:
+    """What torch's partitioner counts on compilers to fuse, overloads together (`get_default_op_list`, 2.11 - 2.13)."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return frozenset(get_default_op_list().fusible_ops)
+
+
 def may_be_written(node: fx.Node) -> bool:
     """Whether AOTAutograd lets a saved tensor change until backward reads it (2.11 - 2.13)."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))

@@ -50,7 +50,8 @@ def _on_shards(make: Callable[[Groups], optim.Optimizer]) -> Callable[[Groups], 
 OPTIMIZERS: dict[str, Callable[[Groups], optim.Optimizer]] = {
     "sgd": lambda groups: optim.SGD(groups, **DECAY, momentum=0.9, foreach=False),
     "sgd_foreach": lambda groups: optim.SGD(groups, **DECAY, momentum=0.9, nesterov=True, foreach=True),
-    "sgd_fused": _on_shards(lambda groups: optim.SGD(groups, **DECAY, momentum=0.9, fused=True)),
+    # torch's kernel does not take the first momentum of some parameters beside later ones of others.
+    "sgd_fused": _on_shards(lambda groups: optim.SGD(groups, **DECAY, fused=True)),
     "adam": lambda groups: optim.Adam(groups, **DECAY, amsgrad=True, foreach=False),
     "adamw_foreach": lambda groups: optim.AdamW(groups, **DECAY, foreach=True),
     "adamw_fused": lambda groups: optim.AdamW(groups, **DECAY, fused=True),

@@ -198,6 +198,8 @@ class _Tracer:
         self.watch.known.begin(self.present, [*held, *(traced for _, traced in every)])
         self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside)
         self.watch.stand_ins = stand_ins.by_id()
+        scopes = self.lifted.scopes()
+        self.watch.accumulates = lambda: any(scope.accumulating for scope in scopes)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
         with contextlib.ExitStack() as stack:

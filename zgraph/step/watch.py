@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zgraph.graph import meta
+from zgraph.runtime.window_state import OPEN
 from zgraph.step.refusals import is_library, refusal
 from zgraph.torch_compat.aot import forget_constant, let_stand_for, newest_node, nodes_after, without_graph
 from zgraph.torch_compat.autograd import backward_number, forward_number, is_in_backward
@@ -33,6 +34,8 @@ class Watch(DispatchMode):
     """Sees each operator of a step while it is traced, and refuses what a graph would get wrong.
 
     Attributes:
+        accumulates: whether `zgraph.no_sync` is active. Gradients of stage 3, which are reduced all the same, are then
+            marked as those of an open window: error feedback takes no step for what follows.
         known: values of step counts and their like.
         stand_ins: traced tensors, by id of the real ones, of which autograd may have saved some.
         part: number of the forward or backward that is running: 0 a forward, 1 its backward, 2 the next forward, ...;
@@ -45,6 +48,7 @@ class Watch(DispatchMode):
         super().__init__()
         self.origins = Origins(modules)
         self.stand_ins: Mapping[int, Tensor] = {}
+        self.accumulates: Callable[[], bool] = lambda: False
         self.known = KnownValues(mode, asks)
         self.part = 0
         self.reader: object = None
@@ -67,6 +71,8 @@ class Watch(DispatchMode):
         if func in _READS and (decided := self.known.decide(args[0])) is not None:
             return decided
         self._check(func, args, kwargs, in_backward)
+        if func is torch.ops.zgraph.reduce_grad.default and self.accumulates():
+            args = [*args[:-3], OPEN, *args[-2:]]
         before = newest_node()
         result = func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:

@@ -9,10 +9,11 @@ import torch
 
 from tests.support.graphs import Drawing, Leaky, aten, fake_world, mlp, traced
 from zgraph.compiler.graph_pass import GraphPass
+from zgraph.compiler.pipeline import Pipeline
 from zgraph.passes import presets
 from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
 
-LOWERED = presets.default()[2:]
+LOWERED = tuple(Pipeline(presets.default()).of("graph"))
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight")
 
 

@@ -340,7 +340,7 @@ def _handed_over(*parts: list[Any]) -> list[Any]:
 def test_a_step_holds_what_a_look_at_real_storages_finds(zero_stage: int) -> None:
     """Saved tensors, outputs, tangents, gradients in buckets: all calls of both graphs, node by node."""
     with fake_world(2):
-        found = traced(mlp, presets.default()[2:], zero_stage=zero_stage)
+        found = traced(mlp, presets.default(), zero_stage=zero_stage)
         curve, forward, backward = step_judged(found)
     calls = [position for position, node in enumerate(curve.nodes) if node.op != "placeholder"]
     seen = [*forward, *backward]
@@ -488,7 +488,7 @@ def test_the_ledger_counts_while_an_order_is_made_what_the_curve_counts_then(see
 @pytest.mark.parametrize("world", [2, 3])
 def test_where_all_ranks_hold_as_many_rows_they_count_what_each_of_them_holds(world: int) -> None:
     """Weights of 8 rows on two ranks, and on three, where the longest chunk counts."""
-    passes = presets.default(bucket_bytes=1)[2:]
+    passes = presets.default(bucket_bytes=1)
     for rank, found in enumerate(by_rank(deep, passes, world=world, train=False, param_dtype=torch.bfloat16)):
         with fake_world(world, rank):
             graph = found.graphs["inference"].graph

@@ -78,7 +78,7 @@ def measured(folder: Path) -> bytes:
 
 
 def whole_step(folder: Path) -> bytes:
-    """A GPT at stage 0 over links of 10 Gbit/s: its forward and backward above, and the whole step below."""
+    """A GPT at stage 2 over links of 10 Gbit/s: its forward and backward above, and the whole step below."""
     machine = replace(zgraph.Hardware.preset("cpu"), inter_host=TEN_GIGABIT, ranks_per_host=1)
     pages = [gpt_page(folder / name, machine, whole) for name, whole in (("three-calls", False), ("whole", True))]
     return stacked([shot(page, "#timeline-chart", height=520) for page in pages])
@@ -132,7 +132,7 @@ def gpt_page(folder: Path, machine: zgraph.Hardware, whole: bool) -> Path:
         world_size=2,
         batch=lambda: (torch.zeros(tokens, dtype=torch.long), torch.zeros(tokens, dtype=torch.long)),
         hardware=machine,
-        shard_fn=lambda model: zgraph.shard(model, zero_stage=0),
+        shard_fn=lambda model: zgraph.shard(model, zero_stage=2),
         optimizer_fn=(lambda model: torch.optim.AdamW(model.parameters(), fused=True)) if whole else None,
     )
     print(plan)

@@ -133,9 +133,9 @@ class Show(zgraph.GraphPass):
 
 with fake_world(3, 2):
     passes = zgraph.passes.presets.default(bucket_bytes=120)
-    mixed = [part for entry in passes[2:] for part in (entry, Show())]
-    compile_model(mlp, {"pipeline": zgraph.Pipeline([*passes[:2], *mixed])})
-    compile_model(Autocast, {"pipeline": zgraph.Pipeline([*passes[:2], *mixed])}, train=False)
+    mixed = [part for entry in passes for part in ([entry, Show()] if entry.phase == "graph" else [entry])]
+    compile_model(mlp, {"pipeline": zgraph.Pipeline(mixed)})
+    compile_model(Autocast, {"pipeline": zgraph.Pipeline(mixed)}, train=False)
     for buckets in ([], [BucketCollectives(bucket_bytes=120)]):
         found = traced(mlp, [LowerGathers(), LowerReductions(), *buckets], world=3, rank=2)
         found.know(cost_of=cost_by_size, plan_bytes=1500)

@@ -13,6 +13,7 @@ from tests.support.graphs import Traced, deep, fake_world, inputs_for, mlp, trac
 from tests.support.judges.event_machine import replay
 from tests.support.judges.live_storages import StorageJudge
 from zgraph.compiler.graph_pass import GraphPass
+from zgraph.compiler.pipeline import Pipeline
 from zgraph.graph import nodes
 from zgraph.passes import ScheduleOverlap, presets
 from zgraph.reporting.explanation import NO_COSTS, Explanation
@@ -21,7 +22,7 @@ from zgraph.reporting.of_graph import GraphReport, describe, predict
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
 
-RULES = presets.default(bucket_bytes=512)[2:]
+RULES = list(Pipeline(presets.default(bucket_bytes=512)).of("graph"))
 PLANNED = [*RULES[:-2], ScheduleOverlap()]
 
 
@@ -35,7 +36,7 @@ def described(found: Traced, limits: Limits | None = None) -> dict[str, GraphRep
 
 def with_costs(passes: list[GraphPass], **options: Any) -> Traced:
     """5 us a collective, 7 us a matmul, 1 us a sum over ranks, and collectives take half of the core."""
-    found = traced(deep, presets.default()[2:4], **options)
+    found = traced(deep, RULES[:2], **options)
     found.know(cost_of=cost_of, sharing=Sharing(compute_share=0.5))
     for entry in passes[2:]:
         for direction, gm in found.graphs.items():
@@ -67,7 +68,7 @@ def test_time_and_exposure_are_those_of_a_second_account(passes: list[GraphPass]
 def test_the_peak_is_what_a_look_at_real_storages_finds(zero_stage: int) -> None:
     """Backward beside what others hold: shards, handles and the step's inputs; saved values and tangents count."""
     with fake_world(2):
-        found = traced(mlp, presets.default()[2:], zero_stage=zero_stage)
+        found = traced(mlp, presets.default(), zero_stage=zero_stage)
         reports = described(found)
         for direction, gm in found.graphs.items():
             report, given = reports[direction], inputs_for(gm, 1)

@@ -183,7 +183,7 @@ def traced(
     found = _traced(build, world, rank, train, tuple(sorted(shard.items()))).copy()
     if target is not None:
         found.aim_at(target)
-    pipeline = Pipeline([*JOINT_PASSES, *passes], target=target)
+    pipeline = Pipeline([*JOINT_PASSES, *(entry for entry in passes if entry.phase == "graph")], target=target)
     for _ in pipeline.run("graph", found.ctx, found.graphs, lambda *_: None):
         pass
     found.ctx.notes.clear()

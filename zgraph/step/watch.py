@@ -19,7 +19,7 @@ from zgraph.runtime.window_state import OPEN
 from zgraph.step.refusals import is_library, refusal
 from zgraph.torch_compat.aot import forget_constant, let_stand_for, newest_node, nodes_after, without_graph
 from zgraph.torch_compat.autograd import backward_number, forward_number, is_in_backward
-from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.dtensor import local_of, on_local_parts
 from zgraph.torch_compat.fake_values import fake_number, is_fake, without_fake_mode
 from zgraph.torch_compat.memory import DispatchMode
 from zgraph.torch_compat.modules import tree_flatten
@@ -74,7 +74,7 @@ class Watch(DispatchMode):
         if func is torch.ops.zgraph.reduce_grad.default and self.accumulates():
             args = [*args[:-3], OPEN, *args[-2:]]
         before = newest_node()
-        result = func(*args, **kwargs)
+        result = on_local_parts(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.known.number(args[0], result)
         self.known.follow(func, args, kwargs, result)

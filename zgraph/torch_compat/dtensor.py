@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from zgraph.torch_compat.operators import OpOverload
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -73,6 +76,32 @@ def own_placements() -> Generator[None]:
 def _forget_placements() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+
+
+def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator; if it is pointwise and has symbolic numbers, on the local parts of DTensors that lie alike.
+
+    DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.13), and the hash of a symbolic number
+    makes a constant of it: each new learning rate would need another graph.
+    """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if not any(isinstance(arg, torch.SymFloat) for arg in args) or torch.Tag.pointwise not in func.tags:
+        return func(*args, **kwargs)
+    like = tensors[0]
+    if not isinstance(like, DTensor) or not all(_lies_like(one, like) for one in tensors):
+        return func(*args, **kwargs)
+    result = func(*(local_of(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
+    if func._schema.is_mutable:
+        return like
+    spec = replace(like._spec, tensor_meta=like._spec.tensor_meta._replace(dtype=result.dtype))
+    return DTensor.__new__(DTensor, result, spec, requires_grad=False)
+
+
+def _lies_like(tensor: Tensor, like: DTensor) -> bool:
+    if not isinstance(tensor, DTensor) or any(one.is_partial() for one in tensor.placements):
+        return False
+    one, other = ((part.shape, part.placements, part.device_mesh) for part in (tensor, like))
+    return one == other
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:

@@ -84,16 +84,18 @@ def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.13), and the hash of a symbolic number
     makes a constant of it: each new learning rate would need another graph.
     """
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not any(isinstance(arg, torch.SymFloat) for arg in args) or torch.Tag.pointwise not in func.tags:
         return func(*args, **kwargs)
-    like = tensors[0]
+    like = next(iter(tensors), None)
     if not isinstance(like, DTensor) or not all(_lies_like(one, like) for one in tensors):
         return func(*args, **kwargs)
     result = func(*(local_of(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
     if func._schema.is_mutable:
         return like
-    spec = replace(like._spec, tensor_meta=like._spec.tensor_meta._replace(dtype=result.dtype))
+    spec = replace(like._spec, tensor_meta=TensorMeta(like.shape, like.stride(), result.dtype))
     return DTensor.__new__(DTensor, result, spec, requires_grad=False)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zgraph.codegen.shorten_calls import shorten_calls
 from zgraph.dialect.grouped_gathers import cast_each
@@ -16,6 +16,7 @@ from zgraph.graph.collective_dispatch import dispatcher_of
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.collectives import bind, finish_group
 from zgraph.runtime.handle import name_of
+from zgraph.runtime.offload.copy_lanes import Copy, lanes_of
 from zgraph.runtime.profiler import Probe, Program, Runner
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
 
@@ -39,9 +40,10 @@ def lower_fx(
     # A new module: AOTAutograd's would be regenerated, through three calls, each time it runs.
     gm = edits.copy_of(gm)
     guarded = _guarded_lines(gm)
-    starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_start)]
+    starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_collective)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
-    for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_start)):
+    _copy_beside_compute(gm.graph)
+    for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_collective)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
             wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
         start.target = dispatcher_of(start, number, ranks_per_host)
@@ -69,6 +71,21 @@ def _call_cast_kernels(graph: fx.Graph) -> None:
         source, dtype = cast("tuple[fx.Node, torch.dtype]", node.args)
         if meta.tensor_value(source).stride() == meta.tensor_value(node).stride():  # of others the strides may differ
             node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+
+
+def _copy_beside_compute(graph: fx.Graph) -> None:
+    """Let copies between memory spaces run on their lanes: what a start yields is then known to its wait alone."""
+    for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or nodes.is_copy_wait(node)):
+        if nodes.is_copy_wait(node):
+            node.target = finish_copy
+        else:
+            device = meta.tensor_value(node if nodes.is_reload(node) else node.all_input_nodes[0]).device
+            lanes = lanes_of(device)
+            node.target, node.args = lanes.reload if nodes.is_reload(node) else lanes.offload, node.args[:1]
+
+
+def finish_copy(started: Copy) -> Tensor:
+    return started.wait()
 
 
 def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:
@@ -126,7 +143,7 @@ Guarded = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
     """(kind, group, handles, parameters) of every collective, by the name its line assigns to."""
     guarded: dict[str, Guarded] = {}
-    for start in nodes.call_functions(gm.graph, nodes.is_start):
+    for start in nodes.call_functions(gm.graph, nodes.is_collective):
         about = (str(start.target).split(".")[1], nodes.group_of(start), meta.handles(start), meta.parameters(start))
         guarded[start.name] = about
         guarded |= {wait.name: about for wait in nodes.waits_of(start)}

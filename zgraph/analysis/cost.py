@@ -136,7 +136,7 @@ class CostModel:
         """Cost of a node, see `node_cost`."""
         if traits.is_free(node) and meta.lane(node) is None:
             return FREE
-        if nodes.is_start(node) or nodes.is_marker(node):
+        if nodes.is_collective(node) or nodes.is_marker(node):
             return self._communication(node)
         key = (node.target, self._key(node), self._key(node.args), self._key(node.kwargs), meta.lane(node))
         try:

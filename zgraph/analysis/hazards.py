@@ -128,4 +128,4 @@ def _lies_in_its_input(node: fx.Node) -> bool:
 
 
 def _acts_outside(node: fx.Node) -> bool:
-    return traits.is_random(node) or (nodes.is_start(node) and not meta.parameters(node))
+    return traits.is_random(node) or (nodes.is_collective(node) and not meta.parameters(node))

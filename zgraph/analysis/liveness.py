@@ -12,9 +12,10 @@ from itertools import accumulate
 
 from torch import fx
 
-from zgraph.analysis.storages import Finder, MemorySpace, Storage, as_all_ranks_count
+from zgraph.analysis.storages import Finder, Storage, as_all_ranks_count
 from zgraph.analysis.workspace import transient_bytes
 from zgraph.graph import nodes
+from zgraph.graph.lanes import MemorySpace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from zgraph.analysis.workspace import remaining_bytes
 from zgraph.graph import dataflow, meta, nodes, traits
-from zgraph.graph.lanes import DEVICE_TO_HOST, DISK
+from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, MemorySpace
 from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.torch_compat.fake_values import fake_storage_key, hint_of
-
-# Memory spaces: the device that computes, which may be a CPU; the host's memory, if the device is a GPU; a file.
-MemorySpace = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +286,10 @@ class Finder:
 
 
 def _copied_to(node: fx.Node) -> MemorySpace | None:
-    """The memory space that a copy on its own lane writes to; None for any other node."""
+    """The memory space that a copy on its own lane writes to, or that was recorded; None for any other node."""
     lane = meta.lane(node)
     if lane is None:
-        return None
+        return meta.space(node)
     if lane == DISK:  # from where the way leads to the host
         return "host" if any(meta.lane(source) == DISK for source in node.all_input_nodes) else "disk"
     return "host" if lane == DEVICE_TO_HOST else "device"

@@ -41,7 +41,7 @@ class Symbols:
                 for size in value.shape:
                     found.add_size(size)
             found.add_size(meta.value(node))
-            if nodes.is_start(node):
+            if nodes.is_collective(node):
                 found.add_group(nodes.group_of(node))
                 found.add_start(node)
             elif nodes.is_marker(node):
@@ -106,7 +106,7 @@ class Symbols:
 
     def concern(self, node: fx.Node) -> bool:
         """Whether the cost of a node depends on a symbol."""
-        if nodes.is_start(node) or nodes.is_marker(node):
+        if nodes.is_collective(node) or nodes.is_marker(node):
             return True
         around = (node, *node.all_input_nodes)
         return any(

@@ -97,7 +97,7 @@ def transient_bytes(
             in_flight.pop(node.all_input_nodes[0], None)
         elif node.op == "call_function":
             taken += allocated_bytes(workspace_bytes(node, threads=threads, device_type=device_type))
-            if nodes.is_start(node):
+            if nodes.is_collective(node):
                 group_name = nodes.group_of(node)
                 works = {one: (group_name, allocated_bytes(staging_bytes(one))) for one in nodes.started_by(node)}
                 taken += sum(sorted(staged for _, staged in works.values())[-AT_ONCE:])

@@ -3,6 +3,7 @@
 from zgraph.dialect import (
     ahead,
     compressed,
+    copies,
     grouped_gathers,
     low_rank,
     markers,
@@ -14,6 +15,7 @@ from zgraph.dialect import (
 __all__ = [
     "ahead",
     "compressed",
+    "copies",
     "grouped_gathers",
     "low_rank",
     "markers",

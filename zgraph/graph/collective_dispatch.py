@@ -49,7 +49,7 @@ def order_of_waits(graph: fx.Graph, ranks_per_host: int = 1) -> list[str]:
     found: list[str] = []
     numbers: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if nodes.is_start(node):
+        if nodes.is_collective(node):
             numbers[node] = len(numbers)
         elif (
             nodes.is_wait(node)

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+# Memory spaces: the device that computes, which may be a CPU; the host's memory, if the device is a GPU, or what was
+# copied there; a file.
+MemorySpace = Literal["device", "host", "disk"]
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """One lane; `str` is its name in dumps and reports, such as "compute", "group:0" or "host_to_device".

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zgraph.graph.lanes import Lane
+from zgraph.graph.lanes import Lane, MemorySpace
 from zgraph.torch_compat.fake_values import fake_mode_of, replaying
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _SAVED = "zgraph_saved"
 _PLANNED = "zgraph_planned"
 _CHUNKS = "zgraph_chunks"
 _LANE = "zgraph_lane"
+_SPACE = "zgraph_space"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
@@ -86,6 +87,16 @@ def lane(node: fx.Node) -> Lane | None:
 def set_lane(node: fx.Node, occupied: Lane) -> None:
     """Record that a node copies between device, host and disk, which fake CPU tensors of a planned GPU do not show."""
     node.meta[_LANE] = occupied
+
+
+def space(node: fx.Node) -> MemorySpace | None:
+    """The memory space of a node's value, if it was recorded; None: devices and the lane tell."""
+    return cast("MemorySpace | None", node.meta.get(_SPACE))
+
+
+def set_space(node: fx.Node, found: MemorySpace) -> None:
+    """Record where a value lies; it stays with the value where that becomes an input of another graph."""
+    node.meta[_SPACE] = found
 
 
 def module_path(node: fx.Node) -> str:

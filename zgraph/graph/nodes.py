@@ -74,8 +74,33 @@ def is_dequantize_shards(node: fx.Node) -> bool:
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether the node starts a collective whose result needs a wait."""
+    """Whether the node starts something whose result needs a wait: a collective, or a copy between memory spaces."""
+    return is_collective(node) or is_copy_start(node)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node starts a collective."""
     return node.op == "call_function" and (is_functional_collective(node.target) or is_kept_gather(node))
+
+
+def is_offload(node: fx.Node) -> bool:
+    """Whether the node starts a copy from the device to the host."""
+    return node.target is torch.ops.zgraph.offload_start.default
+
+
+def is_reload(node: fx.Node) -> bool:
+    """Whether the node starts a copy from the host to the device."""
+    return node.target is torch.ops.zgraph.reload_start.default
+
+
+def is_copy_start(node: fx.Node) -> bool:
+    """Whether the node starts a copy between memory spaces."""
+    return is_offload(node) or is_reload(node)
+
+
+def is_copy_wait(node: fx.Node) -> bool:
+    """Whether the node waits for a copy between memory spaces."""
+    return node.target is torch.ops.zgraph.wait_copy.default
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -84,7 +109,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    return node.target is wait_op() or is_group_wait(node)
+    return node.target is wait_op() or is_group_wait(node) or is_copy_wait(node)
 
 
 def is_group_wait(node: fx.Node) -> bool:
@@ -161,7 +186,10 @@ def group_of(start: fx.Node) -> str:
 
 
 def unsharded_bytes(start: fx.Node) -> int:
-    """Bytes of the unsharded tensor of a collective: the result of a gather, the input of a reduction."""
+    """Bytes of the unsharded tensor of a collective: the result of a gather, the input of a reduction.
+
+    A copy between memory spaces carries as many bytes both ways.
+    """
     whole = meta.value(start) if is_gather(start) else meta.tensor_value(start.all_input_nodes[0])
     members: Iterable[Tensor] = whole if isinstance(whole, list | tuple) else [whole]
     return sum(payload_bytes(member.shape, member.dtype) for member in members)

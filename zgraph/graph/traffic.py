@@ -52,7 +52,7 @@ SizeOf = Callable[[str], Any]
 
 def transfers(graph: fx.Graph) -> Iterator[Transfer]:
     """Every collective of a graph, in program order."""
-    for node in nodes.call_functions(graph, lambda node: nodes.is_start(node) or nodes.is_marker(node)):
+    for node in nodes.call_functions(graph, lambda node: nodes.is_collective(node) or nodes.is_marker(node)):
         yield from transfers_of(node)
 
 
@@ -144,5 +144,5 @@ def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, pay
         payload_bytes=payload,
         sent_bytes=sent,
         parameters=meta.parameters(node),
-        methods=operator_arguments.methods_of(node) if nodes.is_start(node) else (),
+        methods=operator_arguments.methods_of(node) if nodes.is_collective(node) else (),
     )

@@ -104,7 +104,7 @@ def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
             for user in (user for alias in _aliases(written) for user in alias.users):
                 if user is not node:
                     yield (user, node, "order") if order[user] < order[node] else (node, user, "order")
-        if nodes.is_start(node):
+        if nodes.is_collective(node):
             group_name = nodes.group_of(node)
             if group_name in last_of_group:
                 yield last_of_group[group_name], node, "order"

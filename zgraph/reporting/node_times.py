@@ -69,7 +69,7 @@ class _Timed(fx.Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         target = dispatcher_of(n, 0, self.ranks_per_host)  # as lowered graphs run it
-        if (nodes.is_start(n) or nodes.is_marker(n)) and group_size(nodes.group_of(n)) > 1:
+        if (nodes.is_collective(n) or nodes.is_marker(n)) and group_size(nodes.group_of(n)) > 1:
             dist.barrier(resolve_group(nodes.group_of(n)))  # otherwise early ranks would measure the delay of late ones
         _settle()
         started = time.perf_counter()

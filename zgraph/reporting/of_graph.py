@@ -228,7 +228,7 @@ def _network(graph: fx.Graph, known: Prediction, frame: str) -> networkx.DiGraph
 def _collectives(graph: fx.Graph, timeline: Timeline | None, limits: Limits | None) -> list[Collective]:
     order = list(graph.nodes)
     found: list[Collective] = []
-    for node in nodes.call_functions(graph, lambda node: nodes.is_start(node) or nodes.is_marker(node)):
+    for node in nodes.call_functions(graph, lambda node: nodes.is_collective(node) or nodes.is_marker(node)):
         sent = tuple(transfers_of(node))
         if not sent:
             continue

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zgraph.analysis.liveness import LiveRange, MemoryCurve
-from zgraph.analysis.storages import MemorySpace
+from zgraph.graph.lanes import MemorySpace
 from zgraph.analysis.workspace import remaining_bytes
 from zgraph.compiler.graph_pass import Direction
 from zgraph.graph import meta, nodes, traits

@@ -1,0 +1,71 @@
+"""Operators that copy tensors between memory spaces: a start and a wait each, as collectives have them.
+
+    out   = offload_start(activation)     on its way to the host; the activation must not be written to
+    kept  = wait_copy(out)                on the host; the activation may be freed
+    back  = reload_start(kept, device)    on its way back
+    again = wait_copy(back)               the same values, in new memory of the device
+
+Nothing but its wait reads what a start returns. In a compiled graph these copies run beside compute
+(`zgraph.runtime.offload`); the kernels here copy at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime.offload.copy_lanes import lanes_of
+
+
+@torch.library.custom_op("zgraph::offload_start", mutates_args=())
+def offload_start(tensor: Tensor) -> Tensor:
+    """Copy a tensor of a device to host memory, which is pinned on CUDA: same shape, dtype and, if dense, strides."""
+    return lanes_of(tensor.device).offload(tensor).wait()
+
+
+@offload_start.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+@torch.library.custom_op("zgraph::reload_start", mutates_args=())
+def reload_start(kept: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of host memory into new memory of a device: same shape, dtype and strides."""
+    return lanes_of(device).reload(kept).wait()
+
+
+@reload_start.register_fake
+def _(kept: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(kept, device=device)
+
+
+# Like `_c10d_functional::wait_tensor` it returns its argument without declaring the alias, which `custom_op` refuses.
+torch.library.define("zgraph::wait_copy", "(Tensor started) -> Tensor")
+
+
+@torch.library.impl("zgraph::wait_copy", "CompositeExplicitAutograd")
+def wait_copy(started: Tensor) -> Tensor:
+    """Wait for a copy: the same tensor, usable."""
+    return started
+
+
+@torch.library.register_fake("zgraph::wait_copy")
+def _(started: Tensor) -> Tensor:
+    return torch.empty_like(started)
+
+
+def offload_op() -> Any:
+    """zgraph::offload_start(tensor) -> its copy on the host"""
+    return torch.ops.zgraph.offload_start.default
+
+
+def reload_op() -> Any:
+    """zgraph::reload_start(kept, device) -> its copy on the device"""
+    return torch.ops.zgraph.reload_start.default
+
+
+def wait_copy_op() -> Any:
+    """zgraph::wait_copy(started) -> the same tensor, usable"""
+    return torch.ops.zgraph.wait_copy.default

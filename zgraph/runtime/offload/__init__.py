@@ -1,0 +1,1 @@
+"""Copies between memory spaces that run beside compute: device, host and disk."""

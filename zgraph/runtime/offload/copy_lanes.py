@@ -1,0 +1,152 @@
+"""Copy lanes: asynchronous copies of whole tensors between a device's memory and the host's, one lane each way.
+
+    compute         [mm][mm][mm]......[mm][mm]
+    device_to_host   [=== a ===]                      a may be freed on the device once its copy has ended
+    host_to_device              [=== a ===]           and is read there once it has come back
+
+On CUDA a lane is a stream, and host memory is pinned. Where the device is a CPU, a lane is a thread, and host memory a
+pool that nothing computes on: the copies are real, so that everything but their speed can be seen without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime.offload.host_pool import HostPool
+
+
+class Copy(Protocol):
+    """A copy that has been started."""
+
+    def wait(self) -> Tensor:
+        """The copied tensor, usable by whatever the caller computes from now on.
+
+        Raises:
+            RuntimeError: the copy has failed.
+        """
+        ...
+
+
+class CopyLanes(Protocol):
+    """The two lanes of one device. Copies of one lane end in the order in which they were started."""
+
+    def offload(self, tensor: Tensor) -> Copy:
+        """Start copying a tensor of the device to host memory, after everything computed so far."""
+        ...
+
+    def reload(self, kept: Tensor) -> Copy:
+        """Start copying a tensor of host memory, whose offload has been waited for, into new memory of the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InThread:
+    source: Tensor  # what a copy reads lives until it is waited for
+    copied: Tensor
+    done: Future[None]
+
+    def wait(self) -> Tensor:
+        self.done.result()
+        return self.copied
+
+
+@dataclass
+class ThreadLanes:
+    """Lanes of a CPU: a thread for each direction.
+
+    Attributes:
+        bytes_per_us: rate that copies do not exceed; None: as fast as memory is.
+        pool: the host memory.
+    """
+
+    bytes_per_us: float | None = None
+    pool: HostPool = field(default_factory=HostPool)
+    _out: ThreadPoolExecutor = field(default_factory=lambda: _thread("offload"))
+    _back: ThreadPoolExecutor = field(default_factory=lambda: _thread("reload"))
+
+    def offload(self, tensor: Tensor) -> Copy:
+        return self._start(self._out, tensor.detach(), self.pool.empty_like(tensor))
+
+    def reload(self, kept: Tensor) -> Copy:
+        return self._start(self._back, kept, torch.empty_like(kept))
+
+    @contextlib.contextmanager
+    def limited(self, bytes_per_us: float) -> Generator[None]:
+        """Let copies run at the rate of a slower link, as for comparisons with what was predicted for it."""
+        before, self.bytes_per_us = self.bytes_per_us, bytes_per_us
+        try:
+            yield
+        finally:
+            self.bytes_per_us = before
+
+    def _start(self, lane: ThreadPoolExecutor, source: Tensor, copied: Tensor) -> Copy:
+        return _InThread(source, copied, lane.submit(self._copy, source, copied))
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        begin = time.perf_counter()
+        target.copy_(source)
+        if self.bytes_per_us is not None:
+            end = begin + source.nbytes / self.bytes_per_us / 1e6
+            time.sleep(max(0.0, end - time.perf_counter()))
+
+
+def _thread(name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"zgraph-{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class _OnStream:
+    source: Tensor  # what a copy reads lives until compute is ordered behind it
+    copied: Tensor
+    end: torch.cuda.Event
+    device: torch.device
+
+    def wait(self) -> Tensor:
+        torch.cuda.current_stream(self.device).wait_event(self.end)  # the host goes on
+        return self.copied
+
+
+class StreamLanes:
+    """Lanes of a CUDA device: a stream for each direction, and pinned host memory.
+
+    Memory of the device is allocated and freed on the compute stream. A copy begins after that stream has come to where
+    it was started; what it reads is held until the compute stream waits for its end, so it cannot be given to others
+    before. Memory of the host is freed by torch's allocator of pinned memory, which asks the streams that used it. A
+    reload follows the offload before it because the compute stream, which it waits for, has waited for that one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def offload(self, tensor: Tensor) -> Copy:
+        tensor = tensor.detach()
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out):
+            kept.copy_(tensor, non_blocking=True)
+            end = self.out.record_event()
+        return _OnStream(tensor, kept, end, self.device)
+
+    def reload(self, kept: Tensor) -> Copy:
+        copied = torch.empty_like(kept, device=self.device)
+        self.back.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.back):
+            copied.copy_(kept, non_blocking=True)
+            end = self.back.record_event()
+        return _OnStream(kept, copied, end, self.device)
+
+
+@functools.cache
+def lanes_of(device: torch.device) -> CopyLanes:
+    """The copy lanes of a device, made on first use."""
+    return ThreadLanes() if device.type == "cpu" else StreamLanes(device)

@@ -1,0 +1,48 @@
+"""Host memory where the device is a CPU: memory of its own, which no allocator of torch knows."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class HostPool:
+    """Blocks of pages that tensors take and give back when their storage is freed; a block serves equal sizes again.
+
+    Attributes:
+        in_use_bytes, peak_bytes: what tensors hold now, and the most that they have held at once.
+    """
+
+    in_use_bytes: int = 0
+    peak_bytes: int = 0
+    _free: dict[int, list[mmap.mmap]] = field(default_factory=dict[int, "list[mmap.mmap]"])
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """An uninitialised tensor of equal shape, dtype and, if dense, strides."""
+        layout = torch.empty_like(tensor, device="meta")
+        nbytes = layout.untyped_storage().nbytes()
+        if not nbytes:
+            return torch.empty_like(tensor, device="cpu")
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = self._free.setdefault(size, [])
+        block = free.pop() if free else mmap.mmap(-1, size)
+        # The tensor holds this view, and nobody else does: it is gone when the storage is.
+        view = memoryview(block)
+        weakref.finalize(view, self._give_back, block, size).atexit = False
+        self.in_use_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
+        flat = torch.frombuffer(view, dtype=tensor.dtype, count=nbytes // tensor.dtype.itemsize)
+        return flat.as_strided(layout.shape, layout.stride())
+
+    def release(self) -> None:
+        """Return free blocks to the system."""
+        self._free.clear()
+
+    def _give_back(self, block: mmap.mmap, size: int) -> None:
+        self.in_use_bytes -= size
+        self._free[size].append(block)

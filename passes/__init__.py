@@ -11,6 +11,7 @@ from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
+from zgraph.passes.offload_activations import OffloadActivations
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
@@ -35,6 +36,7 @@ __all__ = [
     "LowerGathers",
     "LowerReductions",
     "NoFeedback",
+    "OffloadActivations",
     "QuantizeGathers",
     "RecomputeActivations",
     "RngKey",

@@ -114,14 +114,14 @@ class BucketCollectives(GraphPass):
         if self.gathers == "auto" and counts:
             ctx.note(self, "gathers: " + ", ".join(f"{count} {mode}" for mode, count in sorted(counts.items())))
         if not merged:
-            found = any(nodes.is_start(node) for node in graph.nodes)
+            found = any(map(nodes.is_collective, graph.nodes))
             size = "a bucket that pays" if self.bucket_bytes is None else f"{self.bucket_bytes} bytes"
             ctx.note(self, f"no two neighbouring collectives fit into {size}" if found else "no collectives here")
         return merged > 0
 
     def _chosen(self, graph: fx.Graph, ctx: PassContext) -> tuple[BucketCollectives, PassContext]:
         """The pass with the bucket size that suits the backend, and the context with what is known of the machine."""
-        start = next(nodes.call_functions(graph, nodes.is_start), None)
+        start = next(nodes.call_functions(graph, nodes.is_collective), None)
         sent = [] if start is None else nodes.sent_by(start)
         device = meta.tensor_value(sent[0]).device if sent else torch.device("cpu")
         if start is None or ctx.group_backend(nodes.group_of(start), device) != "nccl":

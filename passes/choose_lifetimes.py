@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import fx
 
@@ -14,7 +14,7 @@ from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.passes.common.repeat_gathers import repeat_gathers
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
-from zgraph.scheduling.lifetime_model import Model, StepEstimate
+from zgraph.scheduling.lifetime_model import HostLinks, Model, StepEstimate
 from zgraph.scheduling.plan_lifetimes import greedy_frontier
 from zgraph.scheduling.timeline import Sharing
 from zgraph.scheduling.whole_step_model import WholeStepModel
@@ -31,10 +31,17 @@ class ChooseLifetimes(GraphPass):
     is tagged as well: its gather is free, and only its cast copy would be saved.
     A whole training step is not partitioned: the nodes that backward repeats are copied to where it reads them. Without
     a budget each backward gets a gather of its own there, and activations are kept as eager torch keeps them.
+    Where values may be offloaded, each is kept, recomputed or offloaded by what takes the least time per byte at the
+    peak; `OffloadActivations` then copies what was chosen.
     Leaves alone: parameters of stages 1 and 2, which are gathered once per window and saved for its backwards;
     parameters that the graph returns, as before a graph break, because their receiver keeps them alive; operators that
     are random, write, or communicate for the model; and whatever activation checkpointing has decided.
+
+    Attributes:
+        offload_least_bytes: activations of at least this size may be offloaded under a budget; None: none may.
     """
+
+    offload_least_bytes: int | None = None
 
     name: ClassVar[str] = "choose_lifetimes"
     phase: ClassVar[Phase] = "joint"
@@ -62,8 +69,11 @@ class ChooseLifetimes(GraphPass):
         kept: dict[fx.Node, None] = {}
         repeated: tuple[tuple[fx.Node, fx.Node], ...] = ()
         if ctx.plan_bytes is not None and ctx.cost_of is not None:
-            path = greedy_frontier(WholeStepModel(gm.graph, cost_of=ctx.cost_of, sharing=ctx.sharing))
+            model = WholeStepModel(gm.graph, cost_of=ctx.cost_of, sharing=ctx.sharing, copies=self._copies(ctx))
+            path = greedy_frontier(model)
             found = path.choose(ctx.plan_bytes)
+            for value in found.offloaded:
+                meta.tag_offload(cast(fx.Node, model.base_of(value)))
             self._note(found, path.estimates[0], ctx)
             kept = dict.fromkeys(
                 value.gather for value in found.gaps if value.gather is not None and value not in found.dropped
@@ -91,9 +101,19 @@ class ChooseLifetimes(GraphPass):
             cost_of=ctx.cost_of,
             sharing=ctx.sharing,
             target_bytes=ctx.plan_bytes,
+            copies=self._copies(ctx),
         )
         apply(found, {node.name: node for node in gm.graph.nodes})
         self._note(found, fastest, ctx)
+
+    def _copies(self, ctx: PassContext) -> HostLinks | None:
+        if self.offload_least_bytes is None or ctx.hardware is None:
+            return None
+        return HostLinks(
+            device_to_host=ctx.hardware.device_to_host,
+            host_to_device=ctx.hardware.host_to_device,
+            least_bytes=self.offload_least_bytes,
+        )
 
     def _note(self, found: StepEstimate, fastest: StepEstimate, ctx: PassContext) -> None:
         parameters = [value for value in found.gaps if value.gather is not None]
@@ -106,6 +126,9 @@ class ChooseLifetimes(GraphPass):
         )
         ctx.note(self, f"keeps {len(kept)} of {len(parameters)} gathered parameters: {', '.join(kept) or 'none'}")
         ctx.note(self, f"recomputes {len(activations)} activations: {', '.join(activations) or 'none'}")
+        if self.offload_least_bytes is not None:
+            offloaded = [value.name for value in found.offloaded]
+            ctx.note(self, f"offloads {len(offloaded)} activations: {', '.join(offloaded) or 'none'}")
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
@@ -128,9 +151,10 @@ def plan_lifetimes(
     cost_of: Callable[[fx.Node], NodeCost],
     sharing: Sharing,
     target_bytes: int,
+    copies: HostLinks | None = None,
 ) -> tuple[StepEstimate, StepEstimate]:
     """The fastest step within the target, else the one with the least memory; and the step that saves everything."""
-    model = Model(joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing)
+    model = Model(joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing, copies=copies)
     path = greedy_frontier(model)
     return path.choose(target_bytes), path.estimates[0]
 
@@ -147,6 +171,8 @@ def apply(found: StepEstimate, joint: Mapping[str, fx.Node]) -> None:
     for value in found.gaps:
         if value.gather is not None and value not in found.dropped:
             meta.tag_saved(joint[value.gather.name])
+    for value in found.offloaded:
+        meta.tag_offload(joint[value.nodes[0].name])
     for node in found.recomputed:
         activation = joint[node.name]
         if not meta.is_tagged_by_others(activation) and not meta.is_tagged_recompute(activation):

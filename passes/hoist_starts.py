@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -17,13 +18,16 @@ from zgraph.runtime.chunks import MIB
 class HoistStarts(GraphPass):
     """Move each gather's start to just before the wait of an earlier one, as early as the limits allow.
 
-    Reductions already start where their gradients are ready.
+    Likewise what was offloaded to the host starts to come back before an earlier one is waited for. Reductions already
+    start where their gradients are ready.
     Leaves alone: gathers whose input is computed in the graph, such as means of replicated gradients, or was written to
     there, and gathers pinned to their use to save memory.
 
     Attributes:
-        prefetch: how many gathers may be in flight in addition to the one that is waited for.
-        in_flight_bytes: most bytes of unsharded parameters that those gathers yield; one is always prefetched.
+        prefetch: how many gathers may be in flight in addition to the one that is waited for, and how many copies from
+            the host.
+        in_flight_bytes: most bytes of unsharded parameters that those gathers yield, and of what those copies bring; one
+            is always prefetched.
     """
 
     prefetch: int = 1
@@ -47,7 +51,7 @@ class HoistStarts(GraphPass):
         order = nodes.order_of(gm.graph)
         changed = False
         for start, anchor in plan:
-            inputs = dataflow.copy_in(start) or []
+            inputs = start.all_input_nodes if nodes.is_reload(start) else dataflow.copy_in(start) or []
             for node in [*sorted(inputs, key=order.__getitem__), start]:
                 if order[node] > order[anchor]:
                     edits.move_before(node, anchor)
@@ -70,13 +74,29 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
     if prefetch == 0:
         return []
     ahead = hazards(list(graph.nodes))
-    starts = [
+    gathers = [
         start
         for start in nodes.call_functions(graph, nodes.is_gather)
         if meta.parameters(start) and not meta.is_tagged_at_use(start) and _reads_inputs_alone(start, ahead)
     ]
+    reloads = list(nodes.call_functions(graph, nodes.is_reload))
+    order = nodes.order_of(graph)
+    plan = [*_ahead(graph, gathers, prefetch, in_flight_bytes), *_ahead(graph, reloads, prefetch, in_flight_bytes)]
+    return [(start, anchor) for start, anchor in plan if order[_released_by(start)] < order[anchor]]
+
+
+def _released_by(start: fx.Node) -> fx.Node:
+    """The node behind which a start may stand: for what comes back within one graph, the start of its offload."""
+    kept = start.all_input_nodes[0]
+    return nodes.start_of(kept) if nodes.is_reload(start) and nodes.is_wait(kept) else kept
+
+
+def _ahead(
+    graph: fx.Graph, starts: Sequence[fx.Node], prefetch: int, in_flight_bytes: int
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Starts of one lane in their order, each with the node before which it goes."""
     if not starts:
-        return []
+        return
     # Before the first compute, or the first wait if that comes first: after it they would overtake nothing.
     first_wait = nodes.wait_of(starts[0])
     top = next(
@@ -84,13 +104,11 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
         for node in graph.nodes
         if node is first_wait or not (node.op == "placeholder" or nodes.is_communication(node))
     )
-    plan: list[tuple[fx.Node, fx.Node]] = []
-    oldest = 0  # oldest gather that is still in flight, or waited for, when the next one starts
+    oldest = 0  # oldest one that is still in flight, or waited for, when the next one starts
     for position, start in enumerate(starts):
         while position - oldest > prefetch or (
             position - oldest > 1 and sum(map(nodes.unsharded_bytes, starts[oldest : position + 1])) > in_flight_bytes
         ):
             oldest += 1
         reaches_top = oldest == 0 and position < prefetch
-        plan.append((start, top if reaches_top else cast(fx.Node, nodes.wait_of(starts[oldest]))))
-    return plan
+        yield start, top if reaches_top else cast(fx.Node, nodes.wait_of(starts[oldest]))

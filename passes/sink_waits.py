@@ -19,15 +19,18 @@ class SinkWaits(GraphPass):
 
     The only user of a reduced gradient is the graph's output: sunk that far, all send buffers would stay alive to the
     end. Therefore a reduction is finished when `reductions_in_flight` later ones have started.
+    Likewise a copy to the host is waited for, and its source freed, when `offloads_in_flight` later ones have started.
     What reads a value stays before what overwrites it.
     Leaves alone: waits already there.
 
     Attributes:
         reductions_in_flight: how many reductions may be in flight at once.
         in_flight_bytes: most bytes of unsharded gradients that they may hold; one may always be in flight.
+        offloads_in_flight: how many copies to the host may be in flight at once.
     """
 
     reductions_in_flight: int = 2
+    offloads_in_flight: int = 2
     in_flight_bytes: int = 16 * MIB
 
     name: ClassVar[str] = "sink_waits"
@@ -36,10 +39,9 @@ class SinkWaits(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.OVERLAP_SCHEDULED})
 
     def __post_init__(self) -> None:
-        if self.reductions_in_flight < 1:
-            raise ValueError(
-                f"sink_waits: reductions_in_flight={self.reductions_in_flight}; at least one must be, write 1 or more."
-            )
+        for name in ("reductions_in_flight", "offloads_in_flight"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"sink_waits: {name}={getattr(self, name)}; at least one must be, write 1 or more.")
         if self.in_flight_bytes < 1:
             raise ValueError(
                 f"sink_waits: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of bytes."
@@ -50,6 +52,7 @@ class SinkWaits(GraphPass):
         ahead = hazards(before)
         sink(gm.graph, ahead)
         limit_reductions(gm.graph, self.reductions_in_flight, self.in_flight_bytes, ahead)
+        limit_offloads(gm.graph, self.offloads_in_flight)
         changed = before != list(gm.graph.nodes)
         if not changed:
             ctx.note(self, "every wait stands where it is needed")
@@ -65,6 +68,7 @@ def sink(graph: fx.Graph, ahead: Hazards) -> None:
         and (not _is_started(node) or carries_mean(node))
         and node.users
         and meta.lane(node) is None  # copies from the host were placed early to be hidden
+        and not (nodes.is_copy_wait(node) and nodes.is_offload(nodes.start_of(node)))  # its source is to be freed early
     }
     placed: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
@@ -107,6 +111,18 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahea
     for start in outstanding:
         if first_wait is not None and order[start] < order[first_wait]:
             finish_before(graph, start, first_wait, ahead)
+
+
+def limit_offloads(graph: fx.Graph, in_flight: int) -> None:
+    """Wait for the oldest copy to the host, and free its source, before one more starts than may be in flight."""
+    order = nodes.order_of(graph)
+    outstanding: list[fx.Node] = []
+    for start in nodes.call_functions(graph, nodes.is_offload):
+        outstanding.append(start)
+        if len(outstanding) > in_flight:
+            wait = cast(fx.Node, nodes.wait_of(outstanding.pop(0)))
+            if order[wait] > order[start]:
+                edits.move_before(wait, start)
 
 
 def carries_mean(node: fx.Node) -> bool:

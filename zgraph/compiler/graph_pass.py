@@ -27,6 +27,7 @@ class Fact(StrEnum):
 
     GATHERS_DEDUPED = "gathers_deduped"
     LIFETIMES_CHOSEN = "lifetimes_chosen"
+    ACTIVATIONS_OFFLOADED = "activations_offloaded"
     GATHERS_QUANTIZED = "gathers_quantized"
     GATHERS_LOWERED = "gathers_lowered"
     GRADIENTS_COMPRESSED = "gradients_compressed"

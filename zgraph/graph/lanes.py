@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-
 # Memory spaces: the device that computes, which may be a CPU; the host's memory, if the device is a GPU, or what was
 # copied there; a file.
 MemorySpace = Literal["device", "host", "disk"]

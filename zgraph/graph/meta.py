@@ -31,6 +31,7 @@ _SPACE = "zgraph_space"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
+_OFFLOAD = "zgraph_offload"
 _AT_REST = "zgraph_at_rest"
 _EVALUATED = "zgraph_evaluated"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
@@ -195,6 +196,15 @@ def tag_awaited(node: fx.Node) -> None:
 
 def is_tagged_awaited(node: fx.Node) -> bool:
     return _AWAITED in node.meta
+
+
+def tag_offload(node: fx.Node) -> None:
+    """Record that the value is to lie on the host from forward to backward."""
+    node.meta[_OFFLOAD] = True
+
+
+def is_tagged_offload(node: fx.Node) -> bool:
+    return _OFFLOAD in node.meta
 
 
 def set_part(node: fx.Node, number: int) -> None:

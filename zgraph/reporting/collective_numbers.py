@@ -43,7 +43,7 @@ class Numbered:
 def numbered(graph: fx.Graph) -> list[Numbered]:
     """The collectives of a graph by the NCCL group that numbers them; gathers that a window keeps run once for it."""
     found: dict[str, list[str]] = {}
-    for start in nodes.call_functions(graph, nodes.is_start):
+    for start in nodes.call_functions(graph, nodes.is_collective):
         device = next((meta.tensor_value(sent).device for sent in nodes.sent_by(start)), torch.device("cpu"))
         if group_backend(nodes.group_of(start), device) == "nccl":
             about = ", ".join(meta.parameters(start)) or "the model's own"

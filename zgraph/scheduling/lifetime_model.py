@@ -6,16 +6,20 @@ backward      D  C b B A                      costs the time of b, recomputed fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
 
 from torch import fx
 
 from zgraph.analysis.cost import NodeCost
+from zgraph.analysis.hardware import Link
 from zgraph.analysis.liveness import LiveRanges, placements
 from zgraph.analysis.storages import Storage
 from zgraph.graph import meta, nodes, traits
-from zgraph.graph.lanes import COMPUTE, Lane
+from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import is_tangent, mutated_inputs
@@ -45,6 +49,7 @@ class StepEstimate:
 
     Attributes:
         dropped: values that are not saved, so that backward recomputes them.
+        offloaded: values that are copied to the host in forward, and back in backward.
         saved: nodes that forward saves, in addition to its inputs.
         recomputed: nodes that backward recomputes, in the order in which it does.
         bytes_during: bytes alive during each call, those of forward before those of backward.
@@ -53,6 +58,7 @@ class StepEstimate:
         gaps: for each value, the positions between its last use in forward and its first in backward, at which it
             takes memory only because it is saved.
         anchors: of a whole step, the node of backward before which each of `recomputed` runs again.
+        clock_us: compute done before each call, and in all.
     """
 
     dropped: Mapping[Value, None]
@@ -63,6 +69,8 @@ class StepEstimate:
     step_us: float
     gaps: Mapping[Value, range]
     anchors: tuple[fx.Node, ...] = ()
+    offloaded: Mapping[Value, None] = field(default_factory=dict[Value, None])
+    clock_us: Sequence[float] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -71,6 +79,23 @@ class StepEstimate:
     @property
     def busy_us(self) -> float:
         return sum(self.lane_us.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLinks:
+    """What offloading to the host takes.
+
+    Attributes:
+        device_to_host, host_to_device: links of one rank.
+        least_bytes: smaller values stay on the device.
+    """
+
+    device_to_host: Link
+    host_to_device: Link
+    least_bytes: int
+
+
+NONE_OFFLOADED: Mapping[Value, None] = MappingProxyType({})
 
 
 class LifetimeModel:
@@ -83,9 +108,10 @@ class LifetimeModel:
         graph: before gathers and reductions are lowered.
         cost_of: cost of each call.
         sharing: how lanes share links and compute.
+        copies: links to the host and back, for values that may be offloaded; None: none may.
 
     Attributes:
-        values: that may be dropped.
+        values: that may be dropped, or offloaded.
         backward: calls that only backward makes.
         required: what forward runs even if nothing is saved.
     """
@@ -94,8 +120,16 @@ class LifetimeModel:
     backward: Sequence[fx.Node]
     required: Mapping[fx.Node, None]
 
-    def __init__(self, graph: fx.Graph, *, cost_of: Callable[[fx.Node], NodeCost], sharing: Sharing) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        *,
+        cost_of: Callable[[fx.Node], NodeCost],
+        sharing: Sharing,
+        copies: HostLinks | None = None,
+    ) -> None:
         self.sharing = sharing
+        self.copies = copies
         self.order = nodes.order_of(graph)
         self.costs = {node: cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
         self.reads = {node: tuple(node.all_input_nodes) for node in graph.nodes}
@@ -111,13 +145,37 @@ class LifetimeModel:
             if size:
                 self.makes.setdefault(found.storages[number].first, []).append(number)
 
-    def estimate(self, dropped: Mapping[Value, None]) -> StepEstimate:
-        """Estimate the step in which these values are recomputed and all others are saved."""
+    def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
+        """Estimate the step in which these values are recomputed, these offloaded, and all others saved."""
+        raise NotImplementedError
+
+    def base_of(self, value: Value) -> fx.Node | None:
+        """The one node that has to be copied so that all of a value can be offloaded; None if it cannot be."""
         raise NotImplementedError
 
     def chain(self, value: Value, estimate: StepEstimate) -> list[fx.Node] | None:
         """Nodes to recompute in addition to the present ones if a value is dropped; None if one of them cannot be."""
         raise NotImplementedError
+
+    def bytes_of(self, value: Value) -> int:
+        return sum(self.sizes[number] for number in self.lies_in[value.nodes[0]])
+
+    def numbers_of(self, values: Iterable[Value]) -> frozenset[int]:
+        return frozenset(number for value in values for number in self.lies_in[value.nodes[0]])
+
+    def copy_us(self, value: Value) -> tuple[float, float]:
+        """Time to copy a value to the host, and back; infinite if it may not be offloaded."""
+        links = self.copies
+        if links is None or self.bytes_of(value) < links.least_bytes or self.base_of(value) is None:
+            return math.inf, math.inf
+        return links.device_to_host.us(self.bytes_of(value)), links.host_to_device.us(self.bytes_of(value))
+
+    def copying(self, offloaded: Mapping[Value, None]) -> tuple[dict[Lane, float], dict[Lane, float]]:
+        """Time of the lanes to the host, in forward, and back, in backward."""
+        found = [self.copy_us(value) for value in offloaded]
+        if not found:
+            return {}, {}
+        return {DEVICE_TO_HOST: sum(out for out, _ in found)}, {HOST_TO_DEVICE: sum(back for _, back in found)}
 
     def at_best(self, lane_us: Mapping[Lane, float]) -> float:
         """Least time of a forward or backward that keeps its lanes busy for so long."""
@@ -145,6 +203,7 @@ class Model(LifetimeModel):
         user_outputs: number of outputs that the user receives.
         cost_of: cost of each call of the joint graph.
         sharing: how lanes share links and compute.
+        copies: links to the host and back; None: nothing is offloaded.
     """
 
     def __init__(
@@ -156,10 +215,11 @@ class Model(LifetimeModel):
         user_outputs: int,
         cost_of: Callable[[fx.Node], NodeCost],
         sharing: Sharing,
+        copies: HostLinks | None = None,
     ) -> None:
         known = {node.name: node for node in joint.nodes}
         calls = {name: node for name, node in known.items() if node.op == "call_function"}
-        super().__init__(joint, cost_of=cost_of, sharing=sharing)
+        super().__init__(joint, cost_of=cost_of, sharing=sharing, copies=copies)
         self.forward = [calls[node.name] for node in forward.nodes if node.name in calls]
         in_forward = dict.fromkeys(self.forward)
         in_backward = [calls[node.name] for node in backward.nodes if node.name in calls]
@@ -228,20 +288,23 @@ class Model(LifetimeModel):
 
     # --- one step
 
-    def estimate(self, dropped: Mapping[Value, None]) -> StepEstimate:
+    def base_of(self, value: Value) -> fx.Node | None:
+        return value.nodes[0] if value.gather is None and len(value.nodes) == 1 else None
+
+    def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
         unsaved = {node for value in dropped for node in value.nodes}
         kept = [value for value in self.values if value not in dropped]
         saved = [node for node in self.saved if node not in unsaved]
         saved += [node for value in kept if value.gather is not None for node in value.nodes]
         forward = self._forward(saved)
         backward, recomputed = self._backward(saved)
-        replay = _StepReplay(self)
+        replay = _StepReplay(self, self.numbers_of(offloaded))
         replay.forward(forward)
         replay.backward(backward)
         lane_us: dict[Lane, float] = {}
         step_us = 0.0
-        for calls in (forward, backward):
-            busy = busy_us(self.costs[node] for node in calls)
+        for calls, copying in zip((forward, backward), self.copying(offloaded), strict=True):
+            busy = busy_us(self.costs[node] for node in calls) | copying
             step_us += self.at_best(busy)
             for lane, us in busy.items():
                 lane_us[lane] = lane_us.get(lane, 0.0) + us
@@ -252,7 +315,9 @@ class Model(LifetimeModel):
             bytes_during=replay.alive.bytes_during(),
             lane_us=lane_us,
             step_us=step_us,
-            gaps={value: replay.gap(value, value in dropped) for value in self.values},
+            gaps={value: replay.gap(value, value in dropped or value in offloaded) for value in self.values},
+            offloaded=dict(offloaded),
+            clock_us=clock_us(self.costs[node] for node in [*forward, *backward]),
         )
 
     def _forward(self, saved: Iterable[fx.Node]) -> list[fx.Node]:
@@ -307,11 +372,13 @@ class _StepReplay:
     """Live ranges of the storages of a step, including those that backward recomputes.
 
     If backward recomputes storage n, the copy is storage n + count. Readers of the recomputed node read the copy, so n
-    itself ends with its last reader in forward, or with its last reader in backward that reads the saved one.
+    itself ends with its last reader in forward, or with its last reader in backward that reads the saved one. What was
+    offloaded comes back as storage n + count, too, with the first reader in backward.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, offloaded: frozenset[int] = frozenset()) -> None:
         self.model = model
+        self.offloaded = offloaded
         self.count = len(model.sizes)
         self.alive = LiveRanges([*model.sizes, *model.sizes])
         self.last_forward_read: list[int] = []  # last reader in forward
@@ -338,6 +405,10 @@ class _StepReplay:
                 copies = {} if node in model.backward_only else {number: number + count for number in makes}
                 placed[node] = [copies.get(n, read.get(n, n)) for n in model.lies_in[node]]
                 makes, reads = copies.values() or makes, () if nodes.is_getitem(node) else read.values()
+            if self.offloaded and not self.offloaded.isdisjoint(reads):
+                back = {number: number + count if number in self.offloaded else number for number in reads}
+                reads = back.values()
+                makes = [*makes, *(n for n in reads if n >= count and self.alive.first[n] < 0)]
             here = self.alive.run(makes, reads, model.workspace.get(node, 0))
             for number in reads:
                 self.first_backward_read.setdefault(number, here)
@@ -365,6 +436,11 @@ def busy_us(costs: Iterable[NodeCost]) -> dict[Lane, float]:
         if cost.lane is not None:
             busy[cost.lane] = busy.get(cost.lane, 0.0) + cost.us
     return busy
+
+
+def clock_us(costs: Iterable[NodeCost]) -> list[float]:
+    """Compute done before each of these calls, and in all."""
+    return [0.0, *accumulate(cost.us if cost.lane == COMPUTE else 0.0 for cost in costs)]
 
 
 def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Node, None]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
 from zgraph.scheduling.lifetime_model import LifetimeModel, StepEstimate, Value, busy_us
 
 MAX_ESTIMATES = 64  # of whole steps along a frontier; with more values, several are dropped between two estimates
+
+
+@dataclass(frozen=True)
+class Move:
+    """A value that is not to be kept on the device from forward to backward: recomputed, or else offloaded."""
+
+    value: Value
+    offload: bool
 
 
 @dataclass
@@ -28,7 +38,7 @@ class Path:
 
 
 def greedy_frontier(model: LifetimeModel) -> Path:
-    """Steps that save ever less, dropping first what costs the least time per byte at the peak.
+    """Steps that save ever less, dropping or offloading first what costs the least time per byte at the peak.
 
     Starts twice: from a step that saves everything, and from one that saves no gathered parameter. Values that turn out
     not to be alive at the peak are saved again, the most expensive to recompute first.
@@ -46,12 +56,10 @@ def _frontier_from(model: LifetimeModel, estimate: StepEstimate) -> list[StepEst
     """Drop values as long as doing so does not raise the peak."""
     estimates = [estimate]
     at_once = max(1, len(model.values) // MAX_ESTIMATES)
-    barred: dict[Value, None] = {}
+    barred: dict[Move, None] = {}
     while moves := _moves(model, estimate, barred):
         count = at_once
-        while (
-            after := model.estimate({**estimate.dropped, **dict.fromkeys(moves[:count])})
-        ).peak_bytes > estimate.peak_bytes:
+        while (after := _after(model, estimate, moves[:count])).peak_bytes > estimate.peak_bytes:
             if count == 1:  # recomputing it needs more memory than dropping it frees
                 break
             count = max(1, count // 4)
@@ -65,23 +73,46 @@ def _frontier_from(model: LifetimeModel, estimate: StepEstimate) -> list[StepEst
     return estimates
 
 
-def _moves(model: LifetimeModel, estimate: StepEstimate, barred: Mapping[Value, None]) -> list[Value]:
-    """Values that are alive at the peak and can be dropped, the cheapest first."""
+def _after(model: LifetimeModel, estimate: StepEstimate, moves: Iterable[Move]) -> StepEstimate:
+    dropped, offloaded = dict(estimate.dropped), dict(estimate.offloaded)
+    for move in moves:
+        (offloaded if move.offload else dropped)[move.value] = None
+    return model.estimate(dropped, offloaded)
+
+
+def _moves(model: LifetimeModel, estimate: StepEstimate, barred: Mapping[Move, None]) -> list[Move]:
+    """Values that are alive at the peak and can be dropped or offloaded, each the cheaper way, the cheapest first."""
     peak = estimate.bytes_during.index(estimate.peak_bytes)
     busy = busy_us(model.costs[node] for node in (*model.backward, *estimate.recomputed))
-    before = model.at_best(busy)
-    priced: list[tuple[float, float, int, Value]] = []
+    _, copying_back = model.copying(estimate.offloaded)
+    busy |= copying_back
+    ahead = {lane: us - busy.get(lane, 0.0) for lane, us in estimate.lane_us.items()}
+    before, before_ahead = model.at_best(busy), model.at_best(ahead)
+    priced: list[tuple[float, float, int, Move]] = []
     for number, value in enumerate(model.values):
-        if value in estimate.dropped or value in barred or peak not in estimate.gaps[value]:
+        gap = estimate.gaps[value]
+        if value in estimate.dropped or value in estimate.offloaded or peak not in gap:
             continue
-        chain = model.chain(value, estimate)
-        if chain is None:
-            continue
-        added = busy_us(model.costs[node] for node in chain if node in model.required)  # the others move, at no cost
-        after = model.at_best({lane: busy.get(lane, 0.0) + added.get(lane, 0.0) for lane in [*busy, *added]})
-        size = sum(model.sizes[place] for place in model.lies_in[value.nodes[0]])
-        priced.append(((after - before) / size, sum(added.values()) / size, number, value))
-    return [value for *_, value in sorted(priced, key=lambda entry: entry[:3])]
+        ways: list[tuple[float, float, int, Move]] = []
+        size = model.bytes_of(value)
+        drop, offload = Move(value, offload=False), Move(value, offload=True)
+        chain = None if drop in barred else model.chain(value, estimate)
+        if chain is not None:
+            added = busy_us(model.costs[node] for node in chain if node in model.required)  # others move, at no cost
+            after = model.at_best(_sum_of(busy, added))
+            ways.append(((after - before) / size, sum(added.values()) / size, number, drop))
+        out_us, back_us = (math.inf, math.inf) if offload in barred else model.copy_us(value)
+        if out_us + back_us <= estimate.clock_us[gap.stop] - estimate.clock_us[gap.start]:
+            slower = model.at_best(_sum_of(ahead, {DEVICE_TO_HOST: out_us})) - before_ahead
+            slower += model.at_best(_sum_of(busy, {HOST_TO_DEVICE: back_us})) - before
+            ways.append((slower / size, (out_us + back_us) / size, number, offload))
+        if ways:
+            priced.append(min(ways, key=lambda way: way[:2]))
+    return [move for *_, move in sorted(priced, key=lambda entry: entry[:3])]
+
+
+def _sum_of(one: Mapping[Lane, float], other: Mapping[Lane, float]) -> dict[Lane, float]:
+    return {lane: one.get(lane, 0.0) + other.get(lane, 0.0) for lane in [*one, *other]}
 
 
 def _rollback(model: LifetimeModel, estimate: StepEstimate) -> StepEstimate:
@@ -98,6 +129,6 @@ def _rollback(model: LifetimeModel, estimate: StepEstimate) -> StepEstimate:
             del dropped[value]
     if len(dropped) == len(estimate.dropped):
         return estimate
-    found = model.estimate(dropped)
+    found = model.estimate(dropped, estimate.offloaded)
     better = (found.step_us, found.busy_us) < (estimate.step_us, estimate.busy_us)
     return found if better and found.peak_bytes <= estimate.peak_bytes else estimate

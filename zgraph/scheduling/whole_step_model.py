@@ -15,7 +15,15 @@ from zgraph.analysis.liveness import LiveRanges
 from zgraph.graph import dataflow, nodes, traits
 from zgraph.graph.lanes import Lane
 from zgraph.graph.operator_arguments import UnshardArgs
-from zgraph.scheduling.lifetime_model import LifetimeModel, StepEstimate, Value, busy_us
+from zgraph.scheduling.lifetime_model import (
+    NONE_OFFLOADED,
+    HostLinks,
+    LifetimeModel,
+    StepEstimate,
+    Value,
+    busy_us,
+    clock_us,
+)
 from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.operators import written_arguments
 
@@ -31,10 +39,18 @@ class WholeStepModel(LifetimeModel):
         graph: of the step, whose nodes know their parts; it is not changed.
         cost_of: cost of each call.
         sharing: how lanes share links and compute.
+        copies: links to the host and back; None: nothing is offloaded.
     """
 
-    def __init__(self, graph: fx.Graph, *, cost_of: Callable[[fx.Node], NodeCost], sharing: Sharing) -> None:
-        super().__init__(graph, cost_of=cost_of, sharing=sharing)
+    def __init__(
+        self,
+        graph: fx.Graph,
+        *,
+        cost_of: Callable[[fx.Node], NodeCost],
+        sharing: Sharing,
+        copies: HostLinks | None = None,
+    ) -> None:
+        super().__init__(graph, cost_of=cost_of, sharing=sharing, copies=copies)
         self.calls = list(self.costs)
         self.part = dataflow.parts_of(graph)
         self.backward = [node for node in self.calls if self.part[node] % 2]
@@ -138,6 +154,18 @@ class WholeStepModel(LifetimeModel):
         markers = nodes.call_functions(graph, nodes.is_unshard)
         return {number for marker in markers if _stage(marker) in (1, 2) for number in self.lies_in[marker]}
 
+    def base_of(self, value: Value) -> fx.Node | None:
+        """The value itself, of which backward may read views."""
+        if value.gather is not None or any(node in self.spoiled for node in value.nodes):
+            return None
+        (base, *others) = dict.fromkeys(map(self._without_views, value.nodes))
+        return None if others or traits.is_view(base) else base
+
+    def _without_views(self, node: fx.Node) -> fx.Node:
+        while traits.is_view(node) and self.lies_in[source := self.reads[node][0]] == self.lies_in[node]:
+            node = source
+        return node
+
     def _gone(self, dropped: Mapping[Value, None]) -> set[int]:
         return {number for value in (*dropped, *self.always) for number in self._numbers(value)}
 
@@ -146,17 +174,18 @@ class WholeStepModel(LifetimeModel):
 
     # --- one step
 
-    def estimate(self, dropped: Mapping[Value, None]) -> StepEstimate:
+    def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
         again = self._again(self._gone(dropped))
         copied = {node for found in again.values() for node in found}
-        replay = _Replay(self, again, copied)
+        replay = _Replay(self, again, copied, self.numbers_of(offloaded))
         busy: dict[int, list[NodeCost]] = {}
         for node, part in replay.ran:
             busy.setdefault(part, []).append(self.costs[node])
+        copying = self._copying_in_parts(offloaded)
         lane_us: dict[Lane, float] = {}
         step_us = 0.0
-        for costs in busy.values():
-            in_part = busy_us(costs)
+        for part, costs in busy.items():
+            in_part = busy_us(costs) | copying.get(part, {})
             step_us += self.at_best(in_part)
             for lane, us in in_part.items():
                 lane_us[lane] = lane_us.get(lane, 0.0) + us
@@ -168,8 +197,23 @@ class WholeStepModel(LifetimeModel):
             bytes_during=replay.alive.bytes_during(),
             lane_us=lane_us,
             step_us=step_us,
-            gaps={value: replay.gap(self._numbers(value), value in dropped) for value in self.values},
+            gaps={
+                value: replay.gap(self._numbers(value), value in dropped or value in offloaded) for value in self.values
+            },
+            offloaded=dict(offloaded),
+            clock_us=clock_us(self.costs[node] for node, _ in replay.ran),
         )
+
+    def _copying_in_parts(self, offloaded: Mapping[Value, None]) -> dict[int, dict[Lane, float]]:
+        """Time of the lanes to the host in each forward, and back in the backward behind it."""
+        by_forward: dict[int, dict[Value, None]] = {}
+        for value in offloaded:
+            by_forward.setdefault(self.part[value.nodes[0]], {})[value] = None
+        return {
+            forward + behind: lanes
+            for forward, values in by_forward.items()
+            for behind, lanes in enumerate(self.copying(values))
+        }
 
     def _again(self, gone: set[int]) -> dict[fx.Node, list[fx.Node]]:
         """What backwards make again, by the node before which they do."""
@@ -192,14 +236,20 @@ class WholeStepModel(LifetimeModel):
 
 
 class _Replay:
-    """Live ranges of the storages of a step; what is made again of storage n lies in storage n + count.
+    """Live ranges of the storages of a step; what is made again of storage n, or comes back, lies in n + count.
 
     Attributes:
         ran: each call that runs with the part in which it does.
     """
 
-    def __init__(self, model: WholeStepModel, again: Mapping[fx.Node, list[fx.Node]], copied: set[fx.Node]) -> None:
-        self.model, self.copied = model, copied
+    def __init__(
+        self,
+        model: WholeStepModel,
+        again: Mapping[fx.Node, list[fx.Node]],
+        copied: set[fx.Node],
+        offloaded: frozenset[int],
+    ) -> None:
+        self.model, self.copied, self.offloaded = model, copied, offloaded
         self.count = len(model.sizes)
         self.alive = LiveRanges([*model.sizes, *model.sizes])
         self.last_forward_read: dict[int, int] = {}
@@ -247,7 +297,11 @@ class _Replay:
         makes = {number: number + self.count if is_copy else number for number in model.makes.get(node, ())}
         self.places[node, is_copy] = tuple(makes.get(n, places.get(n, n)) for n in model.lies_in[node])
         reads = () if nodes.is_getitem(node) else places.values()  # it directly follows the call that it reads
-        here = self.alive.run(makes.values(), reads, model.workspace.get(node, 0))
+        made = list(makes.values())
+        if part % 2 and not self.offloaded.isdisjoint(reads):
+            reads = [number + self.count if number in self.offloaded else number for number in reads]
+            made += [n for n in dict.fromkeys(reads) if n >= self.count and self.alive.first[n] < 0 and n not in made]
+        here = self.alive.run(made, reads, model.workspace.get(node, 0))
         self.ran.append((node, part))
         for number in reads:
             if part % 2:

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from zgraph.analysis.liveness import LiveRange, MemoryCurve
-from zgraph.graph.lanes import MemorySpace
 from zgraph.analysis.workspace import remaining_bytes
 from zgraph.compiler.graph_pass import Direction
 from zgraph.graph import meta, nodes, traits
+from zgraph.graph.lanes import MemorySpace
 from zgraph.reporting.data.frame import MemoryData, StorageColumns
 
 PARAMETERS, GATHERED, ACTIVATIONS, GRADIENTS, OPTIMIZER, FEEDBACK, BUFFERS, INPUTS = CLASSES = (

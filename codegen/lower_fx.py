@@ -81,7 +81,10 @@ def _copy_beside_compute(graph: fx.Graph) -> None:
         else:
             device = meta.tensor_value(node if nodes.is_reload(node) else node.all_input_nodes[0]).device
             lanes = lanes_of(device)
-            node.target, node.args = lanes.reload if nodes.is_reload(node) else lanes.offload, node.args[:1]
+            if nodes.is_store(node):
+                node.target = lanes.store
+            else:
+                node.target, node.args = lanes.reload if nodes.is_reload(node) else lanes.offload, node.args[:1]
 
 
 def finish_copy(started: Copy) -> Tensor:

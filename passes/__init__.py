@@ -19,6 +19,7 @@ from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
+from zgraph.passes.step.stream_states import StreamStates
 from zgraph.passes.step.update_as_reduced import UpdateAsReduced
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "ScheduleOverlap",
     "SinkWaits",
     "SplitUpdates",
+    "StreamStates",
     "TensorMethod",
     "TwoHop",
     "UpdateAsReduced",

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from zgraph.reporting.summary import Report
     from zgraph.sharding.materialize import materialize
     from zgraph.sharding.no_sync import no_sync
+    from zgraph.sharding.offload import Offload
     from zgraph.sharding.shard import shard
     from zgraph.sharding.state_dict import full_state_dict
     from zgraph.whole_step import training_step
@@ -65,6 +66,7 @@ _HOMES = MappingProxyType(
         "GraphPass": "zgraph.compiler.graph_pass",
         "Hardware": "zgraph.analysis.hardware",
         "Metrics": "zgraph.reporting.metrics.metrics",
+        "Offload": "zgraph.sharding.offload",
         "PassContext": "zgraph.compiler.graph_pass",
         "Pipeline": "zgraph.compiler.pipeline",
         "PreconditionError": "zgraph.errors",
@@ -124,6 +126,7 @@ __all__ = [
     "GraphPass",
     "Hardware",
     "Metrics",
+    "Offload",
     "PassContext",
     "Pipeline",
     "PreconditionError",

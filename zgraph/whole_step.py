@@ -19,7 +19,9 @@ from zgraph.compiler.frame import Frame
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
 from zgraph.options import CompileOptions
+from zgraph.passes import presets
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.passes.step.stream_states import StreamStates
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
@@ -102,6 +104,14 @@ def _check_pipeline(pipeline: Pipeline | None) -> None:
             )
 
 
+def with_streams(pipeline: Pipeline | None) -> Pipeline:
+    """A pipeline that streams what rests elsewhere than on the device."""
+    found = pipeline or Pipeline(presets.default())
+    if any(isinstance(one, StreamStates) for one in found.passes):
+        return found
+    return Pipeline([*found.passes, StreamStates()], target=found.target, replay_all=found.replay_all)
+
+
 @dataclass(frozen=True)
 class _Variant:
     conditions: guards.Conditions
@@ -146,11 +156,12 @@ class TrainingStep(Generic[P, R]):
                 )
         parameters = lifted.held
         has_gradient = tuple(map(is_not, gradients_of(parameters), repeat(None)))
+        lifted.settle()
         state = self._state_of(lifted)
         options = OptionInputs.of(self._optimizers)
         outside = Outside.of(self.function, self._model, self._own, parameters[0].device)
-        conditions = self._conditions(lifted, leaves, tree, options, outside)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
+        conditions = self._conditions(lifted, leaves, tree, options, outside, tensors)
         variant = next((one for one in reversed(self._variants) if _holds(one, conditions, options, tensors)), None)
         if variant is None:
             variant = self._compile(lifted, conditions, options, outside, tensors, args, kwargs)
@@ -163,7 +174,10 @@ class TrainingStep(Generic[P, R]):
         del state, tensors  # the program alone holds its inputs
         with torch.no_grad():
             outputs = variant.program(inputs)
-        return self._finish(lifted, variant.captured, list(outputs))
+        result = self._finish(lifted, variant.captured, list(outputs))
+        if variant.captured.state:
+            lifted.settle()
+        return result
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -203,6 +217,7 @@ class TrainingStep(Generic[P, R]):
         tree: Any,
         options: OptionInputs,
         outside: Outside,
+        tensors: list[Tensor],
     ) -> guards.Conditions:
         return guards.Conditions(
             arguments=guards.of_arguments(leaves, tree),
@@ -213,6 +228,7 @@ class TrainingStep(Generic[P, R]):
             layouts=self._layouts,
             outside=guards.of_tensors(outside),
             variables=guards.of_variables(outside),
+            spaces=lifted.spaces(tensors),
             ambient=guards.ambient(),
         )
 
@@ -237,6 +253,8 @@ class TrainingStep(Generic[P, R]):
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
         options = self._options
+        if lifted.resting is not None:
+            options = replace(options, pipeline=with_streams(options.pipeline))
         captured = capture(self.function, lifted, args, kwargs, outside, decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":
             # The step that makes the optimizer's state runs once.

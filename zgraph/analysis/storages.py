@@ -288,7 +288,7 @@ class Finder:
 def _copied_to(node: fx.Node) -> MemorySpace | None:
     """The memory space that a copy on its own lane writes to, or that was recorded; None for any other node."""
     lane = meta.lane(node)
-    if lane is None:
+    if lane is None or meta.space(node) is not None:
         return meta.space(node)
     if lane == DISK:  # from where the way leads to the host
         return "host" if any(meta.lane(source) == DISK for source in node.all_input_nodes) else "disk"

@@ -39,6 +39,7 @@ class Fact(StrEnum):
     UPDATES_SPLIT = "updates_split"
     UPDATES_MOVED = "updates_moved"
     GATHERED_AHEAD = "gathered_ahead"
+    STATES_STREAMED = "states_streamed"
 
 
 @dataclass(frozen=True, kw_only=True)

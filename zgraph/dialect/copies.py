@@ -5,6 +5,9 @@
     back  = reload_start(kept, device)    on its way back
     again = wait_copy(back)               the same values, in new memory of the device
 
+    back  = store_start(again, kept)      on its way to where it rests; neither must be written to, nor kept be read
+    done  = wait_copy(back)               there; what it was copied from may be freed
+
 Nothing but its wait reads what a start returns. In a compiled graph these copies run beside compute
 (`zgraph.runtime.offload`); the kernels here copy at once.
 """
@@ -41,6 +44,26 @@ def _(kept: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(kept, device=device)
 
 
+@torch.library.custom_op("zgraph::store_start", mutates_args=("kept",))
+def store_start(source: Tensor, kept: Tensor) -> Tensor:
+    """Copy a tensor of a device over the one that it was reloaded from.
+
+    Args:
+        source: on the device.
+        kept: of the same shape and dtype, where it rests.
+
+    Returns:
+        [0] for the wait.
+    """
+    lanes_of(source.device).store(source, kept).wait()
+    return source.new_empty(0)
+
+
+@store_start.register_fake
+def _(source: Tensor, kept: Tensor) -> Tensor:
+    return source.new_empty(0)
+
+
 # Like `_c10d_functional::wait_tensor` it returns its argument without declaring the alias, which `custom_op` refuses.
 torch.library.define("zgraph::wait_copy", "(Tensor started) -> Tensor")
 
@@ -64,6 +87,11 @@ def offload_op() -> Any:
 def reload_op() -> Any:
     """zgraph::reload_start(kept, device) -> its copy on the device"""
     return torch.ops.zgraph.reload_start.default
+
+
+def store_op() -> Any:
+    """zgraph::store_start(source, kept) -> what to wait for, until kept holds the values of the source"""
+    return torch.ops.zgraph.store_start.default
 
 
 def wait_copy_op() -> Any:

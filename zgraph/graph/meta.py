@@ -28,6 +28,7 @@ _PLANNED = "zgraph_planned"
 _CHUNKS = "zgraph_chunks"
 _LANE = "zgraph_lane"
 _SPACE = "zgraph_space"
+_RESTS = "zgraph_rests"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
@@ -98,6 +99,16 @@ def space(node: fx.Node) -> MemorySpace | None:
 def set_space(node: fx.Node, found: MemorySpace) -> None:
     """Record where a value lies; it stays with the value where that becomes an input of another graph."""
     node.meta[_SPACE] = found
+
+
+def rests_in(node: fx.Node) -> MemorySpace:
+    """The memory space in which what the node allocates is to lie after the step."""
+    return cast("MemorySpace", node.meta.get(_RESTS, "device"))
+
+
+def set_rest(node: fx.Node, space: MemorySpace) -> None:
+    """Record where what the node allocates is to lie after the step, as new state of the optimizer does."""
+    node.meta[_RESTS] = space
 
 
 def module_path(node: fx.Node) -> str:

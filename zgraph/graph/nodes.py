@@ -93,9 +93,14 @@ def is_reload(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.reload_start.default
 
 
+def is_store(node: fx.Node) -> bool:
+    """Whether the node starts a copy from the device over a tensor that rests elsewhere."""
+    return node.target is torch.ops.zgraph.store_start.default
+
+
 def is_copy_start(node: fx.Node) -> bool:
     """Whether the node starts a copy between memory spaces."""
-    return is_offload(node) or is_reload(node)
+    return is_offload(node) or is_reload(node) or is_store(node)
 
 
 def is_copy_wait(node: fx.Node) -> bool:

@@ -314,7 +314,11 @@ def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
     if shard.stride() != laid_out.stride():
         shard = torch.empty_like(laid_out, device=shard.device).copy_(shard)
         page.unsharded.untyped_storage().resize_(0)
-    filled = nn.Parameter(_as_dtensor(page, shard), requires_grad=page.shown.requires_grad)
+    values = _as_dtensor(page, shard)
+    state = state_of(page.sites[0][0])
+    if state is not None and state.scope.resting is not None:
+        values = state.scope.resting.place_parameter(values, page.name)
+    filled = nn.Parameter(values, requires_grad=page.shown.requires_grad)
     for mark, value in vars(page.shown).items():
         setattr(filled, mark, value)
     try:

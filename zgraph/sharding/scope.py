@@ -18,6 +18,7 @@ from zgraph.runtime.handle import name_of
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, state_behind
 from zgraph.sharding.dry_run_load import COMPILED
+from zgraph.sharding.offload import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, is_in_backward
 from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
@@ -65,6 +66,7 @@ class Scope:
         guards_steps: whether optimizers are watched for steps in an open window.
         report: `zgraph.Report` of what was compiled for these modules, only stored here; None: nothing was.
         machine: hardware of all ranks, as far as the names of GPUs tell; None: unknown.
+        resting: memory of what these modules offload; None: everything rests on the device.
         clocks: of each `zgraph.Metrics` that watches these modules, only stored here.
         handle_of: while a whole step is traced: what stands for the handle of a parameter that is read. The shards
             are the modules' parameters at that time, as ever. None: no step is traced.
@@ -81,6 +83,7 @@ class Scope:
         self.guards_steps = False
         self.report: object = None
         self.machine: Hardware | None = None
+        self.resting: Resting | None = None
         self.clocks: list[Any] = []
         self.handle_of: Callable[[ShardedParam], Tensor] | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is

@@ -17,6 +17,7 @@ from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import attach_state
+from zgraph.sharding.offload import Offload, Resting
 from zgraph.sharding.same_machine import agreed_machine
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
@@ -49,6 +50,7 @@ def shard(
     reduction: Literal["mean", "sum"] = "mean",
     units: Iterable[Unit] | None = None,
     ignored: Iterable[Ignored] = (),
+    offload: Offload | None = None,
 ) -> nn.Module:
     """Shard a module's parameters over a mesh, in place, so that `forward` gathers what it reads.
 
@@ -84,6 +86,8 @@ def shard(
             a gradient (zeros where no rank read them). None: each module gathers what it owns.
         ignored: parameters, or modules with all their parameters, that zgraph only wraps: every rank keeps its own
             values, and their gradients are not reduced.
+        offload: where shards and the optimizer's state rest between uses, see `zgraph.Offload`; one for all parts of a
+            model. None: on the device.
 
     Returns:
         `module`.
@@ -102,6 +106,7 @@ def shard(
     follow_compiled_modules()
     scope = Scope()
     scope.machine = agreed_machine(mesh)
+    scope.resting = _resting(module, mesh, offload)
     for part in module.modules():
         known = state_of(part)
         if known is not None:
@@ -133,7 +138,7 @@ def shard(
             ignored=is_ignored,
         )
         scope.has_windows = scope.has_windows or (stage < 3 and not is_ignored)
-        _place(entry, spec, mesh)
+        _place(entry, spec, mesh, scope.resting)
         scope.replaced.append((entry.name, weakref.ref(entry.parameter)))
         _assign_to_unit(entry, spec, module, unit_names)
     for name, part in module.named_modules():
@@ -307,7 +312,22 @@ def _inside(name: str, unit: str) -> bool:
     return unit == "" or name == unit or name.startswith(unit + ".")
 
 
-def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh) -> None:
+def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Resting | None:
+    """The memory of what is offloaded: that of parts which were sharded before, or a new one."""
+    known = next(
+        (state.scope.resting for part in module.modules() if (state := state_of(part)) and state.scope.resting), None
+    )
+    if known is None or offload is None:
+        return known or (None if offload is None else Resting.of(offload, mesh))
+    if known.options != offload:
+        raise ValueError(
+            f"zgraph.shard: offload={offload}, but a part of the model was sharded with {known.options}; all parts of a "
+            "model rest alike."
+        )
+    return known
+
+
+def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, resting: Resting | None) -> None:
     """Replace the parameter by its DTensor, wherever it is read."""
     placements = spec.layout.placements(mesh.ndim)
     with torch.no_grad():
@@ -315,6 +335,8 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh) -> None:
             distributed = DTensor.from_local(entry.parameter.detach(), mesh, placements, run_check=False)
         else:
             distributed = distribute_tensor(entry.parameter.detach(), mesh, placements)
+    if resting is not None:
+        distributed = resting.place_parameter(distributed, entry.name)
     sharded = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad)
     for mark, value in vars(entry.parameter).items():  # attributes by which users group parameters, for instance
         setattr(sharded, mark, value)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.liveness import placements
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.gradients import GradScaler
 from zgraph.step.clean import clean, number_parts
 from zgraph.step.lifted import Lifted, local, name_part, overlapping
@@ -125,13 +126,17 @@ def _kind(optimizer: object) -> str:
     return type(optimizer).__name__
 
 
-def _tag_new_state(graph: fx.Graph, captured: Captured) -> None:
-    """Mark what allocates the optimizers' new state, which is there in all later steps."""
+def _tag_new_state(graph: fx.Graph, captured: Captured, rests_in: MemorySpace) -> None:
+    """Mark what allocates the optimizers' new state, which is there in all later steps, and where it will lie."""
     found = placements(graph)
     begin = len(captured.likes)
     for node in nodes.returned_by(graph)[begin : begin + len(captured.state)]:
         for number in found.lies_in[node]:
-            meta.tag_at_rest(found.storages[number].first)
+            first = found.storages[number].first
+            if rests_in == "device" or not meta.tensor_value(node).ndim:
+                meta.tag_at_rest(first)
+            else:
+                meta.set_rest(first, rests_in)
 
 
 class _Tracer:
@@ -187,7 +192,11 @@ class _Tracer:
         known = self.watch.known
         guards = NumberGuards(self.mode, numbers | known.numbers)
         self.found["assumed"] = Assumed(guards, option_names, options, known.read)
-        return clean(gm, [name_part(name) for name in names])
+        gm = clean(gm, [name_part(name) for name in names])
+        for node, space in zip(gm.graph.find_nodes(op="placeholder"), self.lifted.spaces(inputs), strict=False):
+            if space != "device":
+                meta.set_space(node, space)
+        return gm
 
     def _run(self, *inputs: Any) -> list[Any]:
         given = iter(inputs)
@@ -286,5 +295,6 @@ class _Tracer:
 
     def result(self, gm: fx.GraphModule) -> Captured:
         captured = Captured(gm=gm, **self.found)
-        _tag_new_state(gm.graph, captured)
+        resting = self.lifted.resting
+        _tag_new_state(gm.graph, captured, (resting and resting.options.optimizer) or "device")
         return captured

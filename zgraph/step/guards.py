@@ -29,6 +29,7 @@ class Conditions:
         layouts: shapes and dtypes of parameters and buffers.
         outside: names and layouts of tensors that the function reads from outside.
         variables: numbers among what the function reads from outside.
+        spaces: memory spaces in which inputs rest; () if all are on the device.
         ambient: grad mode, autocast, default dtype.
     """
 
@@ -40,6 +41,7 @@ class Conditions:
     layouts: tuple[Any, ...]
     outside: tuple[Any, ...]
     variables: tuple[Any, ...]
+    spaces: tuple[Any, ...]
     ambient: tuple[Any, ...]
 
     def closest(self, others: Sequence[Conditions]) -> Conditions | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
+from zgraph.graph.lanes import MemorySpace
+from zgraph.sharding.offload import Resting
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of, locals_of
 from zgraph.torch_compat.modules import local_buffers, local_parameters
@@ -151,6 +153,22 @@ class Lifted:
     def state_entries(self) -> list[tuple[int, str, Any]]:
         """(position of the parameter, key, value) of everything in the optimizers' state, one after the other."""
         return [entry for one in self.optimizers for entry in one.state_entries()]
+
+    @cached_property
+    def resting(self) -> Resting | None:
+        """The memory of what the model offloads."""
+        return next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
+
+    def spaces(self, tensors: Iterable[Tensor]) -> tuple[MemorySpace, ...]:
+        """The memory spaces in which inputs of the graph rest; () if the model offloads nothing."""
+        return () if self.resting is None else tuple(map(self.resting.space_of, tensors))
+
+    def settle(self) -> None:
+        """Move the optimizers' state to where it is to rest."""
+        if self.resting is not None:
+            names = {id(one.tensor): one.name for one in self.parameters}
+            for one in self.optimizers:
+                self.resting.settle(one.optimizer, names)
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.

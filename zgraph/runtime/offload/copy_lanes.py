@@ -47,6 +47,10 @@ class CopyLanes(Protocol):
         """Start copying a tensor of host memory, whose offload has been waited for, into new memory of the device."""
         ...
 
+    def store(self, source: Tensor, kept: Tensor) -> Copy:
+        """Start copying a tensor of the device, after everything computed so far, over one of host memory."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _InThread:
@@ -78,6 +82,9 @@ class ThreadLanes:
 
     def reload(self, kept: Tensor) -> Copy:
         return self._start(self._back, kept, torch.empty_like(kept))
+
+    def store(self, source: Tensor, kept: Tensor) -> Copy:
+        return self._start(self._out, source.detach(), kept)
 
     @contextlib.contextmanager
     def limited(self, bytes_per_us: float) -> Generator[None]:
@@ -136,6 +143,14 @@ class StreamLanes:
             kept.copy_(tensor, non_blocking=True)
             end = self.out.record_event()
         return _OnStream(tensor, kept, end, self.device)
+
+    def store(self, source: Tensor, kept: Tensor) -> Copy:
+        source = source.detach()
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out):
+            kept.copy_(source, non_blocking=True)
+            end = self.out.record_event()
+        return _OnStream(source, kept, end, self.device)
 
     def reload(self, kept: Tensor) -> Copy:
         copied = torch.empty_like(kept, device=self.device)

@@ -21,6 +21,7 @@ class HostPool:
     in_use_bytes: int = 0
     peak_bytes: int = 0
     _free: dict[int, list[mmap.mmap]] = field(default_factory=dict[int, "list[mmap.mmap]"])
+    _held: set[int] = field(default_factory=set[int])  # where the blocks of tensors begin
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """An uninitialised tensor of equal shape, dtype and, if dense, strides."""
@@ -33,16 +34,23 @@ class HostPool:
         block = free.pop() if free else mmap.mmap(-1, size)
         # The tensor holds this view, and nobody else does: it is gone when the storage is.
         view = memoryview(block)
-        weakref.finalize(view, self._give_back, block, size).atexit = False
+        begin = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+        weakref.finalize(view, self._give_back, block, size, begin).atexit = False
+        self._held.add(begin)
         self.in_use_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
         flat = torch.frombuffer(view, dtype=tensor.dtype, count=nbytes // tensor.dtype.itemsize)
         return flat.as_strided(layout.shape, layout.stride())
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor of a CPU lies in one of the blocks."""
+        return tensor.untyped_storage().data_ptr() in self._held
+
     def release(self) -> None:
         """Return free blocks to the system."""
         self._free.clear()
 
-    def _give_back(self, block: mmap.mmap, size: int) -> None:
+    def _give_back(self, block: mmap.mmap, size: int, begin: int) -> None:
+        self._held.discard(begin)
         self.in_use_bytes -= size
         self._free[size].append(block)

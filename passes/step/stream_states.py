@@ -1,0 +1,305 @@
+"""Bring parameters and optimizer state that rest on the host, or on disk, to the device and back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, cast
+
+from torch import fx
+
+from zgraph.analysis.liveness import Placements, placements
+from zgraph.analysis.storages import storage_bytes
+from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.dialect.copies import offload_op, reload_op, store_op, wait_copy_op
+from zgraph.graph import edits, meta, nodes, traits
+from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE
+from zgraph.passes.common.updates import Updates
+from zgraph.runtime.chunks import MIB
+from zgraph.torch_compat.operators import written_arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamStates(GraphPass):
+    """Copy what rests on the host or on disk to the device ahead of each use, and what was written back, behind it.
+
+    Inputs of a whole step say where they rest (`zgraph.Offload`). A gather, or an update, reads a copy that was started
+    some uses before and dies right after; copies that were only read are dropped, those that an update has written to
+    are stored over the input, which is waited for when later ones have started, at the latest at the end of the step.
+    State that the first step of an optimizer makes goes where it is to rest. Values are copied, never recomputed:
+    results are the same bits.
+    Put it last, behind what orders updates and gathers. Leaves alone: forward and backward without an optimizer, inputs
+    on the device, and the order of everything else.
+
+    Attributes:
+        prefetch: how many uses ahead of the one that is waited for are on their way.
+        in_flight_bytes: most bytes of these copies; one use is always prefetched.
+        stores_in_flight: after how many uses that write the copies back are waited for.
+
+    Source: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, and Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv
+    2104.07857; as a pass over the graph of the step, in which every copy is a node.
+    """
+
+    prefetch: int = 1
+    in_flight_bytes: int = 64 * MIB
+    stores_in_flight: int = 1
+
+    name: ClassVar[str] = "stream_states"
+    requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
+    provides: ClassVar[frozenset[str]] = frozenset({Fact.STATES_STREAMED})
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(f"stream_states: prefetch={self.prefetch} is negative; write 0 (none), 1 or more.")
+        if self.stores_in_flight < 1:
+            raise ValueError(
+                f"stream_states: stores_in_flight={self.stores_in_flight}; at least one must be, write 1 or more."
+            )
+        if self.in_flight_bytes < 1:
+            raise ValueError(
+                f"stream_states: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
+                "bytes, or prefetch=0."
+            )
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if ctx.direction != "step":
+            return False
+        graph = gm.graph
+        order = list(graph.nodes)
+        placed = placements(graph)
+        visits = plan_visits(order, placed)
+        made = plan_new_state(order, placed)
+        if not visits and not made:
+            ctx.note(self, "everything rests on the device")
+            return False
+        for visit in visits:
+            _visit(graph, visit, placed)
+        outgoing = [(visit.last_write, visit.store) for visit in visits if visit.last_write and visit.store]
+        for value, last in made:
+            outgoing.append((last, _move_out(graph, value, last)))
+        edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
+        _prefetch(order, visits, self.prefetch, self.in_flight_bytes)
+        _write_behind(graph, outgoing, visits, self.stores_in_flight)
+        brought = sum(_bytes(visit.resting) for visit in visits)
+        stored = sum(_bytes(visit.resting) for visit in visits if visit.store)
+        ctx.note(self, f"{brought} bytes are brought to the device in {len(visits)} copies, {stored} bytes go back")
+        return True
+
+
+@dataclass(eq=False)
+class Visit:
+    """A stay of one input's values on the device.
+
+    Attributes:
+        resting: the input.
+        aliases: values that lie in it.
+        uses: what reads or writes them, in order, without views.
+        last_write: the last use that writes; None: the copy is dropped.
+        is_first: whether nothing was stored to the input before.
+        reload, ready, store: the copies, once they are there.
+    """
+
+    resting: fx.Node
+    aliases: frozenset[fx.Node]
+    uses: list[fx.Node]
+    last_write: fx.Node | None = None
+    is_first: bool = True
+    reload: fx.Node | None = None
+    ready: fx.Node | None = None
+    store: fx.Node | None = None
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
+
+
+def plan_visits(order: Sequence[fx.Node], placed: Placements) -> list[Visit]:
+    """When values of inputs that rest elsewhere are on the device, in the order of their first uses.
+
+    One visit serves consecutive uses of a kind: those of one forward, of one backward, or of updates.
+    """
+    resting = [
+        node
+        for node in order
+        if node.op == "placeholder" and meta.space(node) in ("host", "disk") and placed.lies_in.get(node)
+    ]
+    if not resting:
+        return []
+    owners = {placed.lies_in[node][0]: node for node in resting}
+    aliases: dict[fx.Node, list[fx.Node]] = {node: [] for node in resting}
+    for node in order:
+        for owner in {owners[number] for number in placed.lies_in.get(node, ()) if number in owners}:
+            aliases[owner].append(node)
+    updates = Updates.of(order)
+    position = {node: place for place, node in enumerate(order)}
+    visits = [visit for node in resting for visit in _visits_of(node, frozenset(aliases[node]), updates)]
+    return sorted(visits, key=lambda visit: (position[visit.uses[0]], position[visit.resting]))
+
+
+def _visits_of(resting: fx.Node, aliases: frozenset[fx.Node], updates: Updates) -> Iterator[Visit]:
+    users = dict.fromkeys(user for alias in aliases for user in alias.users)
+    uses = sorted(user for user in users if user.op == "call_function" and not _views(user, aliases))
+    known: Hashable = None
+    visit: Visit | None = None
+    stored = False
+    for use in uses:
+        writes = any(argument in aliases for argument in written_arguments(use))
+        kind = (meta.part(use), "gather" if _carries(use) else "update" if use in updates else "read")
+        if visit is None or kind != known:
+            if visit is not None:
+                yield visit
+                stored = stored or visit.last_write is not None
+            visit, known = Visit(resting, aliases, [], is_first=not stored), kind
+        visit.uses.append(use)
+        if writes:
+            visit.last_write = use
+    if visit is not None:
+        yield visit
+
+
+def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[fx.Node, fx.Node]]:
+    """State that the step makes, and that is to rest elsewhere, with the last node that touches it."""
+    found: list[tuple[fx.Node, fx.Node]] = []
+    for value in dict.fromkeys(order[-1].all_input_nodes):
+        for number in placed.lies_in.get(value, ()):
+            storage = placed.storages[number]
+            if meta.rests_in(storage.first) != "device":
+                readers = [node for node in storage.readers if node.op != "output"]
+                found.append((value, max([value, *readers])))
+    return sorted(found, key=lambda entry: entry[1])
+
+
+def _carries(node: fx.Node) -> bool:
+    return nodes.is_communication(node) and bool(meta.parameters(node))
+
+
+def _views(node: fx.Node, aliases: frozenset[fx.Node]) -> bool:
+    return node in aliases and not written_arguments(node)
+
+
+def _is_only_view(node: fx.Node, placed: Placements) -> bool:
+    """Whether a node only views an input that rests elsewhere."""
+    if node.op != "call_function" or written_arguments(node) or not traits.is_view(node):
+        return False
+    firsts = [placed.storages[number].first for number in placed.lies_in.get(node, ())]
+    return any(first.op == "placeholder" and meta.space(first) is not None for first in firsts)
+
+
+def _bytes(node: fx.Node) -> int:
+    return storage_bytes(meta.tensor_value(node)) or 0
+
+
+def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
+    """Let the uses of a visit read a copy, and store it if they write to it."""
+    resting, first = visit.resting, visit.uses[0]
+    is_on_disk = meta.space(resting) == "disk"
+    device = meta.tensor_value(resting).device
+    with graph.inserting_before(first):
+        visit.reload = meta.create(graph, reload_op(), (resting, device), like=first, name=f"reload_{resting.name}")
+        meta.set_lane(visit.reload, DISK if is_on_disk else HOST_TO_DEVICE)
+        meta.set_space(visit.reload, "device")
+        visit.ready = meta.create(graph, wait_copy_op(), (visit.reload,), like=first, name=f"here_{resting.name}")
+    visit.copies[resting] = visit.ready
+    for use in visit.uses:
+        for source in use.all_input_nodes:
+            if source in visit.aliases and source not in visit.uses:
+                use.replace_input_with(source, _copy_of(graph, source, visit, use))
+    if visit.last_write is not None:
+        with graph.inserting_after(visit.last_write):
+            visit.store = meta.create(
+                graph, store_op(), (visit.ready, resting), like=visit.last_write, name=f"store_{resting.name}"
+            )
+        meta.set_lane(visit.store, DISK if is_on_disk else DEVICE_TO_HOST)
+
+
+def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
+    """What lies in the copy as the alias does in the input."""
+    if alias not in visit.copies:
+        source = next(node for node in alias.all_input_nodes if node in visit.aliases)
+        behind = _copy_of(graph, source, visit, use)
+        if written_arguments(alias):  # of an earlier visit: what it has written is the input's value
+            visit.copies[alias] = behind
+        else:
+            with graph.inserting_before(use):
+                visit.copies[alias] = graph.node_copy(alias, lambda node: behind if node is source else node)
+    return visit.copies[alias]
+
+
+def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node) -> fx.Node:
+    """Start copying new state to the host once nothing here touches it, and return the copy from the graph."""
+    output = nodes.output_of(graph)
+    with graph.inserting_after(last):
+        start = meta.create(graph, offload_op(), (value,), like=last, name=f"offload_{value.name}")
+    meta.set_lane(start, DEVICE_TO_HOST)
+    with graph.inserting_before(output):
+        kept = meta.create(graph, wait_copy_op(), (start,), like=last, name=f"kept_{value.name}")
+    meta.set_space(kept, "host")
+    output.replace_input_with(value, kept)
+    return start
+
+
+def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int) -> None:
+    """Start the copies of each use while earlier uses are waited for."""
+    batches = list(_batches(order, visits))
+    sizes = [sum(_bytes(visit.resting) for visit in batch) for batch in batches]
+    anchors = [cast(fx.Node, min(cast(fx.Node, visit.ready) for visit in batch)) for batch in batches]
+    top = next(node for node in order if node.op != "placeholder")
+    top = min(top, anchors[0]) if anchors else top
+    oldest = 0
+    for number, batch in enumerate(batches):
+        while number - oldest > prefetch or (
+            number - oldest > 1 and sum(sizes[oldest : number + 1]) > in_flight_bytes
+        ):
+            oldest += 1
+        anchor = top if oldest == 0 and number < prefetch else anchors[oldest]
+        for visit in batch:
+            reload = cast(fx.Node, visit.reload)
+            # What was stored before is read again right at its use, behind the wait for that store.
+            if visit.is_first and anchor < reload:
+                edits.move_before(reload, anchor)
+
+
+def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:
+    """Visits whose first uses no compute separates."""
+    position = {node: place for place, node in enumerate(order)}
+    computes = [
+        not (node.op != "call_function" or nodes.is_communication(node) or traits.is_free(node)) for node in order
+    ]
+    before = [0]  # computing nodes before each position
+    for one in computes:
+        before.append(before[-1] + one)
+    batch: list[Visit] = []
+    known = -1
+    for visit in visits:
+        begun = before[position[visit.uses[0]]]
+        if batch and begun != known:
+            yield batch
+            batch = []
+        batch.append(visit)
+        known = begun
+    if batch:
+        yield batch
+
+
+def _write_behind(
+    graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
+) -> None:
+    """Wait for what goes back when copies of later uses have started, before it is read again, or at the end."""
+    read_again: dict[fx.Node, fx.Node] = {}  # by the start of what was stored last
+    last_store: dict[fx.Node, fx.Node] = {}
+    for visit in visits:
+        if visit.resting in last_store:
+            read_again[last_store[visit.resting]] = cast(fx.Node, visit.reload)
+        if visit.store is not None:
+            last_store[visit.resting] = visit.store
+    batches: dict[fx.Node, list[fx.Node]] = {}
+    for writer, start in sorted(outgoing, key=lambda entry: entry[1]):
+        batches.setdefault(writer, []).append(start)
+    starts = list(batches.values())
+    for number, batch in enumerate(starts):
+        later = starts[number + in_flight][0] if number + in_flight < len(starts) else nodes.output_of(graph)
+        for start in batch:
+            anchor = min(later, read_again.get(start, later))
+            wait = nodes.wait_of(start)
+            if wait is None:
+                with graph.inserting_before(anchor):
+                    meta.create(graph, wait_copy_op(), (start,), like=start, name=f"stored_{start.name}")
+            else:
+                edits.move_before(wait, anchor)

@@ -1,0 +1,31 @@
+"""Parameters and optimizer state that rest on the host or on disk: the same bits, and less on the device."""
+
+from __future__ import annotations
+
+import pytest
+
+import zgraph
+from tests.support.ranks import Ranks, worlds
+from tests.support.whole_steps import Case, compare
+
+HOST = zgraph.Offload(params="host", optimizer="host")
+STATE = zgraph.Offload(optimizer="host")
+SHARDS = zgraph.Offload(params="host")
+CASES = {
+    "stage 3": Case(offload=HOST, clip="torch", schedule=True),
+    "stage 0": Case(offload=HOST, stage=0, optimizer="sgd", clip="zgraph", accumulation=3, no_sync=True),
+    "stage 1": Case(offload=STATE, stage=1, optimizer="adam", accumulation=3, no_sync=True, schedule=True),
+    "stage 2, foreach": Case(offload=HOST, stage=2, optimizer="adamw_foreach", clip="torch", precision="bf16"),
+    "shards alone": Case(offload=SHARDS, optimizer="sgd_foreach", accumulation=2, no_sync=True),
+    "loco": Case(offload=HOST, loco=True, accumulation=2, clip="torch"),
+    "resumed": Case(offload=HOST, resume=True, stage=3, optimizer="adamw_fused", precision="bf16"),
+    "planned": Case(offload=STATE, frugal=True, optimizer="adam", clip="zgraph"),
+}
+QUICK = ("stage 3", "stage 1")
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", [*QUICK, *LONG])
+def test_a_step_on_offloaded_state_equals_the_plain_loop(ranks: Ranks, name: str) -> None:
+    assert ranks.run(compare, CASES[name])

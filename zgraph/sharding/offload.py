@@ -1,0 +1,136 @@
+"""`zgraph.Offload`: where parameters and the optimizer's state rest between the moments in which a step needs them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zgraph.graph.lanes import MemorySpace
+from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
+from zgraph.runtime.offload.host_pool import HostPool
+from zgraph.torch_compat.dtensor import dtensor_like, local_of
+
+Tier = Literal["host", "disk"]
+T = TypeVar("T", bound=Tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where the shards of parameters and the state of their optimizers rest, for `zgraph.shard(offload=...)`.
+
+    Attributes:
+        params: "host", "disk", or None for the device.
+        optimizer: the same for the optimizer's state: moments, and whatever else it keeps for each element.
+        path: folder for what rests on disk, one for each training; each rank writes to files of its own in it.
+        host_budget_bytes: the most that this rank may keep on the host; a step that would keep more is refused before it
+            runs. None: no limit.
+
+    Raises:
+        ValueError: an option, or a combination, cannot be honoured.
+    """
+
+    params: Tier | None = None
+    optimizer: Tier | None = None
+    path: str | os.PathLike[str] | None = None
+    host_budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("params", "optimizer"):
+            tier = getattr(self, name)
+            if tier is not None and tier not in get_args(Tier):
+                raise ValueError(f'zgraph.Offload: {name}={tier!r} is unknown; write "host", "disk" or None.')
+        if self.params is None and self.optimizer is None:
+            raise ValueError(
+                'zgraph.Offload: neither params nor optimizer rests elsewhere; write optimizer="host", for example, or '
+                "leave offload out."
+            )
+        if "disk" in (self.params, self.optimizer) and self.path is None:
+            named = "params" if self.params == "disk" else "optimizer"
+            raise ValueError(
+                f'zgraph.Offload: {named}="disk" without a path; write path="/local/folder", on a disk of this machine.'
+            )
+        if "disk" not in (self.params, self.optimizer) and self.path is not None:
+            raise ValueError(
+                f'zgraph.Offload: path={str(self.path)!r}, but nothing rests on disk; write optimizer="disk", or leave '
+                "path out."
+            )
+        if self.host_budget_bytes is not None and self.host_budget_bytes < 1:
+            raise ValueError(
+                f"zgraph.Offload: host_budget_bytes={self.host_budget_bytes} holds nothing; write a positive number of "
+                "bytes, or leave it out."
+            )
+
+
+@dataclass(eq=False)
+class Resting:
+    """The memory of what one sharded model offloads on this rank.
+
+    Attributes:
+        options: the user's.
+        pool: host memory.
+    """
+
+    options: Offload
+    pool: HostPool = field(default_factory=HostPool)
+
+    @classmethod
+    def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
+        """Prepare the memory.
+
+        Raises:
+            ValueError: what is asked for does not exist here.
+        """
+        if mesh.device_type != "cpu":
+            raise ValueError(
+                f"zgraph.shard: offload is not available on a mesh of {mesh.device_type} yet; use a mesh of CPUs, or "
+                "leave offload out."
+            )
+        if "disk" in (options.params, options.optimizer):
+            raise ValueError('zgraph.shard: offload to "disk" is not available yet; write "host".')
+        lanes = lanes_of(torch.device(mesh.device_type))
+        assert isinstance(lanes, ThreadLanes)
+        return cls(options, lanes.pool)
+
+    def space_of(self, tensor: Tensor) -> MemorySpace:
+        """The memory space in which a local tensor lies."""
+        if tensor.ndim and self.pool.holds(tensor):
+            return "host"
+        return "device"
+
+    def place_parameter(self, sharded: DTensor, name: str) -> DTensor:
+        """The same shard where it is to rest."""
+        return self._placed(sharded, self.options.params, f"{name}.shard")
+
+    def settle(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
+        """Move the state of an optimizer to where it is to rest, unless it is there already.
+
+        Args:
+            optimizer: any; numbers, and tensors without dimensions, stay.
+            names: of its parameters, by their ids.
+        """
+        tier = self.options.optimizer
+        if tier is None:
+            return
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.ndim and self.space_of(_local(value)) != tier:
+                    entries[key] = self._placed(value, tier, f"{names.get(id(parameter), 'state')}.{key}")
+
+    def _placed(self, tensor: T, tier: Tier | None, name: str) -> T:
+        local = _local(tensor)
+        if tier is None or local.is_meta or not local.ndim or self.space_of(local) == tier:
+            return tensor
+        moved = self.pool.empty_like(local)
+        moved.copy_(local)
+        return cast(Any, dtensor_like(moved, tensor) if isinstance(tensor, DTensor) else moved)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+

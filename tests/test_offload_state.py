@@ -19,7 +19,7 @@ CASES = {
     "shards alone": Case(offload=SHARDS, optimizer="sgd_foreach", accumulation=2, no_sync=True),
     "loco": Case(offload=HOST, loco=True, accumulation=2, clip="torch"),
     "resumed": Case(offload=HOST, resume=True, stage=3, optimizer="adamw_fused", precision="bf16"),
-    "planned": Case(offload=STATE, frugal=True, optimizer="adam", clip="zgraph"),
+    "planned": Case(offload=STATE, frugal=True, clip="zgraph"),
 }
 QUICK = ("stage 3", "stage 1")
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
@@ -76,7 +76,7 @@ class StreamStates(GraphPass):
             _visit(graph, visit, placed)
         outgoing = [(visit.last_write, visit.store) for visit in visits if visit.last_write and visit.store]
         for value, last in made:
-            outgoing.append((last, _move_out(graph, value, last)))
+            outgoing.append((last, _move_out(graph, value, last, placed)))
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
         _prefetch(order, visits, self.prefetch, self.in_flight_bytes)
         _write_behind(graph, outgoing, visits, self.stores_in_flight)
@@ -92,7 +92,7 @@ class Visit:
 
     Attributes:
         resting: the input.
-        aliases: values that lie in it.
+        aliases: values that lie in it, each with the one that it was made from.
         uses: what reads or writes them, in order, without views.
         last_write: the last use that writes; None: the copy is dropped.
         is_first: whether nothing was stored to the input before.
@@ -100,7 +100,7 @@ class Visit:
     """
 
     resting: fx.Node
-    aliases: frozenset[fx.Node]
+    aliases: Mapping[fx.Node, fx.Node]
     uses: list[fx.Node]
     last_write: fx.Node | None = None
     is_first: bool = True
@@ -123,17 +123,19 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements) -> list[Visit]:
     if not resting:
         return []
     owners = {placed.lies_in[node][0]: node for node in resting}
-    aliases: dict[fx.Node, list[fx.Node]] = {node: [] for node in resting}
+    aliases = {node: {node: node} for node in resting}
     for node in order:
-        for owner in {owners[number] for number in placed.lies_in.get(node, ()) if number in owners}:
-            aliases[owner].append(node)
+        for owner in dict.fromkeys(owners[number] for number in placed.lies_in.get(node, ()) if number in owners):
+            known = aliases[owner]
+            sources = [source for source in [*written_arguments(node), *node.all_input_nodes] if source in known]
+            known.setdefault(node, sources[0] if sources else node)
     updates = Updates.of(order)
     position = {node: place for place, node in enumerate(order)}
-    visits = [visit for node in resting for visit in _visits_of(node, frozenset(aliases[node]), updates)]
+    visits = [visit for node in resting for visit in _visits_of(node, aliases[node], updates)]
     return sorted(visits, key=lambda visit: (position[visit.uses[0]], position[visit.resting]))
 
 
-def _visits_of(resting: fx.Node, aliases: frozenset[fx.Node], updates: Updates) -> Iterator[Visit]:
+def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Updates) -> Iterator[Visit]:
     users = dict.fromkeys(user for alias in aliases for user in alias.users)
     uses = sorted(user for user in users if user.op == "call_function" and not _views(user, aliases))
     known: Hashable = None
@@ -170,7 +172,7 @@ def _carries(node: fx.Node) -> bool:
     return nodes.is_communication(node) and bool(meta.parameters(node))
 
 
-def _views(node: fx.Node, aliases: frozenset[fx.Node]) -> bool:
+def _views(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
     return node in aliases and not written_arguments(node)
 
 
@@ -195,6 +197,9 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
         visit.reload = meta.create(graph, reload_op(), (resting, device), like=first, name=f"reload_{resting.name}")
         meta.set_lane(visit.reload, DISK if is_on_disk else HOST_TO_DEVICE)
         meta.set_space(visit.reload, "device")
+        longest = meta.longest_bytes(resting)
+        if longest is not None:
+            meta.set_longest_bytes(visit.reload, longest)
         visit.ready = meta.create(graph, wait_copy_op(), (visit.reload,), like=first, name=f"here_{resting.name}")
     visit.copies[resting] = visit.ready
     for use in visit.uses:
@@ -212,7 +217,7 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
     """What lies in the copy as the alias does in the input."""
     if alias not in visit.copies:
-        source = next(node for node in alias.all_input_nodes if node in visit.aliases)
+        source = visit.aliases[alias]
         behind = _copy_of(graph, source, visit, use)
         if written_arguments(alias):  # of an earlier visit: what it has written is the input's value
             visit.copies[alias] = behind
@@ -222,7 +227,7 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
     return visit.copies[alias]
 
 
-def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node) -> fx.Node:
+def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
     """Start copying new state to the host once nothing here touches it, and return the copy from the graph."""
     output = nodes.output_of(graph)
     with graph.inserting_after(last):
@@ -231,6 +236,8 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node) -> fx.Node:
     with graph.inserting_before(output):
         kept = meta.create(graph, wait_copy_op(), (start,), like=last, name=f"kept_{value.name}")
     meta.set_space(kept, "host")
+    for number in placed.lies_in[value]:
+        meta.clear_at_rest(placed.storages[number].first)
     output.replace_input_with(value, kept)
     return start
 

@@ -102,7 +102,7 @@ def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) ->
         nbytes = sum(payload_bytes(value.shape, value.dtype) for value in values)
         waits = () if packed is not None else tuple(nodes.waits_of(start))
         chunks.append(Storage(nbytes, packed or start, waits))
-    counted = (0 if one.first in uncounted else _reduced_bytes(one) for one in storages)
+    counted = (0 if one.first in uncounted else _longest_bytes(one) for one in storages)
     return [replace(one, nbytes=nbytes) for one, nbytes in zip(storages, counted, strict=True)] + chunks
 
 
@@ -110,9 +110,12 @@ def _own_copies(start: fx.Node) -> list[fx.Node]:
     return [node for node in dataflow.copy_in(start) or [] if not traits.is_packing(node)]
 
 
-def _reduced_bytes(storage: Storage) -> int:
-    """Bytes of the longest chunk if a reducing marker allocated the storage, else its own size."""
+def _longest_bytes(storage: Storage) -> int:
+    """Bytes of the longest chunk if a shard's state or a reducing marker's result is known to lie there, else its own."""
     node = storage.first
+    longest = meta.longest_bytes(node)
+    if longest is not None:
+        return longest
     if not nodes.is_reduce_grad(node) or not (args := ReduceArgs.of(node)).layout.is_sharded:
         return storage.nbytes
     shape = tuple(hint_of(size) or 0 for size in args.layout.shape)

@@ -29,6 +29,7 @@ _CHUNKS = "zgraph_chunks"
 _LANE = "zgraph_lane"
 _SPACE = "zgraph_space"
 _RESTS = "zgraph_rests"
+_LONGEST = "zgraph_longest"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
@@ -109,6 +110,16 @@ def rests_in(node: fx.Node) -> MemorySpace:
 def set_rest(node: fx.Node, space: MemorySpace) -> None:
     """Record where what the node allocates is to lie after the step, as new state of the optimizer does."""
     node.meta[_RESTS] = space
+
+
+def longest_bytes(node: fx.Node) -> int | None:
+    """Bytes of the longest part that any rank holds of what the node allocates; None: as on this rank."""
+    return cast("int | None", node.meta.get(_LONGEST))
+
+
+def set_longest_bytes(node: fx.Node, size: int) -> None:
+    """Record how large the node's value is on the rank with most rows of it, so that all ranks plan alike."""
+    node.meta[_LONGEST] = size
 
 
 def module_path(node: fx.Node) -> str:
@@ -231,6 +242,11 @@ def part(node: fx.Node) -> int | None:
 def tag_at_rest(node: fx.Node) -> None:
     """Record that what the node allocates stays, as new state of the optimizer does, so that no budget counts it."""
     node.meta[_AT_REST] = True
+
+
+def clear_at_rest(node: fx.Node) -> None:
+    """Record that what the node allocates is moved elsewhere within the graph, and freed."""
+    node.meta.pop(_AT_REST, None)
 
 
 def is_tagged_at_rest(node: fx.Node) -> bool:

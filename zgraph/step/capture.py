@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.liveness import placements
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.gradients import GradScaler
 from zgraph.step.clean import clean, number_parts
 from zgraph.step.lifted import Lifted, local, name_part, overlapping
@@ -126,17 +125,31 @@ def _kind(optimizer: object) -> str:
     return type(optimizer).__name__
 
 
-def _tag_new_state(graph: fx.Graph, captured: Captured, rests_in: MemorySpace) -> None:
+def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor]) -> None:
+    """Mark inputs that rest elsewhere than on the device."""
+    given, places = graph.find_nodes(op="placeholder"), lifted.places()
+    for number, (node, space) in enumerate(zip(given, lifted.spaces(inputs), strict=False)):
+        if space != "device":
+            meta.set_space(node, space)
+            place = places[number] if number < len(places) else None
+            if place is not None:
+                meta.set_longest_bytes(node, lifted.longest_bytes(place, inputs[number]))
+
+
+def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
     """Mark what allocates the optimizers' new state, which is there in all later steps, and where it will lie."""
     found = placements(graph)
+    rests_in = lifted.resting.options.optimizer if lifted.resting is not None else None
     begin = len(captured.likes)
-    for node in nodes.returned_by(graph)[begin : begin + len(captured.state)]:
+    returned = nodes.returned_by(graph)[begin : begin + len(captured.state)]
+    for node, (_, position, _) in zip(returned, captured.state, strict=True):
+        value = meta.tensor_value(node)
         for number in found.lies_in[node]:
             first = found.storages[number].first
-            if rests_in == "device" or not meta.tensor_value(node).ndim:
-                meta.tag_at_rest(first)
-            else:
+            meta.tag_at_rest(first)
+            if rests_in is not None and value.ndim and first.op == "call_function":
                 meta.set_rest(first, rests_in)
+                meta.set_longest_bytes(first, lifted.longest_bytes(position, value))
 
 
 class _Tracer:
@@ -193,9 +206,7 @@ class _Tracer:
         guards = NumberGuards(self.mode, numbers | known.numbers)
         self.found["assumed"] = Assumed(guards, option_names, options, known.read)
         gm = clean(gm, [name_part(name) for name in names])
-        for node, space in zip(gm.graph.find_nodes(op="placeholder"), self.lifted.spaces(inputs), strict=False):
-            if space != "device":
-                meta.set_space(node, space)
+        _tag_resting(gm.graph, self.lifted, inputs)
         return gm
 
     def _run(self, *inputs: Any) -> list[Any]:
@@ -295,6 +306,5 @@ class _Tracer:
 
     def result(self, gm: fx.GraphModule) -> Captured:
         captured = Captured(gm=gm, **self.found)
-        resting = self.lifted.resting
-        _tag_new_state(gm.graph, captured, (resting and resting.options.optimizer) or "device")
+        _tag_new_state(gm.graph, captured, self.lifted)
         return captured

@@ -163,6 +163,26 @@ class Lifted:
         """The memory spaces in which inputs of the graph rest; () if the model offloads nothing."""
         return () if self.resting is None else tuple(map(self.resting.space_of, tensors))
 
+    def longest_bytes(self, position: int, part: Tensor) -> int:
+        """Bytes that the rank with most rows of a parameter holds of it, or of state of its shape.
+
+        Args:
+            position: of the parameter.
+            part: this rank's.
+        """
+        shard = self.parameters[position]
+        known = self.handles.get(shard.name)
+        if known is None or not known.spec.layout.is_sharded or part.shape != local(shard.tensor).shape:
+            return part.nbytes
+        rows = part.shape[0]
+        return (part[0].nbytes if rows else part.new_empty((1, *part.shape[1:])).nbytes) * known.spec.layout.chunk_rows
+
+    def places(self) -> list[int | None]:
+        """For each of `tensors` the position of the parameter that it is a part of, or belongs to."""
+        others = [None] * (len(self.handles) + len(self.buffers))
+        state = [position for position, _, value in self.state_entries() if isinstance(value, Tensor)]
+        return [*range(len(self.parameters)), *others, *state]
+
     def settle(self) -> None:
         """Move the optimizers' state to where it is to rest."""
         if self.resting is not None:

@@ -26,8 +26,8 @@ class HoistStarts(GraphPass):
     Attributes:
         prefetch: how many gathers may be in flight in addition to the one that is waited for, and how many copies from
             the host.
-        in_flight_bytes: most bytes of unsharded parameters that those gathers yield, and of what those copies bring; one
-            is always prefetched.
+        in_flight_bytes: most bytes of unsharded parameters that those gathers yield, and of what those copies bring;
+            one is always prefetched.
     """
 
     prefetch: int = 1

@@ -48,8 +48,8 @@ class OffloadActivations(GraphPass):
     def __post_init__(self) -> None:
         if self.least_bytes < 1:
             raise ValueError(
-                f"offload_activations: least_bytes={self.least_bytes}; write the positive size, in bytes, from which on "
-                "an activation is worth a copy."
+                f"offload_activations: least_bytes={self.least_bytes}; write the size in bytes, at least 1, from which "
+                "on an activation is worth a copy."
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -94,7 +94,7 @@ def plan_saved(forward: fx.Graph, user_outputs: int, least_bytes: int | None) ->
             node.op == "call_function"
             and node not in gathered
             and numbers.isdisjoint(taken | others)
-            and not any(placed.storages[number].held for number in numbers)
+            and not any(placed.storages[number].held or placed.storages[number].space != "device" for number in numbers)
             and _is_wanted(node, least_bytes)
         ):
             found.append(node)

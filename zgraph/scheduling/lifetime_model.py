@@ -272,7 +272,8 @@ class Model(LifetimeModel):
                 kept = gather
                 while len(kept.users) == 1 and traits.cast_dtype(user := next(iter(kept.users))) and user in recomputed:
                     kept = user
-                yield Value((kept,), gather)
+                if self.lies_in[kept]:  # on a single rank nothing is gathered
+                    yield Value((kept,), gather)
 
     def _activations(self) -> Iterator[Value]:
         """Saved activations, grouped by storage, whose memory nobody else holds."""

@@ -103,7 +103,7 @@ class Dependencies:
         return not self.release[start] and not self.after[start]
 
     def is_fetch(self, start: int) -> bool:
-        """Whether a start brings what a later node needs, so that it is early enough if its result is not waited for."""
+        """Whether a start brings what a later node needs, so that it is early enough if nobody waits for it."""
         return self.is_reload[start] or self.reads_inputs_alone(start)
 
     def output_chains(self) -> dict[tuple[int, ...], list[int]]:

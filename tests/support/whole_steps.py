@@ -45,6 +45,14 @@ class Frugal(P.ChooseLifetimes):
         return super().run(gm, replace(ctx, plan_bytes=1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen(P.OffloadActivations):
+    """Offloads what was chosen, as under a budget."""
+
+    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
+        return super().run(gm, replace(ctx, plan_bytes=1))
+
+
 @dataclass(frozen=True)
 class Case:
     """One training loop."""
@@ -65,13 +73,18 @@ class Case:
     checkpointed: bool = False
     lowering: str = "fx"
     frugal: bool = False
+    offload: bool = False  # every activation; if frugal what costs choose
     gated: bool = False  # a model of which backward can compute much again at no cost
 
     def options(self) -> dict[str, Any]:
         compression = P.CompressGradients(method=P.LoCo(), min_numel=64) if self.loco else None
         passes = P.presets.planned(bucket_bytes=4096) if self.frugal else P.presets.default(bucket_bytes=4096)
         if self.frugal:
-            passes = [Frugal() if isinstance(one, P.ChooseLifetimes) else one for one in passes]
+            frugal = Frugal(offload_least_bytes=1 if self.offload else None)
+            passes = [frugal if isinstance(one, P.ChooseLifetimes) else one for one in passes]
+        if self.offload:
+            place = next(i for i, one in enumerate(passes) if isinstance(one, P.ChooseLifetimes))
+            passes.insert(place + 1, Chosen() if self.frugal else P.OffloadActivations(least_bytes=1))
         if self.gated:
             free = P.RecomputeActivations(least_bytes=0)
             passes = [free if isinstance(one, P.RecomputeActivations) else one for one in passes]

@@ -17,8 +17,8 @@ from zgraph.dialect.copies import offload_op, reload_op, wait_copy_op
 from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE
 from zgraph.runtime.chunks import MIB
+from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing
-from zgraph.scheduling.whole_step_model import WholeStepModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def _is_wanted(node: fx.Node, least_bytes: int | None) -> bool:
         return meta.is_tagged_offload(node)
     # What does not fill its storage would free less than it copies.
     own, whole = value.numel() * value.dtype.itemsize, storage_bytes(value)
-    return isinstance(own, int) and own == whole and own >= least_bytes
+    return own == whole and own >= least_bytes
 
 
 def _gathered(graph: fx.Graph) -> set[fx.Node]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
-from examples.benchmarks.loopback import Wire, loopback
+from examples.benchmarks.loopback import Transfer, Wire, loopback
+from tests.support.judges.happens_before import HappensBefore, judging
 from tests.support.memory.allocations import counted
 from tests.support.ranks import Ranks, worlds
 from tests.support.whole_steps import Case, assert_same, train
 from zgraph import codegen
 from zgraph.analysis.hardware import Link
 from zgraph.passes import OffloadActivations, presets
+from zgraph.runtime.offload.copy_lanes import StreamLanes
 
 # Every two of these features stand together in some row, with stages 0 to 3.
 CASES = {
@@ -139,10 +143,14 @@ class LateLanes:
         return LateCopy(kept, torch.full_like(kept, torch.nan))
 
 
-def gradients(passes: Sequence[zgraph.GraphPass], hardware: zgraph.Hardware | None = None) -> list[Tensor]:
+def gradients(
+    passes: Sequence[zgraph.GraphPass],
+    hardware: zgraph.Hardware | None = None,
+    watcher: HappensBefore | None = None,
+) -> list[Tensor]:
     torch.compiler.reset()
     torch.manual_seed(0)
-    with loopback(4, Wire()):
+    with loopback(4, Wire(watcher=watcher)):
         parts = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
         model = zgraph.shard(nn.Sequential(*parts))
         target = None if hardware is None else zgraph.Target(hardware=hardware)
@@ -200,3 +208,112 @@ def test_a_fast_link_offloads_and_a_slow_one_recomputes() -> None:
 def test_a_size_that_is_none_is_an_error() -> None:
     with pytest.raises(ValueError, match="least_bytes=0"):
         OffloadActivations(least_bytes=0)
+
+
+# --- who may touch what, and when -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class JudgedCopy:
+    """A copy that a judge is told of, as it is of collectives."""
+
+    judge: HappensBefore
+    transfer: Transfer
+
+    def wait(self) -> Tensor:
+        self.transfer.was_waited_for = True
+        self.judge.waited(self.transfer)
+        return self.transfer.filled[0].copy_(self.transfer.sent[0])
+
+
+@dataclass(eq=False)
+class JudgedLanes:
+    judge: HappensBefore
+
+    def offload(self, tensor: Tensor) -> JudgedCopy:
+        return self._start("offload", tensor.detach())
+
+    def reload(self, kept: Tensor) -> JudgedCopy:
+        return self._start("reload", kept)
+
+    def _start(self, kind: str, source: Tensor) -> JudgedCopy:
+        filled = [torch.empty_like(source)]
+        transfer = Transfer(kind=kind, number=0, sent=[source], filled=filled, copy=None, sent_bytes=source.nbytes)
+        self.judge.started(transfer)
+        return JudgedCopy(self.judge, transfer)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_no_buffer_is_touched_or_freed_while_it_travels(monkeypatch: pytest.MonkeyPatch, planned: bool) -> None:
+    """Copies and collectives in flight together; a judge sees every operator and every storage that is freed."""
+    hardware = zgraph.Hardware.preset("cpu") if planned else None
+    passes = presets.planned(offload_activations=True) if planned else OFFLOADED
+    judge = judging(monkeypatch)
+    lanes = JudgedLanes(judge)
+    monkeypatch.setattr(codegen.lower_fx, "lanes_of", lambda device: lanes)
+    gradients(passes, hardware, judge)
+    assert judge.races == []
+    assert [one.kind for one in judge.transfers if one.kind in ("offload", "reload")].count("reload") == 3
+
+
+class FakeStream:
+    """Notes in one list what streams are told."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.calls.append(f"{self.name} waits for the event of {event}")
+
+    def record_event(self) -> str:
+        self.calls.append(f"{self.name} records")
+        return self.name
+
+
+class FakeCuda:
+    """Streams of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.names = iter(("out", "back"))
+        self.compute = FakeStream("compute", self.calls)
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(next(self.names), self.calls)
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.compute
+
+    @contextlib.contextmanager
+    def stream(self, lane: FakeStream) -> Generator[None]:
+        self.calls.append(f"on {lane.name}")
+        yield
+
+
+class FakeLanes(StreamLanes):
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor)
+
+
+def test_copies_on_streams_begin_behind_compute_and_compute_waits_for_their_end() -> None:
+    cuda = FakeCuda()
+    lanes = FakeLanes(torch.device("cpu"), cuda)
+    x = torch.randn(3)
+    out = lanes.offload(x)
+    assert cuda.calls == ["out waits for compute", "on out", "out records"]
+    storage = weakref.ref(x.untyped_storage())
+    del x
+    assert storage() is not None, "what is read is held until compute waits"
+    kept = out.wait()
+    back = lanes.reload(kept)
+    back.wait()
+    assert cuda.calls[3:] == [
+        "compute waits for the event of out",
+        "back waits for compute",
+        "on back",
+        "back records",
+        "compute waits for the event of back",
+    ]

@@ -14,10 +14,11 @@ from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.passes.common.repeat_gathers import repeat_gathers
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
-from zgraph.scheduling.lifetime_model import HostLinks, Model, StepEstimate
-from zgraph.scheduling.plan_lifetimes import greedy_frontier
+from zgraph.scheduling.lifetimes.lifetime_model import HostLinks, StepEstimate
+from zgraph.scheduling.lifetimes.partitioned_model import PartitionedModel
+from zgraph.scheduling.lifetimes.plan_lifetimes import greedy_frontier
+from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing
-from zgraph.scheduling.whole_step_model import WholeStepModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,9 @@ def plan_lifetimes(
     copies: HostLinks | None = None,
 ) -> tuple[StepEstimate, StepEstimate]:
     """The fastest step within the target, else the one with the least memory; and the step that saves everything."""
-    model = Model(joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing, copies=copies)
+    model = PartitionedModel(
+        joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing, copies=copies
+    )
     path = greedy_frontier(model)
     return path.choose(target_bytes), path.estimates[0]
 

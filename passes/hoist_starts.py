@@ -26,8 +26,8 @@ class HoistStarts(GraphPass):
     Attributes:
         prefetch: how many gathers may be in flight in addition to the one that is waited for, and how many copies from
             the host.
-        in_flight_bytes: most bytes of unsharded parameters that those gathers yield, and of what those copies bring; one
-            is always prefetched.
+        in_flight_bytes: most bytes of unsharded parameters that those gathers yield, and of what those copies bring;
+            one is always prefetched.
     """
 
     prefetch: int = 1
@@ -81,14 +81,12 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
     ]
     reloads = list(nodes.call_functions(graph, nodes.is_reload))
     order = nodes.order_of(graph)
-    plan = [*_ahead(graph, gathers, prefetch, in_flight_bytes), *_ahead(graph, reloads, prefetch, in_flight_bytes)]
-    return [(start, anchor) for start, anchor in plan if order[_released_by(start)] < order[anchor]]
-
-
-def _released_by(start: fx.Node) -> fx.Node:
-    """The node behind which a start may stand: for what comes back within one graph, the start of its offload."""
-    kept = start.all_input_nodes[0]
-    return nodes.start_of(kept) if nodes.is_reload(start) and nodes.is_wait(kept) else kept
+    plan = list(_ahead(graph, gathers, prefetch, in_flight_bytes))
+    for start, anchor in _ahead(graph, reloads, prefetch, in_flight_bytes):
+        kept = start.all_input_nodes[0]
+        if not nodes.is_wait(kept) or order[nodes.start_of(kept)] < order[anchor]:  # offloaded before
+            plan.append((start, anchor))
+    return plan
 
 
 def _ahead(

@@ -17,8 +17,8 @@ from zgraph.dialect.copies import offload_op, reload_op, wait_copy_op
 from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE
 from zgraph.runtime.chunks import MIB
+from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing
-from zgraph.scheduling.whole_step_model import WholeStepModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class OffloadActivations(GraphPass):
     def __post_init__(self) -> None:
         if self.least_bytes < 1:
             raise ValueError(
-                f"offload_activations: least_bytes={self.least_bytes}; write the positive size, in bytes, from which on "
-                "an activation is worth a copy."
+                f"offload_activations: least_bytes={self.least_bytes}; write the size in bytes, at least 1, from which "
+                "on an activation is worth a copy."
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -94,7 +94,7 @@ def plan_saved(forward: fx.Graph, user_outputs: int, least_bytes: int | None) ->
             node.op == "call_function"
             and node not in gathered
             and numbers.isdisjoint(taken | others)
-            and not any(placed.storages[number].held for number in numbers)
+            and not any(placed.storages[number].held or placed.storages[number].space != "device" for number in numbers)
             and _is_wanted(node, least_bytes)
         ):
             found.append(node)
@@ -126,7 +126,7 @@ def _is_wanted(node: fx.Node, least_bytes: int | None) -> bool:
         return meta.is_tagged_offload(node)
     # What does not fill its storage would free less than it copies.
     own, whole = value.numel() * value.dtype.itemsize, storage_bytes(value)
-    return isinstance(own, int) and own == whole and own >= least_bytes
+    return own == whole and own >= least_bytes
 
 
 def _gathered(graph: fx.Graph) -> set[fx.Node]:

@@ -16,6 +16,7 @@ from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
+from zgraph.passes.offload_activations import OffloadActivations
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
@@ -28,6 +29,7 @@ def default(
     bucket_bytes: int | None = None,
     compression: CompressionMethod | TwoHop | LowRank | None = None,
     gather_compression: BlockMethod | WeightDifferences | None = None,
+    offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
     """Gathers and reductions, bucketed and overlapped; the ZeRO stage comes from each parameter.
@@ -42,12 +44,15 @@ def default(
             factors; see `CompressGradients`. Lossy. None: as they are.
         gather_compression: such as `zgraph.passes.NoFeedback(bits=8)`: parameters travel as codes, and forwards read
             what these stand for, see `QuantizeGathers`. Lossy. None: as they are.
+        offload_activations: keep what forward saves for backward on the host, see `OffloadActivations`; with a budget
+            in the target as much of it as is faster than to compute it again.
 
     Raises:
         TypeError: there is no such argument; says where hardware and budget go.
     """
     _refuse("default", unknown)
-    bucketed = _bucketed("auto" if bucket_bytes is None else bucket_bytes, compression, gather_compression)
+    size = "auto" if bucket_bytes is None else bucket_bytes
+    bucketed = _bucketed(size, compression, gather_compression, offload_activations)
     return [*bucketed, *RULES]
 
 
@@ -56,6 +61,7 @@ def planned(
     bucket_bytes: int | None = None,
     compression: CompressionMethod | TwoHop | LowRank | None = None,
     gather_compression: BlockMethod | WeightDifferences | None = None,
+    offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
     """The same, in the order that takes least on the hardware of the pipeline's target and fits its budget:
@@ -64,13 +70,13 @@ def planned(
 
     Args:
         bucket_bytes: None: what suits the links of that hardware.
-        compression, gather_compression: as for `default`.
+        compression, gather_compression, offload_activations: as for `default`.
 
     Raises:
         TypeError: as for `default`.
     """
     _refuse("planned", unknown)
-    return [*_bucketed(bucket_bytes, compression, gather_compression), ScheduleOverlap()]
+    return [*_bucketed(bucket_bytes, compression, gather_compression, offload_activations), ScheduleOverlap()]
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:
@@ -90,11 +96,13 @@ def _bucketed(
     bucket_bytes: int | Literal["auto"] | None,
     compression: CompressionMethod | TwoHop | LowRank | None,
     gather_compression: BlockMethod | WeightDifferences | None,
+    offload_activations: bool,
 ) -> list[GraphPass]:
     return [
         DedupeGathers(),
         RecomputeActivations(),
-        ChooseLifetimes(),
+        ChooseLifetimes(offload_least_bytes=OffloadActivations().least_bytes if offload_activations else None),
+        *([OffloadActivations()] if offload_activations else []),
         *([] if gather_compression is None else [QuantizeGathers(method=gather_compression)]),
         LowerGathers(),
         *([] if compression is None else [CompressGradients(method=compression)]),

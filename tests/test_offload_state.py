@@ -12,14 +12,14 @@ HOST = zgraph.Offload(params="host", optimizer="host")
 STATE = zgraph.Offload(optimizer="host")
 SHARDS = zgraph.Offload(params="host")
 CASES = {
-    "stage 3": Case(offload=HOST, clip="torch", schedule=True),
-    "stage 0": Case(offload=HOST, stage=0, optimizer="sgd", clip="zgraph", accumulation=3, no_sync=True),
-    "stage 1": Case(offload=STATE, stage=1, optimizer="adam", accumulation=3, no_sync=True, schedule=True),
-    "stage 2, foreach": Case(offload=HOST, stage=2, optimizer="adamw_foreach", clip="torch", precision="bf16"),
-    "shards alone": Case(offload=SHARDS, optimizer="sgd_foreach", accumulation=2, no_sync=True),
-    "loco": Case(offload=HOST, loco=True, accumulation=2, clip="torch"),
-    "resumed": Case(offload=HOST, resume=True, stage=3, optimizer="adamw_fused", precision="bf16"),
-    "planned": Case(offload=STATE, frugal=True, clip="zgraph"),
+    "stage 3": Case(at_rest=HOST, clip="torch", schedule=True),
+    "stage 0": Case(at_rest=HOST, stage=0, optimizer="sgd", clip="zgraph", accumulation=3, no_sync=True),
+    "stage 1": Case(at_rest=STATE, stage=1, optimizer="adam", accumulation=3, no_sync=True, schedule=True),
+    "stage 2, foreach": Case(at_rest=HOST, stage=2, optimizer="adamw_foreach", clip="torch", precision="bf16"),
+    "shards alone": Case(at_rest=SHARDS, optimizer="sgd_foreach", accumulation=2, no_sync=True),
+    "loco": Case(at_rest=HOST, loco=True, accumulation=2, clip="torch"),
+    "resumed": Case(at_rest=HOST, resume=True, stage=3, optimizer="adamw_fused", precision="bf16"),
+    "planned": Case(at_rest=STATE, frugal=True, clip="zgraph"),
 }
 QUICK = ("stage 3", "stage 1")
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]

@@ -18,8 +18,9 @@ from zgraph.analysis.liveness import step_curve
 from zgraph.graph import edits
 from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.passes.choose_lifetimes import apply
-from zgraph.scheduling.lifetime_model import Model, StepEstimate
-from zgraph.scheduling.plan_lifetimes import greedy_frontier
+from zgraph.scheduling.lifetimes.lifetime_model import StepEstimate
+from zgraph.scheduling.lifetimes.partitioned_model import PartitionedModel
+from zgraph.scheduling.lifetimes.plan_lifetimes import greedy_frontier
 from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import min_cut_partition
 
@@ -52,7 +53,7 @@ def test_the_step_on_paper_is_the_one_that_the_partitioner_makes(seed: int) -> N
         assert again == [node.name for node in estimate.recomputed if node.name in computed]
 
 
-def every_look(model: Model) -> list[StepEstimate]:
+def every_look(model: PartitionedModel) -> list[StepEstimate]:
     subsets = itertools.chain.from_iterable(
         itertools.combinations(model.values, count) for count in range(len(model.values) + 1)
     )
@@ -102,7 +103,7 @@ def test_more_bytes_are_never_slower_on_paper(seed: int) -> None:
     assert len({estimate.peak_bytes for estimate in chosen}) > 3
 
 
-def chain_of(call: str) -> tuple[Model, fx.Node]:
+def chain_of(call: str) -> tuple[PartitionedModel, fx.Node]:
     """x, a = exp x, b = call(a), y = exp b; backward reads a, b and y: may b be made again out of a?"""
     drawing = Drawing()
     x, tangent = drawing.input("primals_1", 8, 8), drawing.input("tangents_1", 8, 8)
@@ -124,7 +125,7 @@ def chain_of(call: str) -> tuple[Model, fx.Node]:
     gm = drawing.done(y, grad)
     forward, backward = min_cut_partition(gm, (), num_fwd_outputs=1)
     ends = forward.graph, backward.graph
-    model = Model(gm.graph, *ends, user_outputs=1, cost_of=lambda node: ONE_US, sharing=Sharing())
+    model = PartitionedModel(gm.graph, *ends, user_outputs=1, cost_of=lambda node: ONE_US, sharing=Sharing())
     return model, next(node for node in gm.graph.nodes if node.name == b.name)
 
 

@@ -24,6 +24,7 @@ ROOMS = (
     "zgraph.graph",
     "zgraph.analysis",
     "zgraph.scheduling",
+    "zgraph.scheduling.lifetimes",
     "zgraph.sharding",
     "zgraph.optimizers",
     "zgraph.checkpoint",

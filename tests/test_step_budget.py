@@ -26,8 +26,8 @@ from zgraph.graph.lanes import COMPUTE
 from zgraph.passes import DedupeGathers, presets
 from zgraph.passes.common.repeat_gathers import repeat_gathers
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
+from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing
-from zgraph.scheduling.whole_step_model import WholeStepModel
 from zgraph.step.capture import capture
 from zgraph.step.lifted import Lifted
 

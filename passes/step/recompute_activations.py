@@ -14,9 +14,9 @@ from zgraph.graph import nodes, traits
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.graph.sizes import tensor_bytes, tensors_of
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
-from zgraph.scheduling.lifetime_model import StepEstimate, Value
+from zgraph.scheduling.lifetimes.lifetime_model import StepEstimate, Value
+from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing
-from zgraph.scheduling.whole_step_model import WholeStepModel
 from zgraph.torch_compat.aot import fusible_operators
 from zgraph.torch_compat.operators import OpOverload
 

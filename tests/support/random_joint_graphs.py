@@ -11,7 +11,7 @@ from tests.support.graphs import Drawing
 from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.graph.lanes import COMPUTE, Lane
-from zgraph.scheduling.lifetime_model import Model
+from zgraph.scheduling.lifetimes.partitioned_model import PartitionedModel
 from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import min_cut_partition
 
@@ -54,13 +54,13 @@ def draw_training(seed: int, *, layers: int) -> tuple[fx.GraphModule, dict[str, 
     return gm, {node.name: _cost(node, chance) for node in gm.graph.nodes}
 
 
-def model_of(gm: fx.GraphModule, costs: dict[str, NodeCost]) -> Model:
+def model_of(gm: fx.GraphModule, costs: dict[str, NodeCost]) -> PartitionedModel:
     """As `ChooseLifetimes` sees it; the graph is tagged and made ready by the partitioner."""
     for node in nodes.call_functions(gm.graph, nodes.is_unshard):
         for part in dataflow.reshaped_values(node):
             meta.tag_recompute(part)
     forward, backward = min_cut_partition(gm, (), num_fwd_outputs=1)
-    return Model(
+    return PartitionedModel(
         gm.graph, forward.graph, backward.graph, user_outputs=1, cost_of=lambda n: costs[n.name], sharing=Sharing()
     )
 

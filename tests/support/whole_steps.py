@@ -45,6 +45,14 @@ class Frugal(P.ChooseLifetimes):
         return super().run(gm, replace(ctx, plan_bytes=1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen(P.OffloadActivations):
+    """Offloads what was chosen, as under a budget."""
+
+    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
+        return super().run(gm, replace(ctx, plan_bytes=1))
+
+
 @dataclass(frozen=True)
 class Case:
     """One training loop."""
@@ -65,14 +73,19 @@ class Case:
     checkpointed: bool = False
     lowering: str = "fx"
     frugal: bool = False
-    offload: zgraph.Offload | None = None
+    offload: bool = False  # every activation; if frugal what costs choose
+    at_rest: zgraph.Offload | None = None  # of parameters and optimizer state
     gated: bool = False  # a model of which backward can compute much again at no cost
 
     def options(self) -> dict[str, Any]:
         compression = P.CompressGradients(method=P.LoCo(), min_numel=64) if self.loco else None
         passes = P.presets.planned(bucket_bytes=4096) if self.frugal else P.presets.default(bucket_bytes=4096)
         if self.frugal:
-            passes = [Frugal() if isinstance(one, P.ChooseLifetimes) else one for one in passes]
+            frugal = Frugal(offload_least_bytes=1 if self.offload else None)
+            passes = [frugal if isinstance(one, P.ChooseLifetimes) else one for one in passes]
+        if self.offload:
+            place = next(i for i, one in enumerate(passes) if isinstance(one, P.ChooseLifetimes))
+            passes.insert(place + 1, Chosen() if self.frugal else P.OffloadActivations(least_bytes=1))
         if self.gated:
             free = P.RecomputeActivations(least_bytes=0)
             passes = [free if isinstance(one, P.RecomputeActivations) else one for one in passes]
@@ -94,7 +107,7 @@ class Loop:
             model.blocks[0].qkv.weight.requires_grad_(False)
             model.embed.weight.requires_grad_(False)
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if case.precision == "bf16" else {}
-        self.model = zgraph.shard(model, zero_stage=case.stage, offload=case.offload, **dtypes)
+        self.model = zgraph.shard(model, zero_stage=case.stage, offload=case.at_rest, **dtypes)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in trained if parameter.ndim > 1]
         others = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -239,5 +252,5 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 def compare(case: Case) -> int:
     """Run a case both ways, the plain one on the device alone; the number of graphs that the captured one needed."""
     found = train(case, whole_step=True)
-    assert_same(found, train(replace(case, offload=None), whole_step=False))
+    assert_same(found, train(replace(case, at_rest=None), whole_step=False))
     return found.graphs

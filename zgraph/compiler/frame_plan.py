@@ -128,7 +128,7 @@ def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, 
     if plan_bytes is not None:
         return plans[peak_of(plan_bytes)]
     least = smallest_feasible(peak_of)
-    where = explain(plans[max(peak for peak in plans if peak <= least)].curve)
+    where = explain(plans[max((peak for peak in plans if peak <= least), default=min(plans))].curve)
     raise_through_dynamo(
         f"zgraph: the step of frame {frame} does not fit into budget_bytes={budget_bytes}. The smallest budget that it "
         f"was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; or take smaller "

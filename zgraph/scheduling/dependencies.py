@@ -21,7 +21,9 @@ class Dependencies:
         users: nodes that need each node, queues aside.
         given: whether each node is an input of the graph, and so has no place in the order.
         movable: whether the scheduler chooses the node's place.
-        is_start: whether the node starts a collective that is movable.
+        is_start: whether the node starts a collective, or a copy between memory spaces, that is movable.
+        is_reload: whether it starts a copy back from the host.
+        is_offload_wait: whether the node waits for a copy to the host, and so frees what was copied.
         comes_along: whether each node is a view of what a collective sends or receives, and is issued together with
             it. The scheduler does not place views, because ranks may differ in which views there are.
         compute_order: nodes that are neither inputs nor movable, in the order that they keep, the output last. Slot p
@@ -37,6 +39,8 @@ class Dependencies:
     given: Sequence[bool]
     movable: Sequence[bool]
     is_start: Sequence[bool]
+    is_reload: Sequence[bool]
+    is_offload_wait: Sequence[bool]
     comes_along: Sequence[bool]
     compute_order: Sequence[int]
     rank: dict[int, int]
@@ -66,6 +70,10 @@ class Dependencies:
             given=given,
             movable=movable,
             is_start=is_start,
+            is_reload=[nodes.is_reload(node) for node in work.nodes],
+            is_offload_wait=[
+                nodes.is_copy_wait(node) and nodes.is_offload(nodes.start_of(node)) for node in work.nodes
+            ],
             comes_along=[
                 moves and not starts and lane == Work.IN_NO_TIME
                 for moves, starts, lane in zip(movable, is_start, work.lane, strict=True)
@@ -94,14 +102,23 @@ class Dependencies:
         """Whether a collective, such as the gather of a parameter, can start at the beginning of the graph."""
         return not self.release[start] and not self.after[start]
 
+    def is_fetch(self, start: int) -> bool:
+        """Whether a start brings what a later node needs, so that it is early enough if nobody waits for it."""
+        return self.is_reload[start] or self.reads_inputs_alone(start)
+
     def output_chains(self) -> dict[tuple[int, ...], list[int]]:
-        """Nodes that only produce outputs of the graph, keyed by the starts whose results they are."""
+        """Nodes that only produce outputs of the graph, keyed by the starts whose results they are.
+
+        Waits for copies to the host are among them: nothing needs them until backward does.
+        """
         output = self.compute_order[-1]
         chains: dict[tuple[int, ...], list[int]] = {}
         for number in self.needs[output]:
             needs_more = self.release[number] > max((self.release[start] for start in self.after[number]), default=-1)
             if self.movable[number] and not needs_more and self.use[number] == self.rank[output]:
                 chains.setdefault(self.after[number], []).append(number)
+        for number in filter(self.is_offload_wait.__getitem__, range(len(self.needs))):
+            chains.setdefault(self.after[number], [number])
         return chains
 
     def _look_back(self) -> tuple[list[int], list[tuple[int, ...]]]:

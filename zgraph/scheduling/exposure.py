@@ -23,6 +23,8 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
     """
     if nodes.is_marker(start):
         return "a marker gathers or reduces on the spot; lower_gathers and lower_reductions let it overlap"
+    if nodes.is_copy_start(start):
+        return "too little compute beside copies between host and device; offload less, or give the step more memory"
     if not meta.parameters(start):
         return "a collective of the model's own, which no pass moves"
     if meta.is_tagged_at_use(start):

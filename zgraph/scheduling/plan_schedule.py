@@ -45,7 +45,7 @@ class Style:
     Attributes:
         gathers: start each where its result is needed ("at_use"), early enough to be hidden ("ahead"), before its link
             would have nothing to do ("in_time"), or as soon as the limits allow ("at_once"). Started earlier than its
-            link comes to it, a gather holds memory for nothing.
+            link comes to it, a gather holds memory for nothing. Copies from the host start ahead, unless at their use.
         finish: when to compute what only leaves the graph: "at_once", as soon as its collective is "done", or "late":
             when others need the room, or the time for which they would wait.
     """
@@ -78,7 +78,7 @@ class Greedy:
         self.style = style
         self.builder = Builder(problem)
         self.slot_peaks: list[int] = []
-        self._latest = latest_starts(problem) if style.gathers == "ahead" else {}
+        self._latest = {} if style.gathers == "at_use" else latest_starts(problem)
         # What each slot will hold at least, gathers that are ahead of their use included.
         self._expected = None
         if frugal_peaks is not None and problem.limits.budget_bytes is not None:
@@ -116,9 +116,10 @@ class Greedy:
         dependencies = self.problem.dependencies
         if dependencies.release[start] > slot:
             return False
-        if dependencies.reads_inputs_alone(start) and self.style.gathers == "in_time":
+        gathers = dependencies.reads_inputs_alone(start) and not dependencies.is_reload[start]
+        if gathers and self.style.gathers == "in_time":
             return self._runs_dry(start, slot)
-        if dependencies.reads_inputs_alone(start) and self.style.gathers != "at_once":
+        if dependencies.is_reload[start] or (gathers and self.style.gathers != "at_once"):
             return self._latest.get(start, math.inf) < self.problem.compute_at[slot + 1]
         return self.builder.is_there(dependencies.after[start])
 
@@ -159,14 +160,14 @@ class Greedy:
         needed = builder.new_bytes([start])
         if builder.ledger.alive_bytes + needed > budget:
             # Where others will make room a reduction can wait for it; where nobody will, that only keeps its gradient.
-            return not dependencies.reads_inputs_alone(start) and not builder.in_flight
-        if self._expected is None or not dependencies.reads_inputs_alone(start):
+            return not dependencies.is_fetch(start) and not builder.in_flight
+        if self._expected is None or not dependencies.is_fetch(start):
             return True
         return self._expected.highest(slot, max(slot + 1, dependencies.use[start])) + needed <= budget
 
     def _start(self, start: int, slot: int) -> None:
         dependencies = self.problem.dependencies
-        if self._expected is not None and dependencies.reads_inputs_alone(start):
+        if self._expected is not None and dependencies.is_fetch(start):
             self._expected.raise_by(self.builder.new_bytes([start]), slot, dependencies.use[start])
         self.builder.pull(start)
 
@@ -258,7 +259,7 @@ class Skyline:
 
 
 def latest_starts(problem: Problem) -> dict[int, float]:
-    """When each gather must start at the latest to be hidden, as compute time gone by.
+    """When each gather, and each copy from the host, must start at the latest to be hidden, as compute time gone by.
 
     From the last to the first: before its result is needed, before the next gather of its link starts, and around the
     reductions, which are taken to run as soon as they can.
@@ -269,9 +270,9 @@ def latest_starts(problem: Problem) -> dict[int, float]:
         starts.setdefault(link, []).append(start)
     latest: dict[int, float] = {}
     for on_link in starts.values():
-        busy = _reserved(problem, [start for start in on_link if not dependencies.reads_inputs_alone(start)])
+        busy = _reserved(problem, [start for start in on_link if not dependencies.is_fetch(start)])
         until = math.inf
-        gathers = [start for start in on_link if dependencies.reads_inputs_alone(start)]
+        gathers = [start for start in on_link if dependencies.is_fetch(start)]
         for start in sorted(gathers, key=dependencies.use.__getitem__, reverse=True):
             until = _back(min(until, problem.compute_at[dependencies.use[start]]), _hides(problem, start), busy)
             latest[start] = until

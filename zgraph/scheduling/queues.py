@@ -69,8 +69,11 @@ def limited_bytes(start: fx.Node) -> int:
     """Bytes that a collective counts against `Limits.in_flight_bytes`: the unsharded tensor, if its end frees memory.
 
     Waiting for a reduction whose result is as large as its input frees nothing, so such reductions count 0: those of
-    replicated gradients, of which each rank keeps the whole mean, and of codes.
+    replicated gradients, of which each rank keeps the whole mean, and of codes. Copies between memory spaces count 0:
+    each holds what the activation takes anyway.
     """
+    if nodes.is_copy_start(start):
+        return 0
     carried = nodes.unsharded_bytes(start)
     return 0 if dataflow.copy_in(start) is None and _returned_bytes(start) >= carried else carried
 

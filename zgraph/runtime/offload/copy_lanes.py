@@ -16,7 +16,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -114,11 +114,11 @@ def _thread(name: str) -> ThreadPoolExecutor:
 class _OnStream:
     source: Tensor  # what a copy reads lives until compute is ordered behind it
     copied: Tensor
-    end: torch.cuda.Event
-    device: torch.device
+    end: Any
+    lanes: StreamLanes
 
     def wait(self) -> Tensor:
-        torch.cuda.current_stream(self.device).wait_event(self.end)  # the host goes on
+        self.lanes.cuda.current_stream(self.lanes.device).wait_event(self.end)  # the host goes on
         return self.copied
 
 
@@ -129,36 +129,33 @@ class StreamLanes:
     it was started; what it reads is held until the compute stream waits for its end, so it cannot be given to others
     before. Memory of the host is freed by torch's allocator of pinned memory, which asks the streams that used it. A
     reload follows the offload before it because the compute stream, which it waits for, has waited for that one.
+
+    Args:
+        device: of the copies.
+        cuda: module with streams, which a test without a GPU replaces.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self.device, self.cuda = device, cuda
+        self.out, self.back = cuda.Stream(device), cuda.Stream(device)
 
     def offload(self, tensor: Tensor) -> Copy:
-        tensor = tensor.detach()
-        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.out):
-            kept.copy_(tensor, non_blocking=True)
-            end = self.out.record_event()
-        return _OnStream(tensor, kept, end, self.device)
+        return self._start(self.out, tensor.detach(), self.pinned_like(tensor))
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        source = source.detach()
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.out):
-            kept.copy_(source, non_blocking=True)
-            end = self.out.record_event()
-        return _OnStream(source, kept, end, self.device)
+        return self._start(self.out, source.detach(), kept)
 
     def reload(self, kept: Tensor) -> Copy:
-        copied = torch.empty_like(kept, device=self.device)
-        self.back.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.back):
-            copied.copy_(kept, non_blocking=True)
-            end = self.back.record_event()
-        return _OnStream(kept, copied, end, self.device)
+        return self._start(self.back, kept, torch.empty_like(kept, device=self.device))
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def _start(self, lane: Any, source: Tensor, copied: Tensor) -> Copy:
+        lane.wait_stream(self.cuda.current_stream(self.device))
+        with self.cuda.stream(lane):
+            copied.copy_(source, non_blocking=True)
+            return _OnStream(source, copied, lane.record_event(), self)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from zgraph.analysis.liveness import LiveRanges
 from zgraph.graph import dataflow, nodes, traits
 from zgraph.graph.lanes import Lane
 from zgraph.graph.operator_arguments import UnshardArgs
-from zgraph.scheduling.lifetime_model import (
+from zgraph.scheduling.lifetimes.lifetime_model import (
     NONE_OFFLOADED,
     HostLinks,
     LifetimeModel,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
-from zgraph.scheduling.lifetime_model import LifetimeModel, StepEstimate, Value, busy_us
+from zgraph.scheduling.lifetimes.lifetime_model import LifetimeModel, StepEstimate, Value, busy_us
 
 MAX_ESTIMATES = 64  # of whole steps along a frontier; with more values, several are dropped between two estimates
 
@@ -102,9 +102,11 @@ def _moves(model: LifetimeModel, estimate: StepEstimate, barred: Mapping[Move, N
             after = model.at_best(_sum_of(busy, added))
             ways.append(((after - before) / size, sum(added.values()) / size, number, drop))
         out_us, back_us = (math.inf, math.inf) if offload in barred else model.copy_us(value)
-        if out_us + back_us <= estimate.clock_us[gap.stop] - estimate.clock_us[gap.start]:
+        if out_us + back_us < math.inf:
             slower = model.at_best(_sum_of(ahead, {DEVICE_TO_HOST: out_us})) - before_ahead
             slower += model.at_best(_sum_of(busy, {HOST_TO_DEVICE: back_us})) - before
+            # Between its readers there has to be time for both copies.
+            slower = max(slower, out_us + back_us - (estimate.clock_us[gap.stop] - estimate.clock_us[gap.start]))
             ways.append((slower / size, (out_us + back_us) / size, number, offload))
         if ways:
             priced.append(min(ways, key=lambda way: way[:2]))

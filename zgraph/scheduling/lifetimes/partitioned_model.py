@@ -1,4 +1,4 @@
-"""A model of a training step that trades memory for time: what forward saves, and what backward recomputes.
+"""The model of a step whose forward and backward become two graphs: what forward saves, and what backward recomputes.
 
 forward   a b c d           saves a, c        costs the bytes of c from its last reader here to its first one there
 backward      D  C b B A                      costs the time of b, recomputed from a just before it is read
@@ -6,192 +6,30 @@ backward      D  C b B A                      costs the time of b, recomputed fr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from types import MappingProxyType
 
 from torch import fx
 
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.hardware import Link
-from zgraph.analysis.liveness import LiveRanges, placements
-from zgraph.analysis.storages import Storage
+from zgraph.analysis.liveness import LiveRanges
 from zgraph.graph import meta, nodes, traits
-from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
+from zgraph.graph.lanes import Lane
 from zgraph.graph.operator_arguments import UnshardArgs
+from zgraph.scheduling.lifetimes.lifetime_model import (
+    NONE_OFFLOADED,
+    HostLinks,
+    LifetimeModel,
+    StepEstimate,
+    Value,
+    busy_us,
+    clock_us,
+)
 from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import is_tangent, mutated_inputs
 from zgraph.torch_compat.operators import written_arguments
 
 
-@dataclass(frozen=True, eq=False)
-class Value:
-    """A storage that forward can save for backward.
-
-    Attributes:
-        nodes: nodes that forward returns if the value is saved: one, or several that share the storage.
-        gather: the gather, if the value is a gathered parameter.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    gather: fx.Node | None = None
-
-    @property
-    def name(self) -> str:
-        return ", ".join(meta.parameters(self.gather)) if self.gather is not None else self.nodes[0].name
-
-
-@dataclass(frozen=True, eq=False)
-class StepEstimate:
-    """Predicted memory and time of a step for one choice of saved values.
-
-    Attributes:
-        dropped: values that are not saved, so that backward recomputes them.
-        offloaded: values that are copied to the host in forward, and back in backward.
-        saved: nodes that forward saves, in addition to its inputs.
-        recomputed: nodes that backward recomputes, in the order in which it does.
-        bytes_during: bytes alive during each call, those of forward before those of backward.
-        lane_us: how long each lane is busy.
-        step_us: lower bound on the time of the step, see `Model`.
-        gaps: for each value, the positions between its last use in forward and its first in backward, at which it
-            takes memory only because it is saved.
-        anchors: of a whole step, the node of backward before which each of `recomputed` runs again.
-        clock_us: compute done before each call, and in all.
-    """
-
-    dropped: Mapping[Value, None]
-    saved: tuple[fx.Node, ...]
-    recomputed: tuple[fx.Node, ...]
-    bytes_during: Sequence[int]
-    lane_us: Mapping[Lane, float]
-    step_us: float
-    gaps: Mapping[Value, range]
-    anchors: tuple[fx.Node, ...] = ()
-    offloaded: Mapping[Value, None] = field(default_factory=dict[Value, None])
-    clock_us: Sequence[float] = ()
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.bytes_during, default=0)
-
-    @property
-    def busy_us(self) -> float:
-        return sum(self.lane_us.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostLinks:
-    """What offloading to the host takes.
-
-    Attributes:
-        device_to_host, host_to_device: links of one rank.
-        least_bytes: smaller values stay on the device.
-    """
-
-    device_to_host: Link
-    host_to_device: Link
-    least_bytes: int
-
-
-NONE_OFFLOADED: Mapping[Value, None] = MappingProxyType({})
-
-
-class LifetimeModel:
-    """What models of a training step share: its calls with their costs, and the storages that these lie in.
-
-    A forward, and likewise a backward, is taken to last as long as its busiest lane, because the schedule, which is
-    found later, hides what it can.
-
-    Args:
-        graph: before gathers and reductions are lowered.
-        cost_of: cost of each call.
-        sharing: how lanes share links and compute.
-        copies: links to the host and back, for values that may be offloaded; None: none may.
-
-    Attributes:
-        values: that may be dropped, or offloaded.
-        backward: calls that only backward makes.
-        required: what forward runs even if nothing is saved.
-    """
-
-    values: Sequence[Value]
-    backward: Sequence[fx.Node]
-    required: Mapping[fx.Node, None]
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        *,
-        cost_of: Callable[[fx.Node], NodeCost],
-        sharing: Sharing,
-        copies: HostLinks | None = None,
-    ) -> None:
-        self.sharing = sharing
-        self.copies = copies
-        self.order = nodes.order_of(graph)
-        self.costs = {node: cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
-        self.reads = {node: tuple(node.all_input_nodes) for node in graph.nodes}
-        # The storages, numbered, because many steps will be estimated.
-        self.placed = found = placements(graph)
-        self.workspace = found.workspace_bytes
-        self.sizes = [_bytes_when_lowered(storage) for storage in found.storages]
-        self.lies_in: dict[fx.Node, tuple[int, ...]] = {
-            node: tuple(number for number in numbers if self.sizes[number]) for node, numbers in found.lies_in.items()
-        }
-        self.makes: dict[fx.Node, list[int]] = {}
-        for number, size in enumerate(self.sizes):
-            if size:
-                self.makes.setdefault(found.storages[number].first, []).append(number)
-
-    def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
-        """Estimate the step in which these values are recomputed, these offloaded, and all others saved."""
-        raise NotImplementedError
-
-    def base_of(self, value: Value) -> fx.Node | None:
-        """The one node that has to be copied so that all of a value can be offloaded; None if it cannot be."""
-        raise NotImplementedError
-
-    def chain(self, value: Value, estimate: StepEstimate) -> list[fx.Node] | None:
-        """Nodes to recompute in addition to the present ones if a value is dropped; None if one of them cannot be."""
-        raise NotImplementedError
-
-    def bytes_of(self, value: Value) -> int:
-        return sum(self.sizes[number] for number in self.lies_in[value.nodes[0]])
-
-    def numbers_of(self, values: Iterable[Value]) -> frozenset[int]:
-        return frozenset(number for value in values for number in self.lies_in[value.nodes[0]])
-
-    def copy_us(self, value: Value) -> tuple[float, float]:
-        """Time to copy a value to the host, and back; infinite if it may not be offloaded."""
-        links = self.copies
-        if links is None or self.bytes_of(value) < links.least_bytes or self.base_of(value) is None:
-            return math.inf, math.inf
-        return links.device_to_host.us(self.bytes_of(value)), links.host_to_device.us(self.bytes_of(value))
-
-    def copying(self, offloaded: Mapping[Value, None]) -> tuple[dict[Lane, float], dict[Lane, float]]:
-        """Time of the lanes to the host, in forward, and back, in backward."""
-        found = [self.copy_us(value) for value in offloaded]
-        if not found:
-            return {}, {}
-        return {DEVICE_TO_HOST: sum(out for out, _ in found)}, {HOST_TO_DEVICE: sum(back for _, back in found)}
-
-    def at_best(self, lane_us: Mapping[Lane, float]) -> float:
-        """Least time of a forward or backward that keeps its lanes busy for so long."""
-        links: dict[str, float] = {}
-        taken = 0.0
-        for lane, us in lane_us.items():
-            if lane != COMPUTE:
-                link = self.sharing.link_of(lane)
-                links[link] = links.get(link, 0.0) + us
-                taken += us * (self.sharing.compute_share if lane.is_group else 0.0)
-        capacities = self.sharing.capacities(lane for lane in lane_us if lane != COMPUTE)
-        linked = (us / capacities[link] for link, us in links.items())
-        return max(lane_us.get(COMPUTE, 0.0) + taken, *linked, 0.0)
-
-
-class Model(LifetimeModel):
+class PartitionedModel(LifetimeModel):
     """A training step whose forward and backward become two graphs, before they are split.
 
     Forward runs in the order of the joint graph, backward in the order of torch's
@@ -272,7 +110,8 @@ class Model(LifetimeModel):
                 kept = gather
                 while len(kept.users) == 1 and traits.cast_dtype(user := next(iter(kept.users))) and user in recomputed:
                     kept = user
-                yield Value((kept,), gather)
+                if self.lies_in[kept]:  # on a single rank nothing is gathered
+                    yield Value((kept,), gather)
 
     def _activations(self) -> Iterator[Value]:
         """Saved activations, grouped by storage, whose memory nobody else holds."""
@@ -376,7 +215,7 @@ class _StepReplay:
     offloaded comes back as storage n + count, too, with the first reader in backward.
     """
 
-    def __init__(self, model: Model, offloaded: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model: PartitionedModel, offloaded: frozenset[int] = frozenset()) -> None:
         self.model = model
         self.offloaded = offloaded
         self.count = len(model.sizes)
@@ -426,23 +265,6 @@ class _StepReplay:
         return range(begin, min((end for end in ends if end >= 0), default=begin))
 
 
-# --- helpers --------------------------------------------------------------------------------------------------------
-
-
-def busy_us(costs: Iterable[NodeCost]) -> dict[Lane, float]:
-    """Total time of these costs on each lane."""
-    busy: dict[Lane, float] = {}
-    for cost in costs:
-        if cost.lane is not None:
-            busy[cost.lane] = busy.get(cost.lane, 0.0) + cost.us
-    return busy
-
-
-def clock_us(costs: Iterable[NodeCost]) -> list[float]:
-    """Compute done before each of these calls, and in all."""
-    return [0.0, *accumulate(cost.us if cost.lane == COMPUTE else 0.0 for cost in costs)]
-
-
 def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Node, None]:
     """The given nodes and all nodes of a program that they depend on."""
     needed = dict.fromkeys(ends)
@@ -459,14 +281,3 @@ def _from_first_tangent(calls: list[fx.Node]) -> list[fx.Node]:
         0,
     )
     return calls[first:]
-
-
-def _bytes_when_lowered(storage: Storage) -> int:
-    """Bytes of a storage on the device once gathers are lowered; 0 for a shard that is neither gathered nor cast."""
-    if storage.space != "device" or (storage.held and not is_tangent(storage.first)):
-        return 0
-    if not nodes.is_unshard(storage.first):
-        return storage.nbytes
-    args = UnshardArgs.of(storage.first)
-    is_cast = meta.tensor_value(args.shard).dtype != meta.tensor_value(storage.first).dtype
-    return storage.nbytes if args.layout.is_gathered or is_cast else 0

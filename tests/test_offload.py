@@ -1,0 +1,319 @@
+"""Activations that lie on the host from forward to backward: the same bits, and less memory."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zgraph
+from examples.benchmarks.loopback import Transfer, Wire, loopback
+from tests.support.judges.happens_before import HappensBefore, judging
+from tests.support.memory.allocations import counted
+from tests.support.ranks import Ranks, worlds
+from tests.support.whole_steps import Case, assert_same, train
+from zgraph import codegen
+from zgraph.analysis.hardware import Link
+from zgraph.passes import OffloadActivations, presets
+from zgraph.runtime.offload.copy_lanes import StreamLanes
+
+# Every two of these features stand together in some row, with stages 0 to 3.
+CASES = {
+    "stage 3": Case(optimizer="adamw_fused", clip="torch", offload=True),
+    "stage 0, window": Case(stage=0, optimizer="sgd", accumulation=3, no_sync=True, dropout=0.5, offload=True),
+    "stage 2, bf16": Case(stage=2, precision="bf16", accumulation=3, no_sync=True, clip="zgraph", offload=True),
+    "stage 1, loco": Case(stage=1, loco=True, resume=True, optimizer="sgd", offload=True),
+    "autocast": Case(precision="autocast", checkpointed=True, optimizer="sgd", offload=True),
+    "planned": Case(frugal=True, dropout=0.5, accumulation=2, offload=True),
+    "planned, loco": Case(stage=2, frugal=True, loco=True, clip="torch", offload=True),
+}
+QUICK = ("stage 3", "stage 0, window", "planned")
+ROWS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
+def compare(case: Case) -> list[str]:
+    """Notes of the pass on the whole step; it, and a compiled forward and backward, equal the loop without it."""
+    plain = replace(case, offload=False, frugal=False)
+    expected = train(plain, whole_step=False)
+    found = train(case, whole_step=True)
+    assert_same(found, expected)
+    assert_same(train(replace(case, compiled=True), whole_step=False), expected)
+    return [note for note in found.notes if note.startswith("offload_activations")]
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", ROWS)
+def test_what_lay_on_the_host_comes_back_as_the_same_bits(ranks: Ranks, name: str) -> None:
+    for notes in ranks.run(compare, CASES[name]):
+        assert notes and not any(" 0 activations" in note for note in notes)
+
+
+def close() -> None:
+    case = Case(lowering="inductor", optimizer="sgd", offload=True)
+    with_it, without = (train(replace(case, offload=offload), whole_step=True) for offload in (True, False))
+    for name, parameter in without.parameters.items():
+        torch.testing.assert_close(with_it.parameters[name], parameter, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@worlds(2)
+@pytest.mark.slow  # compiles islands twice
+def test_a_compiled_step_is_close_to_one_that_keeps_everything(ranks: Ranks) -> None:
+    ranks.run(close)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+WIDTH, BATCH, LAYERS = 32, 2048, 8
+PLAIN, OFFLOADED = presets.default(), presets.default(offload_activations=True)
+
+
+def peaks(passes: Sequence[zgraph.GraphPass]) -> tuple[int, int]:
+    """Predicted and measured peak of a step whose activations are most of it."""
+    report = zgraph.Report()
+    torch.manual_seed(0)
+    parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+    model = zgraph.shard(nn.Sequential(*parts))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes), "report": report}
+
+    @zgraph.training_step(model, optimizer, options=options)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    x = torch.randn(BATCH, WIDTH)
+    step(x)
+    rises: list[int] = []
+    for _ in range(3):
+        with counted() as count:
+            step(x)
+        rises.append(count.rise_bytes)
+    peak = report.graphs[-1].peak
+    assert peak is not None
+    return peak.bytes, min(rises)
+
+
+@worlds(2)
+def test_the_peak_on_the_device_is_the_predicted_one_and_lower(ranks: Ranks) -> None:
+    kept = ranks.run(peaks, PLAIN)
+    for (predicted, measured), (_, before) in zip(ranks.run(peaks, OFFLOADED), kept, strict=True):
+        assert measured == pytest.approx(predicted, rel=0.05)
+        assert measured < 0.7 * before
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class LateCopy:
+    """A copy that is made when somebody waits for it; NaN until then."""
+
+    source: Tensor
+    copied: Tensor
+
+    def wait(self) -> Tensor:
+        return self.copied.copy_(self.source)
+
+
+@dataclass(eq=False)
+class LateLanes:
+    """Copies as late as their waits allow: they read what their sources hold by then.
+
+    Attributes:
+        started: the copies, in order.
+    """
+
+    started: list[str] = field(default_factory=list[str])
+
+    def offload(self, tensor: Tensor) -> LateCopy:
+        self.started.append("offload")
+        return LateCopy(tensor.detach(), torch.full_like(tensor, torch.nan))
+
+    def reload(self, kept: Tensor) -> LateCopy:
+        self.started.append("reload")
+        return LateCopy(kept, torch.full_like(kept, torch.nan))
+
+
+def gradients(
+    passes: Sequence[zgraph.GraphPass],
+    hardware: zgraph.Hardware | None = None,
+    watcher: HappensBefore | None = None,
+) -> list[Tensor]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with loopback(4, Wire(watcher=watcher)):
+        parts = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+        model = zgraph.shard(nn.Sequential(*parts))
+        target = None if hardware is None else zgraph.Target(hardware=hardware)
+        pipeline = zgraph.Pipeline(passes, target=target)
+        compiled = torch.compile(model, backend="zgraph", options={"lowering": "fx", "pipeline": pipeline})
+        compiled(torch.randn(2048, WIDTH)).square().mean().backward()
+        return [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_nobody_reads_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch, planned: bool) -> None:
+    """Copies end only where they are waited for: a reader that is early finds NaN, a writer that is early its mark."""
+    hardware = zgraph.Hardware.preset("cpu") if planned else None
+    passes = presets.planned(offload_activations=True) if planned else OFFLOADED
+    expected = gradients(PLAIN)
+    lanes = LateLanes()
+    monkeypatch.setattr(codegen.lower_fx, "lanes_of", lambda device: lanes)
+    for ours, theirs in zip(gradients(passes, hardware), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert lanes.started == [*3 * ["offload"], *3 * ["reload"]]
+
+
+# --- choice -----------------------------------------------------------------------------------------------------------
+
+
+def notes_of(bytes_per_us: float, budget_bytes: int) -> str:
+    """What ChooseLifetimes says for a link to the host, with compute of a slow core."""
+    link = Link(latency_us=10.0, bytes_per_us=bytes_per_us)
+    hardware = replace(
+        zgraph.Hardware.preset("cpu"),
+        host_to_device=link,
+        device_to_host=link,
+        flops_per_us={torch.float32: 5e3},
+        memory_bytes_per_us=10_000.0,
+    )
+    report = zgraph.Report()
+    torch.compiler.reset()
+    with loopback(4, Wire()):
+        parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        model = zgraph.shard(nn.Sequential(*parts))
+        target = zgraph.Target(hardware=hardware, budget_bytes=budget_bytes)
+        pipeline = zgraph.Pipeline(presets.planned(offload_activations=True), target=target)
+        options: dict[str, Any] = {"lowering": "fx", "pipeline": pipeline, "report": report}
+        torch.compile(model, backend="zgraph", options=options)(torch.randn(4096, WIDTH)).square().mean().backward()
+    return "; ".join(report.notes)
+
+
+def test_a_fast_link_offloads_and_a_slow_one_recomputes() -> None:
+    budget_bytes = 6 * 2**20  # of eight megabytes
+    fast, slow = notes_of(20_000.0, budget_bytes), notes_of(1.0, budget_bytes)
+    assert "offloads 0 activations" not in fast
+    assert "offloads 0 activations" in slow and "recomputes 0 activations" not in slow
+
+
+def test_a_size_that_is_none_is_an_error() -> None:
+    with pytest.raises(ValueError, match="least_bytes=0"):
+        OffloadActivations(least_bytes=0)
+
+
+# --- who may touch what, and when -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class JudgedCopy:
+    """A copy that a judge is told of, as it is of collectives."""
+
+    judge: HappensBefore
+    transfer: Transfer
+
+    def wait(self) -> Tensor:
+        self.transfer.was_waited_for = True
+        self.judge.waited(self.transfer)
+        return self.transfer.filled[0].copy_(self.transfer.sent[0])
+
+
+@dataclass(eq=False)
+class JudgedLanes:
+    judge: HappensBefore
+
+    def offload(self, tensor: Tensor) -> JudgedCopy:
+        return self._start("offload", tensor.detach())
+
+    def reload(self, kept: Tensor) -> JudgedCopy:
+        return self._start("reload", kept)
+
+    def _start(self, kind: str, source: Tensor) -> JudgedCopy:
+        filled = [torch.empty_like(source)]
+        transfer = Transfer(kind=kind, number=0, sent=[source], filled=filled, copy=None, sent_bytes=source.nbytes)
+        self.judge.started(transfer)
+        return JudgedCopy(self.judge, transfer)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_no_buffer_is_touched_or_freed_while_it_travels(monkeypatch: pytest.MonkeyPatch, planned: bool) -> None:
+    """Copies and collectives in flight together; a judge sees every operator and every storage that is freed."""
+    hardware = zgraph.Hardware.preset("cpu") if planned else None
+    passes = presets.planned(offload_activations=True) if planned else OFFLOADED
+    judge = judging(monkeypatch)
+    lanes = JudgedLanes(judge)
+    monkeypatch.setattr(codegen.lower_fx, "lanes_of", lambda device: lanes)
+    gradients(passes, hardware, judge)
+    assert judge.races == []
+    assert [one.kind for one in judge.transfers if one.kind in ("offload", "reload")].count("reload") == 3
+
+
+class FakeStream:
+    """Notes in one list what streams are told."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.calls.append(f"{self.name} waits for the event of {event}")
+
+    def record_event(self) -> str:
+        self.calls.append(f"{self.name} records")
+        return self.name
+
+
+class FakeCuda:
+    """Streams of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.names = iter(("out", "back"))
+        self.compute = FakeStream("compute", self.calls)
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(next(self.names), self.calls)
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.compute
+
+    @contextlib.contextmanager
+    def stream(self, lane: FakeStream) -> Generator[None]:
+        self.calls.append(f"on {lane.name}")
+        yield
+
+
+class FakeLanes(StreamLanes):
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor)
+
+
+def test_copies_on_streams_begin_behind_compute_and_compute_waits_for_their_end() -> None:
+    cuda = FakeCuda()
+    lanes = FakeLanes(torch.device("cpu"), cuda)
+    x = torch.randn(3)
+    out = lanes.offload(x)
+    assert cuda.calls == ["out waits for compute", "on out", "out records"]
+    storage = weakref.ref(x.untyped_storage())
+    del x
+    assert storage() is not None, "what is read is held until compute waits"
+    kept = out.wait()
+    back = lanes.reload(kept)
+    back.wait()
+    assert cuda.calls[3:] == [
+        "compute waits for the event of out",
+        "back waits for compute",
+        "on back",
+        "back records",
+        "compute waits for the event of back",
+    ]

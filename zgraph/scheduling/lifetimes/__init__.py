@@ -1,0 +1,1 @@
+"""What lives from forward to backward: models of a training step, and the search for the fastest within a limit."""

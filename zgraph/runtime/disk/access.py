@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zgraph.runtime.disk.space import Space
-from zgraph.runtime.disk.system_calls import BLOCK, blocks, view
+from zgraph.runtime.disk.system_calls import BLOCK, address_of, blocks, view
 
 # Memory that devices transfer from: torch allocates at multiples of 64 bytes, old kernels and many devices ask for 512.
 _ALIGNMENTS = (64, 512, BLOCK)
@@ -72,7 +72,7 @@ def reopen_direct(fd: int) -> int | None:
 
 def _smallest_alignment(direct: int, offset: int) -> int | None:
     with mmap.mmap(-1, 3 * BLOCK) as pages:
-        start = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        start = address_of(pages)
         for alignment in _ALIGNMENTS:
             # Not BLOCK itself: a multiple of all that are tried would tell nothing.
             memory = [view(start + alignment % BLOCK, 2 * BLOCK)]

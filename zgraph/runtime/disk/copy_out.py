@@ -115,19 +115,24 @@ def _temporary(path: Path) -> Path:
 
 def _publish(fd: int, name: Path | None, path: Path) -> None:
     """Give a written file its name, in place of one that has it."""
-    if name is None:
-        try:
-            os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
-        except FileExistsError:  # a link cannot replace it
-            name = _temporary(path)
-            os.link(f"/proc/self/fd/{fd}", name, follow_symlinks=True)
-    if name is not None:
-        os.rename(name, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        if name is None:
+            try:
+                _link(fd, path, folder)
+            except FileExistsError:  # which a link cannot replace
+                name = _temporary(path)
+                _link(fd, name, folder)
+        if name is not None:
+            os.rename(name, path)
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _link(fd: int, path: Path, folder: int) -> None:
+    # With a descriptor of a folder Python calls linkat, which follows the symbolic link in /proc; without, link.
+    os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=folder, follow_symlinks=True)
 
 
 def _failed(mover: Mover, part: Part, target: str, error: OSError) -> DiskError:

@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 class Read:
     """A read under way."""
 
-    def __init__(self, future: Future[Tensor]) -> None:
+    def __init__(self, future: Future[Tensor | DiskError]) -> None:
         self._future = future
 
     def done(self) -> bool:
@@ -56,13 +56,13 @@ class Read:
         Raises:
             DiskError: it failed, or the last write of this tensor had.
         """
-        return self._future.result()
+        return _result(self._future)
 
 
 class Write:
     """A write under way."""
 
-    def __init__(self, future: Future[None], seen: Callable[[], object]) -> None:
+    def __init__(self, future: Future[DiskError | None], seen: Callable[[], object]) -> None:
         self._future, self._seen = future, seen
 
     def done(self) -> bool:
@@ -75,9 +75,9 @@ class Write:
         Raises:
             DiskError: it failed.
         """
-        if self._future.exception() is not None:
+        if self._future.result() is not None:
             self._seen()
-        self._future.result()
+        _result(self._future)
 
 
 class DiskFolder:
@@ -202,13 +202,13 @@ class DiskFolder:
         _check_buffer("start_write: source", source, tensor)
         slot = part.slot
 
-        def write(kept_alive: Tensor) -> None:
+        def write(kept_alive: Tensor) -> DiskError | None:
             wait(before)
             try:
                 self._writes.write(part, source.data_ptr())
             except DiskError as error:
-                slot.error = self._unseen[slot] = DiskError(str(error))  # without frames
-                raise
+                slot.error = self._unseen[slot] = _without_frames(error)
+                return slot.error
             if part.nbytes == slot.nbytes:
                 slot.error = None
                 self._unseen.pop(slot, None)
@@ -229,7 +229,8 @@ class DiskFolder:
             DiskError: the file could not be written.
         """
         part = self._part("drop_pages", tensor)
-        self._start_reading("drop_pages", part, lambda: self._reads.drop(part)).result()
+        dropped = self._start_reading("drop_pages", part, lambda: self._reads.drop(part))
+        _result(dropped)
 
     def copy_to(self, tensor: Tensor, file: str | os.PathLike[str] | BinaryIO) -> None:
         """Copy the bytes of a tensor to another file, after the writes of it that have been started, and wait for it.
@@ -252,7 +253,7 @@ class DiskFolder:
             copied = self._start_reading("copy_to", part, lambda: copy_to_path(self._reads, part, path))
         else:
             copied = self._start_reading("copy_to", part, lambda: copy_to_open(self._reads, part, file))
-        copied.result()
+        _result(copied)
 
     @property
     def disk_bytes(self) -> int:
@@ -299,19 +300,22 @@ class DiskFolder:
             if error is None:  # otherwise it would hide what came first
                 raise
 
-    def _start_reading(self, doing: str, part: Part, job: Callable[[], Result]) -> Future[Result]:
+    def _start_reading(self, doing: str, part: Part, job: Callable[[], Result]) -> Future[Result | DiskError]:
         slot = part.slot
 
-        def run() -> Result:
+        def run() -> Result | DiskError:
             if before is not None:
                 wait([before])
             if slot.error is not None:
                 self._unseen.pop(slot, None)
-                raise DiskError(
+                return DiskError(
                     f"{self._who}: {doing} of {slot.name}: its last write failed, so that its bytes cannot be trusted; "
-                    f"write it again, or resume from a checkpoint"
-                ) from slot.error
-            return job()
+                    f"write it again, or resume from a checkpoint ({slot.error})"
+                )
+            try:
+                return job()
+            except DiskError as error:
+                return _without_frames(error)
 
         with self._lock:
             self._check_open(doing)
@@ -322,12 +326,10 @@ class DiskFolder:
         return future
 
     def _have_read(self, slot: Slot, future: Future[Any]) -> None:
-        _forget_frames(future)
         with self._lock:
             slot.reading.remove(future)
 
     def _have_written(self, slot: Slot, future: Future[None]) -> None:
-        _forget_frames(future)
         with self._lock:
             if slot.writing is future:
                 slot.writing = None
@@ -375,8 +377,15 @@ def _check_buffer(what: str, buffer: Tensor, tensor: Tensor) -> None:
         )
 
 
-def _forget_frames(future: Future[Any]) -> None:
-    """Drop the frames of a failed job, which would keep its tensors alive."""
-    error = future.exception()
-    if error is not None:
-        error.__traceback__ = None
+def _without_frames(error: DiskError) -> DiskError:
+    """The error as the result of a job: its frames would keep tensors alive for as long as somebody has the error."""
+    if error.__cause__ is not None:
+        error.__cause__.__traceback__ = None
+    return error.with_traceback(None)
+
+
+def _result(future: Future[Result | DiskError]) -> Result:
+    found = future.result()
+    if isinstance(found, DiskError):
+        raise found
+    return found

@@ -61,7 +61,11 @@ class Space:
         self.peak_bytes = 0
         self._slots: dict[int, Slot] = {}  # by address
         self._end = 0
-        self._freed: collections.deque[tuple[int, int]] = collections.deque()  # (span, offset)
+        self._freed: collections.deque[tuple[int, int]] = collections.deque()  # (span, offset), to be used again
+        self._used_bytes = 0
+        # Spans of tensors that have died: their finalizers, which may run within each other, do not count themselves.
+        self._gone: collections.deque[int] = collections.deque()
+        self._counting = threading.RLock()
         self._process = os.getpid()
         # Taken by finalizers, which run at any point of any thread, also of one that holds it.
         self._closing = threading.RLock()
@@ -71,7 +75,10 @@ class Space:
     @property
     def used_bytes(self) -> int:
         """Bytes on disk, with padding to blocks."""
-        return sum(slot.span for slot in list(self._slots.values()))
+        with self._counting:
+            while self._gone:
+                self._used_bytes -= self._gone.popleft()
+            return self._used_bytes
 
     def slot_at(self, address: int) -> Slot | None:
         """The slot whose mapping starts at an address."""
@@ -101,6 +108,8 @@ class Space:
         self._end = max(self._end, offset + span)
         slot = Slot(name, offset, nbytes, address)
         self._slots[address] = slot
+        with self._counting:
+            self._used_bytes += span
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         array = view(address, max(1, nbytes))
         weakref.finalize(array, self._free, address, span, offset).atexit = False
@@ -142,6 +151,7 @@ class Space:
             return
         del self._slots[address]  # before another mapping can get this address
         unmap(address, span)
+        self._gone.append(span)
         with self._closing:
             if self.fd >= 0:
                 punch_hole(self.fd, offset, span)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import sys
@@ -56,6 +57,11 @@ def unmap(address: int, nbytes: int) -> None:
 def view(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     """Memory as an object that Python reads into and writes from; it keeps nothing alive."""
     return (ctypes.c_char * nbytes).from_address(address)
+
+
+def address_of(pages: mmap.mmap) -> int:
+    """Address of memory that Python has mapped."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:

@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
-
 from zgraph.errors import DiskError
 from zgraph.runtime.disk.access import Access
 from zgraph.runtime.disk.space import Slot, Space
-from zgraph.runtime.disk.system_calls import BLOCK, blocks, drop_pages, view
+from zgraph.runtime.disk.system_calls import BLOCK, address_of, blocks, drop_pages, view
 
 MIB = 2**20
 REQUEST_BYTES = 64 * MIB  # in place, which takes no memory: the larger the faster
@@ -122,7 +120,7 @@ class Mover:
         if self._staging is None or len(self._staging) < wanted:
             self._staging = None  # before the new one is there, so that there are never two
             self._staging = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(self._staging, dtype=torch.uint8).data_ptr()
+        return address_of(self._staging)
 
     def _is_direct(self, part: Part) -> bool:
         return self.access.direct is not None and part.in_blocks

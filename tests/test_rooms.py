@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "zgraph.torch_compat",
     "zgraph.errors",
+    "zgraph.runtime.disk",
     "zgraph.runtime.offload",
     "zgraph.runtime",
     "zgraph.compression",

@@ -31,5 +31,9 @@ class CheckpointError(ZgraphError):
     """A checkpoint cannot be written, or what was found is not one that this model can load."""
 
 
+class DiskError(ZgraphError):
+    """Tensors on disk: a folder that cannot be used, space that lacks, or a transfer that failed."""
+
+
 class ZgraphWarning(UserWarning):
     """Something works, but probably not as intended."""

@@ -1,0 +1,325 @@
+"""What tensors on disk say when a folder, the space or a transfer fails, and what they leave behind then."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import re
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import zgraph
+from zgraph.runtime.disk.folder import DiskFolder
+
+MIB = 2**20
+pytestmark = pytest.mark.filterwarnings("ignore:.*is in memory:zgraph.ZgraphWarning")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskFolder]:
+    with DiskFolder(tmp_path, rank=3) as folder:
+        yield folder
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 1 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small filesystem needs the right to mount one")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def filled(disk: DiskFolder, value: float = 1.0) -> Tensor:
+    tensor = disk.empty((5000,), torch.float32, "layers.0.weight")
+    disk.start_write(torch.full((5000,), value), tensor).wait()
+    return tensor
+
+
+def free_bytes(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def test_a_path_must_be_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        zgraph.DiskError, match=r"rank 1: .*/none cannot be used: No such file .*give a folder that exists"
+    ):
+        DiskFolder(tmp_path / "none", rank=1)
+    (tmp_path / "file").touch()
+    with pytest.raises(zgraph.DiskError, match=r"/file is not a directory; give a folder"):
+        DiskFolder(tmp_path / "file")
+
+    def denied(*_: object, **__: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)  # root may write to every folder
+    with pytest.raises(
+        zgraph.DiskError, match=r"cannot create a file in .*: Permission denied; give a folder on a disk"
+    ):
+        DiskFolder(tmp_path)
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rate must be above 0 bytes per second, got 0"):
+        DiskFolder(tmp_path, rate=0)
+    with pytest.raises(ValueError, match="staging_bytes must be at least 8192, got 4096"):
+        DiskFolder(tmp_path, staging_bytes=4096)
+
+
+@pytest.mark.filterwarnings("default::zgraph.ZgraphWarning")
+def test_a_folder_in_memory_is_pointed_out(small: Path) -> None:
+    with pytest.warns(zgraph.ZgraphWarning, match=r"is in memory \(tmpfs\), so that nothing is saved; give a folder"):
+        DiskFolder(small).close()
+
+
+def test_a_full_disk_refuses_a_tensor_and_keeps_nothing(small: Path) -> None:
+    with DiskFolder(small, rank=2) as disk:
+        kept = disk.empty((65536,), torch.float32, "layers.0.weight").fill_(7)
+        free = free_bytes(small)
+        text = r"rank 2: no space for layers.1.weight in .*: it needs 1200128 bytes beside the 262144 of the "
+        text += (
+            rf"tensors that are there, {free} are free, {1200128 - free} are lacking \(No space left on device\); free"
+        )
+        with pytest.raises(zgraph.DiskError, match=text):
+            disk.empty((300_000,), torch.float32, "layers.1.weight")
+        assert (free_bytes(small), disk.disk_bytes) == (free, 262144)
+        assert disk.empty((65536,), torch.float32, "layers.1.weight").fill_(8).eq(8).all()
+        assert kept.eq(7).all()
+
+
+def test_a_full_disk_refuses_a_folder(small: Path) -> None:
+    with contextlib.suppress(OSError), (small / "ballast").open("wb") as file:
+        file.write(bytes(2 * MIB))
+    with pytest.raises(zgraph.DiskError, match=r"no space for a trial of two blocks .* 0 are free, 8192 are lacking"):
+        DiskFolder(small)
+
+
+def test_a_disk_that_fills_up_during_a_write(small: Path) -> None:
+    """A filesystem that breaks its word, as copy-on-write ones may: reserved blocks are no longer there."""
+    disk = DiskFolder(small)
+    tensor = disk.empty((100_000,), torch.float32, "layers.0.weight")
+    os.truncate(f"/proc/self/fd/{disk._space.fd}", 0)
+    os.truncate(f"/proc/self/fd/{disk._space.fd}", 8192 + 401408)
+    with contextlib.suppress(OSError), (small / "ballast").open("wb") as file:
+        file.write(bytes(2 * MIB))
+    failing = disk.start_write(torch.ones(100_000), tensor)
+    with pytest.raises(
+        zgraph.DiskError, match=r"writing layers.0.weight \(400000 bytes .* No space left on device; free"
+    ):
+        failing.wait()
+    (small / "ballast").unlink()
+    with pytest.raises(zgraph.DiskError, match=r"start_read of layers.0.weight: its last write failed"):
+        disk.start_read(tensor).wait()
+    with pytest.raises(zgraph.DiskError, match=r"copy_to of layers.0.weight: its last write failed"):
+        disk.copy_to(tensor, small / "copy")
+    disk.start_write(torch.ones(100_000), tensor).wait()
+    assert disk.start_read(tensor).wait().eq(1).all()
+    disk.close()
+
+
+def test_a_limit_on_files_refuses_a_tensor(disk: DiskFolder) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tensor = filled(disk)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(
+            zgraph.DiskError, match=r"a limit of the file or of a quota is in the way \(File too large\)"
+        ):
+            disk.empty((MIB,), torch.float32, "layers.1.weight")
+        assert disk.disk_bytes == 20480 and disk.start_read(tensor).wait().eq(1).all()
+        assert disk.empty((1000,), torch.float32, "layers.1.weight").fill_(1).eq(1).all()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def failing(error: int, after: int = 0) -> Callable[..., int]:
+    """A transfer that fails after a number of bytes have been moved."""
+    real = os.pwritev
+    moved = 0
+
+    def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal moved
+        if moved >= after:
+            raise OSError(error, os.strerror(error))
+        moved += real(fd, [memoryview(buffers[0])[: after - moved]], offset)
+        return moved
+
+    return call
+
+
+def test_an_error_of_the_disk_names_the_tensor(
+    disk: DiskFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, other = filled(disk), filled(disk)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", failing(errno.EIO, after=4096))  # torn
+        text = rf"rank 3: writing layers.0.weight \(20000 bytes at \d+ of the file in {re.escape(str(tmp_path))}"
+        with pytest.raises(zgraph.DiskError, match=text + r"\) failed: Input/output error; the disk may be failing"):
+            disk.start_write(torch.zeros(5000), tensor).wait()
+    with pytest.raises(zgraph.DiskError, match="its last write failed"):
+        disk.start_read(tensor[:10]).wait()
+    disk.start_write(torch.zeros(10), tensor[:10]).wait()  # a part is not enough
+    with pytest.raises(zgraph.DiskError, match="its last write failed"):
+        disk.start_read(tensor).wait()
+    assert disk.start_read(other).wait().eq(1).all()
+    disk.start_write(torch.full((5000,), 2.0), tensor).wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", failing(errno.EIO))
+        with pytest.raises(zgraph.DiskError, match=r"reading layers.0.weight .* Input/output error"):
+            disk.start_read(tensor).wait()
+    assert disk.start_read(tensor).wait().eq(2).all()  # a failed read spoils nothing
+
+
+def test_short_transfers_are_continued(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(real: Callable[..., int]) -> Callable[..., int]:
+        return lambda fd, buffers, offset: real(fd, [memoryview(buffers[0])[:4096]], offset)
+
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+    monkeypatch.setattr(os, "preadv", short(os.preadv))
+    source = torch.arange(5000, dtype=torch.float32)
+    tensor = disk.empty((5000,), torch.float32, "weight")
+    disk.start_write(source, tensor).wait()
+    assert tensor.equal(source) and disk.start_read(tensor).wait().equal(source)
+
+
+def test_a_write_that_nobody_waits_for_fails_at_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = DiskFolder(tmp_path)
+    tensor = filled(disk)
+    monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
+    disk.start_write(torch.zeros(5000), tensor)
+    with pytest.raises(zgraph.DiskError, match=r"writing layers.0.weight .* Input/output error"):
+        disk.close()
+    disk.close()
+    del tensor
+    with pytest.raises(KeyError, match="first"), DiskFolder(tmp_path) as disk:  # which is not hidden by the second
+        disk.start_write(torch.zeros(3), disk.empty((3,), torch.float32, "weight"))
+        raise KeyError("first")
+
+
+def test_failed_transfers_free_their_tensors(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = filled(disk)
+    monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
+    write = disk.start_write(torch.zeros(5000), tensor)
+    with pytest.raises(zgraph.DiskError, match="Input/output error"):
+        write.wait()
+    read = disk.start_read(tensor)
+    with pytest.raises(zgraph.DiskError, match="its last write failed"):
+        read.wait()
+    del tensor
+    disk.close()
+    assert disk.disk_bytes == 0
+
+
+def test_a_truncated_file_is_an_error_not_a_signal(disk: DiskFolder, tmp_path: Path) -> None:
+    _before, last = filled(disk), filled(disk)
+    os.truncate(f"/proc/self/fd/{disk._space.fd}", 8192 + 20480 + 4096)
+    text = "file of layers.0.weight in .* was truncated to 32768 bytes, .* lies at 28672 to 49152; it is lost: resume"
+    for use in (
+        lambda: disk.start_read(last).wait(),
+        lambda: disk.copy_to(last, tmp_path / "copy"),
+        lambda: disk.start_write(torch.ones(5000), last).wait(),
+    ):
+        with pytest.raises(zgraph.DiskError, match=text):
+            use()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_ends_while_it_is_read(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = filled(disk)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(zgraph.DiskError, match=r"reading .* it ended after 0 of \d+ bytes; the file was truncated"):
+        disk.start_read(tensor).wait()
+
+
+def test_tensors_and_buffers_must_fit(disk: DiskFolder, tmp_path: Path) -> None:
+    tensor = filled(disk)
+    with pytest.raises(ValueError, match=r"start_read: a tensor of shape \[3\] on cpu does not lie in .*not a copy"):
+        disk.start_read(torch.ones(3))
+    with pytest.raises(ValueError, match="does not lie in"):
+        disk.copy_to(tensor.clone(), tmp_path / "copy")
+    with pytest.raises(ValueError, match=r"shape \[2500\] and strides \(2,\) is not contiguous"):
+        disk.start_read(tensor[::2])
+    for wrong in (torch.ones(4999), torch.ones(5000, dtype=torch.float64), torch.ones(5000, 2)[:, 0]):
+        with pytest.raises(
+            ValueError, match=r"source must be a contiguous CPU tensor of shape \[5000\] and torch.float32"
+        ):
+            disk.start_write(wrong, tensor)
+        with pytest.raises(ValueError, match="into must be a contiguous CPU tensor"):
+            disk.start_read(tensor, wrong)
+    assert not disk.is_on_disk(torch.empty(3, device="meta"))
+
+
+def test_nothing_starts_after_close(tmp_path: Path) -> None:
+    disk = DiskFolder(tmp_path)
+    tensor = filled(disk)
+    disk.close()
+    for use in (
+        lambda: disk.start_read(tensor),
+        lambda: disk.start_write(torch.ones(5000), tensor),
+        lambda: disk.copy_to(tensor, tmp_path / "copy"),
+        lambda: disk.drop_pages(tensor),
+        lambda: disk.empty((3,), torch.float32, "weight"),
+    ):
+        with pytest.raises(zgraph.DiskError, match="after close; close it when"):
+            use()
+
+
+def test_a_failed_copy_leaves_the_old_file(disk: DiskFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = filled(disk)
+    target = tmp_path / "weight"
+    target.write_text("old")
+    with pytest.raises(
+        zgraph.DiskError, match=r"copying layers.0.weight \(20000 bytes\) to .*/none/weight failed: No such"
+    ):
+        disk.copy_to(tensor, tmp_path / "none" / "weight")
+    with target.open("ab") as file, pytest.raises(ValueError, match="was opened for appending"):
+        disk.copy_to(tensor, file)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", failing(errno.ENOSPC, after=4096))
+        with pytest.raises(zgraph.DiskError, match="No space left on device; free space on its disk"):
+            disk.copy_to(tensor, target)
+    assert (os.listdir(tmp_path), target.read_text()) == (["weight"], "old")
+
+
+def test_a_copy_to_a_full_disk(disk: DiskFolder, small: Path) -> None:
+    large = disk.empty((MIB,), torch.float32, "layers.0.weight")
+    free = free_bytes(small)
+    with pytest.raises(zgraph.DiskError, match=r"copying layers.0.weight .* No space left on device; free space"):
+        disk.copy_to(large, small / "weight")
+    assert (os.listdir(small), free_bytes(small)) == ([], free)
+
+
+def test_names_left_by_a_killed_run_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a filesystem without nameless files a kill between two system calls leaves an empty file."""
+    leftover, foreign = (
+        tmp_path / f".zgraph-disk-{host}-0123456789abcdef" for host in (platform.node(), "another-host")
+    )
+    leftover.touch()
+    foreign.touch()
+    real = os.open
+
+    def refusing(path: str, flags: int, *rest: int, **named: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with DiskFolder(tmp_path) as one, DiskFolder(tmp_path) as other:
+        assert os.listdir(tmp_path) == [foreign.name]
+        tensors = [filled(folder, float(value)) for value, folder in enumerate((one, other))]
+        assert [folder.start_read(tensor).wait()[0] for folder, tensor in zip((one, other), tensors, strict=True)] == [
+            0,
+            1,
+        ]

@@ -1,0 +1,94 @@
+"""How a file may be transferred: directly, past the page cache, where the filesystem shows that it can; else buffered.
+
+Linux keeps direct transfers and mappings of one file coherent: dirty pages are written before a direct read, and pages
+are dropped around a direct write. That holds for transfers and accesses that do not overlap in time, which is the rule
+for tensors. A network or FUSE filesystem may do otherwise, so that each folder tries it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime.disk.space import Space
+from zgraph.runtime.disk.system_calls import BLOCK, address_of, blocks, view
+
+# Memory that devices transfer from: torch allocates at multiples of 64 bytes, old kernels and many devices ask for 512.
+_ALIGNMENTS = (64, 512, BLOCK)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Descriptors of a file.
+
+    Attributes:
+        buffered: takes any range and memory.
+        direct: takes blocks from and to aligned memory; None where the filesystem has no direct transfers.
+        alignment: of that memory, in bytes.
+    """
+
+    buffered: int
+    direct: int | None
+    alignment: int = 1
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Make a [nbytes] uint8 tensor in memory, aligned for direct transfers and with room up to the next block."""
+        if self.direct is None:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(blocks(nbytes) + self.alignment, dtype=torch.uint8)
+        first = -memory.data_ptr() % self.alignment
+        return memory[first : first + nbytes]
+
+
+def open_access(space: Space) -> Access:
+    """Try direct transfers on two blocks of the file, and take them where they work and agree with a mapping."""
+    direct = reopen_direct(space.fd)
+    if direct is None:
+        return Access(space.fd, None)
+    try:
+        slot, array = space.allocate("a trial of two blocks", 2 * BLOCK)
+        alignment = _smallest_alignment(direct, slot.offset)
+        if alignment is not None and _agrees_with_mapping(direct, slot.offset, array):
+            return Access(space.fd, direct, alignment)
+    except BaseException:
+        os.close(direct)
+        raise
+    os.close(direct)
+    return Access(space.fd, None)
+
+
+def reopen_direct(fd: int) -> int | None:
+    """Open a file once more, for direct transfers; None where that is impossible."""
+    with contextlib.suppress(OSError):
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    return None
+
+
+def _smallest_alignment(direct: int, offset: int) -> int | None:
+    with mmap.mmap(-1, 3 * BLOCK) as pages:
+        start = address_of(pages)
+        for alignment in _ALIGNMENTS:
+            # Not BLOCK itself: a multiple of all that are tried would tell nothing.
+            memory = [view(start + alignment % BLOCK, 2 * BLOCK)]
+            with contextlib.suppress(OSError):
+                if os.pwritev(direct, memory, offset) == os.preadv(direct, memory, offset) == 2 * BLOCK:
+                    return alignment
+    return None
+
+
+def _agrees_with_mapping(direct: int, offset: int, mapped: ctypes.Array[ctypes.c_char]) -> bool:
+    """Whether a direct read sees what was stored in the mapping, and the mapping what was written directly."""
+    with mmap.mmap(-1, 2 * BLOCK) as pages:
+        mapped.raw = b"\1" * (2 * BLOCK)
+        os.preadv(direct, [pages], offset)
+        if pages[:] != mapped.raw:
+            return False
+        pages[:] = b"\2" * (2 * BLOCK)
+        os.pwritev(direct, [pages], offset)
+        return pages[:] == mapped.raw

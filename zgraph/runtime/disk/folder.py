@@ -1,0 +1,391 @@
+"""Tensors on disk: mapped at rest, and read and written in the background beside a computing thread.
+
+    with DiskFolder("/nvme/scratch", rank=rank) as disk:
+        moment = disk.empty((4096, 4096), torch.float32, "layers.0.weight.exp_avg")   # a CPU tensor over a mapped file
+        reading = disk.start_read(moment)                                             # starts; compute meanwhile
+        values = reading.wait()                                                       # in memory
+        disk.start_write(values.mul_(0.9), moment).wait()
+
+Plain preadv and pwritev in two threads, past the page cache: none of the libraries in examples/benchmarks/disk_io.py
+moves more bytes with large requests, and none brings reserved space, order and errors.
+
+Rule: nobody reads or writes a tensor through its mapping while a transfer of it is under way, that is from `start_read`
+or `start_write` until `wait`; nor a buffer that is being read into or written. Transfers of one tensor keep their order
+among themselves, and the mapping and later transfers see what earlier ones have written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from zgraph.errors import DiskError, ZgraphWarning
+from zgraph.runtime.disk.access import open_access
+from zgraph.runtime.disk.copy_out import copy_to_open, copy_to_path
+from zgraph.runtime.disk.place import filesystem_of
+from zgraph.runtime.disk.space import Slot, Space
+from zgraph.runtime.disk.system_calls import BLOCK
+from zgraph.runtime.disk.transfer import MIB, Mover, Part
+
+Result = TypeVar("Result")
+
+
+class Read:
+    """A read under way."""
+
+    def __init__(self, future: Future[Tensor | DiskError]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._future.done()
+
+    def wait(self) -> Tensor:
+        """Wait for the end of the read and return the buffer.
+
+        Raises:
+            DiskError: it failed, or the last write of this tensor had.
+        """
+        return _result(self._future)
+
+
+class Write:
+    """A write under way."""
+
+    def __init__(self, future: Future[DiskError | None], seen: Callable[[], object]) -> None:
+        self._future, self._seen = future, seen
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait until the bytes are in the file; it survives this process no longer than that, so they are not synced.
+
+        Raises:
+            DiskError: it failed.
+        """
+        if self._future.result() is not None:
+            self._seen()
+        _result(self._future)
+
+
+class DiskFolder:
+    """Tensors of one rank in a file without a name, in a folder of the user's.
+
+    The file is gone when the process is, however it ends: nothing of a run is ever left in the folder. Ranks, and other
+    runs, may use the same folder at once. In a forked process the tensors can be read; the folder is the parent's.
+
+    Args:
+        path: a folder that exists, on a disk with room.
+        rank: named in errors.
+        rate: bytes per second that reads, and writes, are slowed down to, for tests and simulations; None: what comes.
+        staging_bytes: most memory for transfers from and to buffers that are not aligned; at least 8 KiB. Results of
+            `start_read` come beside it: as many are in memory as are started.
+
+    Raises:
+        DiskError: the path is missing, not a directory, not writable, or its disk is full.
+        ValueError: an option is out of range.
+
+    Warns:
+        ZgraphWarning: the folder is in memory, a tmpfs.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        rate: float | None = None,
+        staging_bytes: int = 16 * MIB,
+    ) -> None:
+        if sys.platform != "linux":
+            raise DiskError(f"DiskFolder: tensors on disk need Linux; this is {sys.platform}: keep them in memory")
+        if rate is not None and not rate > 0:
+            raise ValueError(f"DiskFolder: rate must be above 0 bytes per second, got {rate}")
+        if staging_bytes < 2 * BLOCK:
+            raise ValueError(f"DiskFolder: staging_bytes must be at least {2 * BLOCK}, got {staging_bytes}")
+        self._who = f"DiskFolder of rank {rank}"
+        self._space = Space(Path(path), self._who)
+        self._access = open_access(self._space)
+        if filesystem_of(self._space.fd) in ("tmpfs", "ramfs"):
+            text = f"{self._who}: {path} is in memory (tmpfs), so that nothing is saved; give a folder on a disk"
+            warnings.warn(text, ZgraphWarning, stacklevel=2)
+        self._reads = Mover(self._space, self._access, staging_bytes // 2, rate)
+        self._writes = Mover(self._space, self._access, staging_bytes // 2, rate)
+        self._reader = ThreadPoolExecutor(1, f"zgraph-disk-read-{rank}")
+        self._writer = ThreadPoolExecutor(1, f"zgraph-disk-write-{rank}")
+        self._process = os.getpid()
+        # What is started under it is in order for both workers. A transfer that is done by then ends under it, too.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._unseen: dict[Slot, DiskError] = {}  # failed writes that nobody has waited for
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
+        """Make a contiguous CPU tensor whose storage is a mapped range of the file; its space is reserved.
+
+        It is a tensor as any other to optimizers, `state_dict` and checkpoints; a copy of it is in memory. Its space
+        is given back when its storage dies.
+
+        Args:
+            shape: any, also () and with zeros.
+            dtype: any.
+            name: of the parameter or state, for errors.
+
+        Raises:
+            DiskError: there is no space for it; says how many bytes are lacking, and keeps none.
+        """
+        plan = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        with self._lock:
+            self._check_open("empty")
+            _, array = self._space.allocate(name, plan.numel() * plan.itemsize)
+        storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, plan.shape, plan.stride())
+
+    def is_on_disk(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or that of which it is a view, was made by `empty` of this folder."""
+        return self._slot(tensor) is not None
+
+    def start_read(self, tensor: Tensor, into: Tensor | None = None) -> Read:
+        """Start reading a tensor of this folder, after the writes of it that have been started.
+
+        Args:
+            tensor: made by `empty`, or a contiguous view; views at multiples of 4 KiB are as fast.
+            into: contiguous CPU tensor of the same shape and dtype to read to; by default a new one, aligned so that
+                nothing is copied on the way, nor when it is written again.
+
+        Raises:
+            DiskError: the folder is closed. What happens later is raised by `Read.wait`.
+            ValueError: a tensor does not fit the description above.
+        """
+        part = self._part("start_read", tensor)
+        if into is not None:
+            _check_buffer("start_read: into", into, tensor)
+
+        def read() -> Tensor:
+            buffer = into
+            if buffer is None:
+                memory = self._access.buffer(part.nbytes)
+                buffer = memory.view(tensor.dtype).view(tensor.shape)
+                room = int(memory.untyped_storage().nbytes() - memory.storage_offset())
+            else:
+                room = part.nbytes
+            self._reads.read(part, buffer.data_ptr(), room)
+            return buffer
+
+        return Read(self._start_reading("start_read", part, read))
+
+    def start_write(self, source: Tensor, tensor: Tensor) -> Write:
+        """Start writing to a tensor of this folder, after the transfers of it that have been started.
+
+        A write that fails and that nobody waits for is raised by the next read of the tensor, or by `close`.
+
+        Args:
+            source: contiguous CPU tensor of the same shape and dtype; kept alive until it is written.
+            tensor: as for `start_read`.
+
+        Raises:
+            DiskError: the folder is closed. What happens later is raised by `Write.wait`.
+            ValueError: a tensor does not fit the description above.
+        """
+        part = self._part("start_write", tensor)
+        _check_buffer("start_write: source", source, tensor)
+        slot = part.slot
+
+        def write(kept_alive: Tensor) -> DiskError | None:
+            wait(before)
+            try:
+                self._writes.write(part, source.data_ptr())
+            except DiskError as error:
+                slot.error = self._unseen[slot] = _without_frames(error)
+                return slot.error
+            if part.nbytes == slot.nbytes:
+                slot.error = None
+                self._unseen.pop(slot, None)
+
+        with self._lock:
+            self._check_open("start_write")
+            before = [*slot.reading]
+            future = slot.writing = self._writer.submit(write, tensor)
+            future.add_done_callback(lambda future: self._have_written(slot, future))
+        return Write(future, lambda: self._unseen.pop(slot, None))
+
+    def drop_pages(self, tensor: Tensor) -> None:
+        """Write what was stored through the mapping of a tensor, and take its pages out of memory.
+
+        Reads and writes do that themselves; this is for code that used the mapping.
+
+        Raises:
+            DiskError: the file could not be written.
+        """
+        part = self._part("drop_pages", tensor)
+        dropped = self._start_reading("drop_pages", part, lambda: self._reads.drop(part))
+        _result(dropped)
+
+    def copy_to(self, tensor: Tensor, file: str | os.PathLike[str] | BinaryIO) -> None:
+        """Copy the bytes of a tensor to another file, after the writes of it that have been started, and wait for it.
+
+        Blocks are shared where the filesystem can (XFS, Btrfs), else copied past the page cache; memory is that of
+        staging. A path receives the whole file at once, synced: a kill leaves it as it was. An open file receives the
+        bytes at its position, and syncing is its owner's.
+
+        Args:
+            tensor: as for `start_read`.
+            file: path, or file open for writing in binary mode.
+
+        Raises:
+            DiskError: the file cannot be written, or the last write of the tensor had failed.
+            ValueError: the tensor is not of this folder, or the file is not on a disk.
+        """
+        part = self._part("copy_to", tensor)
+        if isinstance(file, str | os.PathLike):
+            path = Path(file)
+            copied = self._start_reading("copy_to", part, lambda: copy_to_path(self._reads, part, path))
+        else:
+            copied = self._start_reading("copy_to", part, lambda: copy_to_open(self._reads, part, file))
+        _result(copied)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk of all tensors that are alive, each rounded up to 4 KiB."""
+        return self._space.used_bytes
+
+    @property
+    def peak_disk_bytes(self) -> int:
+        """The most that `disk_bytes` has been."""
+        return self._space.peak_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that transfers from and to unaligned buffers hold; it only grows, up to the bound given."""
+        return self._reads.staging_bytes + self._writes.staging_bytes
+
+    def close(self) -> None:
+        """Wait for what has been started, and close the file. Tensors can still be read and written through mappings.
+
+        Raises:
+            DiskError: a write failed that nobody has waited for.
+        """
+        with self._lock:
+            if self._closed or os.getpid() != self._process:
+                return
+            self._closed = True
+        self._reader.shutdown()
+        self._writer.shutdown()
+        if self._access.direct is not None:
+            os.close(self._access.direct)
+        self._space.close()
+        for error in self._unseen.values():
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except DiskError:
+            if error is None:  # otherwise it would hide what came first
+                raise
+
+    def _start_reading(self, doing: str, part: Part, job: Callable[[], Result]) -> Future[Result | DiskError]:
+        slot = part.slot
+
+        def run() -> Result | DiskError:
+            if before is not None:
+                wait([before])
+            if slot.error is not None:
+                self._unseen.pop(slot, None)
+                return DiskError(
+                    f"{self._who}: {doing} of {slot.name}: its last write failed, so that its bytes cannot be trusted; "
+                    f"write it again, or resume from a checkpoint ({slot.error})"
+                )
+            try:
+                return job()
+            except DiskError as error:
+                return _without_frames(error)
+
+        with self._lock:
+            self._check_open(doing)
+            before = slot.writing
+            future = self._reader.submit(run)
+            slot.reading.append(future)
+            future.add_done_callback(lambda future: self._have_read(slot, future))
+        return future
+
+    def _have_read(self, slot: Slot, future: Future[Any]) -> None:
+        with self._lock:
+            slot.reading.remove(future)
+
+    def _have_written(self, slot: Slot, future: Future[None]) -> None:
+        with self._lock:
+            if slot.writing is future:
+                slot.writing = None
+
+    def _slot(self, tensor: Tensor) -> Slot | None:
+        storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":  # that of a fake tensor is "meta"
+            return None
+        try:
+            return self._space.slot_at(storage.data_ptr())
+        except RuntimeError:  # that of a DTensor, whose local part it is that can be on disk, has no address
+            return None
+
+    def _part(self, doing: str, tensor: Tensor) -> Part:
+        slot = self._slot(tensor)
+        if slot is None:
+            raise ValueError(
+                f"{doing}: a tensor of shape {list(tensor.shape)} on {tensor.device} does not lie in "
+                f"{self._space.path}; give one that `empty` of this folder made, or a view, not a copy"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{doing}: a view of {slot.name} with shape {list(tensor.shape)} and strides {tensor.stride()} is not "
+                f"contiguous; transfer what it is a view of"
+            )
+        return Part(slot, int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
+
+    def _check_open(self, doing: str) -> None:
+        if os.getpid() != self._process:
+            raise DiskError(
+                f"{self._who}: {doing} in process {os.getpid()}, which was forked from that of the folder, "
+                f"{self._process}; make a folder in each process"
+            )
+        if self._closed:
+            raise DiskError(f"{self._who}: {doing} after close; close it when the last transfer has been started")
+
+
+def _check_buffer(what: str, buffer: Tensor, tensor: Tensor) -> None:
+    expected, found = (tensor.shape, tensor.dtype), (buffer.shape, buffer.dtype)
+    if expected != found or buffer.device.type != "cpu" or not buffer.is_contiguous():
+        layout = "contiguous" if buffer.is_contiguous() else f"strides {buffer.stride()}"
+        raise ValueError(
+            f"{what} must be a contiguous CPU tensor of shape {list(tensor.shape)} and {tensor.dtype}; got "
+            f"{list(buffer.shape)} and {buffer.dtype} on {buffer.device}, {layout}"
+        )
+
+
+def _without_frames(error: DiskError) -> DiskError:
+    """The error as the result of a job: its frames would keep tensors alive for as long as somebody has the error."""
+    if error.__cause__ is not None:
+        error.__cause__.__traceback__ = None
+    return error.with_traceback(None)
+
+
+def _result(future: Future[Result | DiskError]) -> Result:
+    found = future.result()
+    if isinstance(found, DiskError):
+        raise found
+    return found

@@ -1,0 +1,167 @@
+"""One file per rank, cut into slots: space is reserved when a tensor is made, and given back when it dies.
+
+One file, since one for each tensor would take two descriptors each, of which 1024 are the usual limit, and is no faster
+(examples/benchmarks/disk_io.py). Slots are multiples of 4 KiB; a freed one is used again for a tensor of its size.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import threading
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zgraph.errors import DiskError
+from zgraph.runtime.disk.place import free_bytes, open_anonymous
+from zgraph.runtime.disk.system_calls import blocks, map_shared, punch_hole, unmap, view
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where a tensor lies in the file, and what happens to it.
+
+    Attributes:
+        name: the tensor's, for errors.
+        offset, nbytes: range in the file, without padding.
+        address: of the mapping.
+        error: why its bytes are not to be trusted: a write that failed.
+        writing, reading: transfers that a later one has to come after.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    address: int
+    error: DiskError | None = None
+    writing: Future[Any] | None = None
+    reading: list[Future[Any]] = field(default_factory=list[Future[Any]])
+
+    @property
+    def span(self) -> int:
+        """Bytes on disk."""
+        return blocks(self.nbytes)
+
+
+class Space:
+    """A file without a name, its slots and their mappings. Allocation is for one thread at a time.
+
+    Attributes:
+        fd: descriptor for buffered transfers.
+        path: the folder, for errors.
+    """
+
+    def __init__(self, path: Path, who: str) -> None:
+        self.fd = open_anonymous(path, who)
+        self.path, self.who = path, who
+        self.peak_bytes = 0
+        self._slots: dict[int, Slot] = {}  # by address
+        self._end = 0
+        self._freed: collections.deque[tuple[int, int]] = collections.deque()  # (span, offset), to be used again
+        self._used_bytes = 0
+        # Spans of tensors that have died: their finalizers, which may run within each other, do not count themselves.
+        self._gone: collections.deque[int] = collections.deque()
+        self._counting = threading.RLock()
+        self._process = os.getpid()
+        # Taken by finalizers, which run at any point of any thread, also of one that holds it.
+        self._closing = threading.RLock()
+        # The finalizers of slots keep a Space, and so its descriptor, until the last tensor is gone.
+        self._closer = weakref.finalize(self, os.close, self.fd)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes on disk, with padding to blocks."""
+        with self._counting:
+            while self._gone:
+                self._used_bytes -= self._gone.popleft()
+            return self._used_bytes
+
+    def slot_at(self, address: int) -> Slot | None:
+        """The slot whose mapping starts at an address."""
+        return self._slots.get(address)
+
+    def allocate(self, name: str, nbytes: int) -> tuple[Slot, ctypes.Array[ctypes.c_char]]:
+        """Reserve and map a slot; it is freed when the array, which torch.frombuffer keeps, is gone.
+
+        Raises:
+            DiskError: there is no space for it; nothing is kept of what could be had.
+        """
+        span = blocks(nbytes)
+        offset = self._find(span)
+        try:
+            os.posix_fallocate(self.fd, offset, span)
+        except OSError as error:
+            self._give_back(offset, span)
+            raise self._no_space(name, span, error) from error
+        try:
+            address = map_shared(self.fd, offset, span)
+        except OSError as error:
+            self._give_back(offset, span)
+            raise DiskError(
+                f"{self.who}: {name} ({span} bytes in {self.path}) cannot be mapped: {error.strerror}; see "
+                f"vm.max_map_count and ulimit -v"
+            ) from error
+        self._end = max(self._end, offset + span)
+        slot = Slot(name, offset, nbytes, address)
+        self._slots[address] = slot
+        with self._counting:
+            self._used_bytes += span
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        array = view(address, max(1, nbytes))
+        weakref.finalize(array, self._free, address, span, offset).atexit = False
+        return slot, array
+
+    def check(self, slot: Slot) -> None:
+        """Raise a DiskError where the file has become too short, before a mapped access would kill the process."""
+        size = os.fstat(self.fd).st_size
+        if size < slot.offset + slot.span:
+            raise DiskError(
+                f"{self.who}: the file of {slot.name} in {self.path} was truncated to {size} bytes, and the tensor "
+                f"lies at {slot.offset} to {slot.offset + slot.span}; it is lost: resume from a checkpoint"
+            )
+
+    def close(self) -> None:
+        """Close the file. Tensors stay mapped, and their space reserved, until they die."""
+        with self._closing:
+            self.fd = -1  # before it is closed: the number may be another file's at once
+            self._closer()
+
+    def _find(self, span: int) -> int:
+        """Offset of a freed slot of this size, or the end of the file."""
+        for found in list(self._freed):  # finalizers add to it meanwhile
+            if found[0] == span:
+                self._freed.remove(found)
+                return found[1]
+        return self._end
+
+    def _give_back(self, offset: int, span: int) -> None:
+        if offset == self._end:
+            os.ftruncate(self.fd, self._end)  # also frees what was reserved behind the size
+        else:
+            punch_hole(self.fd, offset, span)
+            self._freed.append((span, offset))
+
+    def _free(self, address: int, span: int, offset: int) -> None:
+        # In a forked process this tensor has died, but the file is still the parent's.
+        if os.getpid() != self._process:
+            return
+        del self._slots[address]  # before another mapping can get this address
+        unmap(address, span)
+        self._gone.append(span)
+        with self._closing:
+            if self.fd >= 0:
+                punch_hole(self.fd, offset, span)
+                self._freed.append((span, offset))
+
+    def _no_space(self, name: str, span: int, error: OSError) -> DiskError:
+        free = free_bytes(self.fd)
+        lacking = f"{span - free} are lacking" if free < span else "a limit of the file or of a quota is in the way"
+        return DiskError(
+            f"{self.who}: no space for {name} in {self.path}: it needs {span} bytes beside the {self.used_bytes} of "
+            f"the tensors that are there, {free} are free, {lacking} ({error.strerror}); free space or give another "
+            f"path"
+        )

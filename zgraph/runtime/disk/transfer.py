@@ -1,0 +1,182 @@
+"""Moves bytes between a slot and memory: in place where memory is aligned, through a bounded buffer where it is not."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from zgraph.errors import DiskError
+from zgraph.runtime.disk.access import Access
+from zgraph.runtime.disk.space import Slot, Space
+from zgraph.runtime.disk.system_calls import BLOCK, address_of, blocks, drop_pages, view
+
+MIB = 2**20
+REQUEST_BYTES = 64 * MIB  # in place, which takes no memory: the larger the faster
+STAGING_BYTES = 8 * MIB  # beyond, staged transfers gain nothing
+_HINTS = MappingProxyType(
+    {
+        errno.ENOSPC: "free space on it",
+        errno.EDQUOT: "raise the quota",
+        errno.EIO: "the disk may be failing: see the kernel's log",
+        errno.ENODATA: "the file was truncated: resume from a checkpoint",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of a slot: those of a tensor, or of a contiguous view of it."""
+
+    slot: Slot
+    start: int
+    nbytes: int
+
+    @property
+    def offset(self) -> int:
+        """Of the first byte in the file."""
+        return self.slot.offset + self.start
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it begins with a block, and ends with one or with the slot, whose padding nobody reads."""
+        ends_slot = self.start + self.nbytes == self.slot.nbytes
+        return self.start % BLOCK == 0 and (ends_slot or self.nbytes % BLOCK == 0)
+
+
+class Mover:
+    """Transfers of one direction. For one thread.
+
+    Args:
+        space, access: the file.
+        staging_bytes: most bytes of memory to take, for transfers that are not in place.
+        rate: bytes per second that no transfer exceeds; None for what the disk gives.
+    """
+
+    def __init__(self, space: Space, access: Access, staging_bytes: int, rate: float | None) -> None:
+        self.space, self.access, self.rate = space, access, rate
+        self._most_bytes = min(STAGING_BYTES, staging_bytes // BLOCK * BLOCK)
+        self._staging: mmap.mmap | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of memory that it holds."""
+        return 0 if self._staging is None else len(self._staging)
+
+    def read(self, part: Part, address: int, room: int) -> None:
+        """Read a part into memory, of which `room` bytes may be overwritten.
+
+        Raises:
+            DiskError: the file cannot be read, or has become shorter than the part.
+        """
+        begun = time.monotonic()
+        try:
+            self.space.check(part.slot)
+            if part.nbytes == 0:  # and no address
+                return
+            if self._is_direct(part):
+                self._read_directly(part, address, room)
+            else:
+                repeat(os.preadv, self.access.buffered, address, part.nbytes, part.offset)
+            self.drop(part)
+        except OSError as error:
+            raise self._failed("reading", part, error) from error
+        self._pace(begun, part.nbytes)
+
+    def write(self, part: Part, address: int) -> None:
+        """Write memory to a part.
+
+        Raises:
+            DiskError: the file could not be written, or only in part.
+        """
+        begun = time.monotonic()
+        try:
+            self.space.check(part.slot)
+            if part.nbytes == 0:
+                return
+            if self._is_direct(part):
+                self._write_directly(part, address)
+            else:
+                repeat(os.pwritev, self.access.buffered, address, part.nbytes, part.offset)
+            self.drop(part)
+        except OSError as error:
+            raise self._failed("writing", part, error) from error
+        self._pace(begun, part.nbytes)
+
+    def drop(self, part: Part) -> None:
+        """Take pages of a part out of memory, after what is dirty has been written."""
+        first = part.start // BLOCK * BLOCK
+        nbytes = blocks(part.start + part.nbytes - first)
+        drop_pages(self.access.buffered, part.slot.offset + first, nbytes, part.slot.address + first)
+
+    def staging(self, nbytes: int) -> int:
+        """Address of memory for staged transfers of so many bytes in all, which takes at most `STAGING_BYTES`."""
+        wanted = min(self._most_bytes, blocks(nbytes))
+        if self._staging is None or len(self._staging) < wanted:
+            self._staging = None  # before the new one is there, so that there are never two
+            self._staging = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return address_of(self._staging)
+
+    def _is_direct(self, part: Part) -> bool:
+        return self.access.direct is not None and part.in_blocks
+
+    def _read_directly(self, part: Part, address: int, room: int) -> None:
+        assert self.access.direct is not None
+        whole = min(room // BLOCK * BLOCK, blocks(part.nbytes)) if self._is_aligned(address) else 0
+        for start, nbytes in steps(0, whole, REQUEST_BYTES):
+            repeat(os.preadv, self.access.direct, address + start, nbytes, part.offset + start)
+        staging = self.staging(part.nbytes - whole) if whole < part.nbytes else 0
+        for start, nbytes in steps(whole, part.nbytes, self.staging_bytes):
+            repeat(os.preadv, self.access.direct, staging, blocks(nbytes), part.offset + start)
+            ctypes.memmove(address + start, staging, nbytes)
+
+    def _write_directly(self, part: Part, address: int) -> None:
+        assert self.access.direct is not None
+        whole = part.nbytes // BLOCK * BLOCK if self._is_aligned(address) else 0
+        for start, nbytes in steps(0, whole, REQUEST_BYTES):
+            repeat(os.pwritev, self.access.direct, address + start, nbytes, part.offset + start)
+        staging = self.staging(part.nbytes - whole) if whole < part.nbytes else 0
+        for start, nbytes in steps(whole, part.nbytes, self.staging_bytes):
+            ctypes.memmove(staging, address + start, nbytes)
+            ctypes.memset(staging + nbytes, 0, blocks(nbytes) - nbytes)
+            repeat(os.pwritev, self.access.direct, staging, blocks(nbytes), part.offset + start)
+
+    def _is_aligned(self, address: int) -> bool:
+        return address % self.access.alignment == 0
+
+    def _pace(self, begun: float, nbytes: int) -> None:
+        if self.rate is not None:
+            time.sleep(max(0.0, begun + nbytes / self.rate - time.monotonic()))
+
+    def _failed(self, doing: str, part: Part, error: OSError) -> DiskError:
+        hint = _HINTS.get(error.errno or 0, "see what the system says of this disk")
+        return DiskError(
+            f"{self.space.who}: {doing} {part.slot.name} ({part.nbytes} bytes at {part.offset} of the file in "
+            f"{self.space.path}) failed: {error.strerror}; {hint}"
+        )
+
+
+def steps(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    """Start and length of the steps from start to end, each of at most so many bytes."""
+    while start < end:
+        yield start, min(most, end - start)
+        start += most
+
+
+def repeat(call: Callable[..., int], fd: int, address: int, nbytes: int, offset: int) -> None:
+    """Transfer all of a range; the kernel may stop early, as at 2 GiB or at a signal.
+
+    Raises:
+        OSError: it failed, or nothing more could be transferred.
+    """
+    done = 0
+    while done < nbytes:
+        count = call(fd, [view(address + done, nbytes - done)], offset + done)
+        if count == 0:
+            raise OSError(errno.ENODATA, f"it ended after {done} of {nbytes} bytes")
+        done += count

@@ -81,8 +81,8 @@ def _copy_beside_compute(graph: fx.Graph) -> None:
         else:
             device = meta.tensor_value(node if nodes.is_reload(node) else node.all_input_nodes[0]).device
             lanes = lanes_of(device)
-            if nodes.is_store(node):
-                node.target = lanes.store
+            if nodes.is_store(node) or nodes.is_spill(node):
+                node.target = lanes.store if nodes.is_store(node) else lanes.spill
             else:
                 node.target, node.args = lanes.reload if nodes.is_reload(node) else lanes.offload, node.args[:1]
 

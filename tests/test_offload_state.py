@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 import zgraph
@@ -29,3 +32,17 @@ LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not
 @pytest.mark.parametrize("name", [*QUICK, *LONG])
 def test_a_step_on_offloaded_state_equals_the_plain_loop(ranks: Ranks, name: str) -> None:
     assert ranks.run(compare, CASES[name])
+
+
+DISK_CASES = {
+    "stage 3": Case(clip="torch", schedule=True, precision="bf16"),
+    "stage 1": Case(stage=1, optimizer="adam", accumulation=2, no_sync=True),
+    "resumed": Case(resume=True, optimizer="sgd", loco=True),
+}
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", ["stage 3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("stage 1", "resumed"))])
+def test_a_step_on_state_of_a_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
+    assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))

@@ -11,7 +11,7 @@ from torch import fx
 from zgraph.analysis.liveness import Placements, placements
 from zgraph.analysis.storages import storage_bytes
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.dialect.copies import offload_op, reload_op, store_op, wait_copy_op
+from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wait_copy_op
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE
 from zgraph.passes.common.updates import Updates
@@ -228,16 +228,23 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
 
 
 def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
-    """Start copying new state to the host once nothing here touches it, and return the copy from the graph."""
+    """Start copying new state to where it rests once nothing here touches it, and return the copy from the graph."""
     output = nodes.output_of(graph)
+    firsts = [placed.storages[number].first for number in placed.lies_in[value]]
+    is_to_disk = meta.rests_in(firsts[0]) == "disk"
+    operator, folder = (spill_op(), (meta.rest_folder(firsts[0]),)) if is_to_disk else (offload_op(), ())
     with graph.inserting_after(last):
-        start = meta.create(graph, offload_op(), (value,), like=last, name=f"offload_{value.name}")
-    meta.set_lane(start, DEVICE_TO_HOST)
+        start = meta.create(graph, operator, (value, *folder), like=last, name=f"offload_{value.name}")
+    meta.set_lane(start, DISK if is_to_disk else DEVICE_TO_HOST)
+    meta.set_space(start, "disk" if is_to_disk else "host")
+    longest = meta.longest_bytes(firsts[0])
+    if longest is not None:
+        meta.set_longest_bytes(start, longest)
     with graph.inserting_before(output):
         kept = meta.create(graph, wait_copy_op(), (start,), like=last, name=f"kept_{value.name}")
-    meta.set_space(kept, "host")
-    for number in placed.lies_in[value]:
-        meta.clear_at_rest(placed.storages[number].first)
+    meta.set_space(kept, meta.space(start) or "host")
+    for first in firsts:
+        meta.clear_at_rest(first)
     output.replace_input_with(value, kept)
     return start
 

@@ -122,7 +122,7 @@ def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
         raise where.error(f"the graph returned {len(before.outputs)} values and now returns {len(outputs)}; keep them.")
     for position, (out, expected) in enumerate(zip(outputs, before.outputs, strict=True)):
         found = meta.value(out) if isinstance(out, fx.Node) else out
-        moved = isinstance(out, fx.Node) and meta.space(out) == "host"  # which backward knows, and copies back
+        moved = isinstance(out, fx.Node) and meta.space(out) in ("host", "disk")  # its reader knows, and copies it back
         if isinstance(expected, torch.Tensor) and not moved and not _same_output(expected, found):
             raise where.error(
                 f"output {position} was {_shown(expected)} and is now {_shown(found)}; outputs keep shape and dtype.",

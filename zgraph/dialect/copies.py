@@ -44,6 +44,17 @@ def _(kept: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(kept, device=device)
 
 
+@torch.library.custom_op("zgraph::spill_start", mutates_args=())
+def spill_start(tensor: Tensor, folder: str) -> Tensor:
+    """Copy a tensor of a device to a new, contiguous one that lies on disk, in a folder that a model uses."""
+    return lanes_of(tensor.device).spill(tensor, folder).wait()
+
+
+@spill_start.register_fake
+def _(tensor: Tensor, folder: str) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
 @torch.library.custom_op("zgraph::store_start", mutates_args=("kept",))
 def store_start(source: Tensor, kept: Tensor) -> Tensor:
     """Copy a tensor of a device over the one that it was reloaded from.
@@ -87,6 +98,11 @@ def offload_op() -> Any:
 def reload_op() -> Any:
     """zgraph::reload_start(kept, device) -> its copy on the device"""
     return torch.ops.zgraph.reload_start.default
+
+
+def spill_op() -> Any:
+    """zgraph::spill_start(tensor, folder) -> its copy on disk"""
+    return torch.ops.zgraph.spill_start.default
 
 
 def store_op() -> Any:

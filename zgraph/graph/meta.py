@@ -104,12 +104,17 @@ def set_space(node: fx.Node, found: MemorySpace) -> None:
 
 def rests_in(node: fx.Node) -> MemorySpace:
     """The memory space in which what the node allocates is to lie after the step."""
-    return cast("MemorySpace", node.meta.get(_RESTS, "device"))
+    return cast("tuple[MemorySpace, str]", node.meta.get(_RESTS, ("device", "")))[0]
 
 
-def set_rest(node: fx.Node, space: MemorySpace) -> None:
+def rest_folder(node: fx.Node) -> str:
+    """The folder of what is to lie on disk after the step."""
+    return cast("tuple[MemorySpace, str]", node.meta.get(_RESTS, ("device", "")))[1]
+
+
+def set_rest(node: fx.Node, space: MemorySpace, folder: str = "") -> None:
     """Record where what the node allocates is to lie after the step, as new state of the optimizer does."""
-    node.meta[_RESTS] = space
+    node.meta[_RESTS] = (space, folder)
 
 
 def longest_bytes(node: fx.Node) -> int | None:

@@ -98,9 +98,14 @@ def is_store(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.store_start.default
 
 
+def is_spill(node: fx.Node) -> bool:
+    """Whether the node starts a copy from the device to a new tensor on disk."""
+    return node.target is torch.ops.zgraph.spill_start.default
+
+
 def is_copy_start(node: fx.Node) -> bool:
     """Whether the node starts a copy between memory spaces."""
-    return is_offload(node) or is_reload(node) or is_store(node)
+    return is_offload(node) or is_reload(node) or is_store(node) or is_spill(node)
 
 
 def is_copy_wait(node: fx.Node) -> bool:

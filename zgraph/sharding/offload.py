@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.graph.lanes import MemorySpace
+from zgraph.runtime.disk.folder import DiskFolder
 from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
 from zgraph.runtime.offload.host_pool import HostPool
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
@@ -74,10 +75,12 @@ class Resting:
     Attributes:
         options: the user's.
         pool: host memory.
+        disk: what rests on disk; None: nothing does.
     """
 
     options: Offload
-    pool: HostPool = field(default_factory=HostPool)
+    pool: HostPool
+    disk: DiskFolder | None = None
 
     @classmethod
     def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
@@ -91,17 +94,21 @@ class Resting:
                 f"zgraph.shard: offload is not available on a mesh of {mesh.device_type} yet; use a mesh of CPUs, or "
                 "leave offload out."
             )
-        if "disk" in (options.params, options.optimizer):
-            raise ValueError('zgraph.shard: offload to "disk" is not available yet; write "host".')
         lanes = lanes_of(torch.device(mesh.device_type))
         assert isinstance(lanes, ThreadLanes)
-        return cls(options, lanes.pool)
+        disk = None if options.path is None else lanes.disk(os.fspath(options.path), mesh.get_rank())
+        return cls(options, lanes.pool, disk)
+
+    @property
+    def folder(self) -> str:
+        """The folder of what rests on disk."""
+        return "" if self.options.path is None else os.fspath(self.options.path)
 
     def space_of(self, tensor: Tensor) -> MemorySpace:
         """The memory space in which a local tensor lies."""
         if tensor.ndim and self.pool.holds(tensor):
             return "host"
-        return "device"
+        return "disk" if tensor.ndim and self.disk is not None and self.disk.is_on_disk(tensor) else "device"
 
     def place_parameter(self, sharded: DTensor, name: str) -> DTensor:
         """The same shard where it is to rest."""
@@ -126,8 +133,13 @@ class Resting:
         local = _local(tensor)
         if tier is None or local.is_meta or not local.ndim or self.space_of(local) == tier:
             return tensor
-        moved = self.pool.empty_like(local)
-        moved.copy_(local)
+        if tier == "disk":
+            assert self.disk is not None
+            moved = self.disk.empty(local.shape, local.dtype, name)
+            self.disk.start_write(local.contiguous(), moved).wait()
+        else:
+            moved = self.pool.empty_like(local)
+            moved.copy_(local)
         return cast(Any, dtensor_like(moved, tensor) if isinstance(tensor, DTensor) else moved)
 
 

@@ -139,7 +139,8 @@ def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor]) -> N
 def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
     """Mark what allocates the optimizers' new state, which is there in all later steps, and where it will lie."""
     found = placements(graph)
-    rests_in = lifted.resting.options.optimizer if lifted.resting is not None else None
+    resting = lifted.resting
+    rests_in = resting.options.optimizer if resting is not None else None
     begin = len(captured.likes)
     returned = nodes.returned_by(graph)[begin : begin + len(captured.state)]
     for node, (_, position, _) in zip(returned, captured.state, strict=True):
@@ -148,7 +149,7 @@ def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
             first = found.storages[number].first
             meta.tag_at_rest(first)
             if rests_in is not None and value.ndim and first.op == "call_function":
-                meta.set_rest(first, rests_in)
+                meta.set_rest(first, rests_in, resting.folder if resting is not None else "")
                 meta.set_longest_bytes(first, lifted.longest_bytes(position, value))
 
 

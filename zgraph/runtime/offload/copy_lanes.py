@@ -17,10 +17,12 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from zgraph.runtime.disk.folder import DiskFolder, Write
 from zgraph.runtime.offload.host_pool import HostPool
 
 
@@ -44,11 +46,15 @@ class CopyLanes(Protocol):
         ...
 
     def reload(self, kept: Tensor) -> Copy:
-        """Start copying a tensor of host memory, whose offload has been waited for, into new memory of the device."""
+        """Start copying a tensor of the host or of a disk, whose copy has been waited for, into new device memory."""
         ...
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        """Start copying a tensor of the device, after everything computed so far, over one of host memory."""
+        """Start copying a tensor of the device, after everything computed so far, over one of host memory or disk."""
+        ...
+
+    def spill(self, tensor: Tensor, folder: str) -> Copy:
+        """Start copying a tensor of the device, after everything computed so far, to a new one on disk."""
         ...
 
 
@@ -63,9 +69,19 @@ class _InThread:
         return self.copied
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    write: Write
+    copied: Tensor
+
+    def wait(self) -> Tensor:
+        self.write.wait()
+        return self.copied
+
+
 @dataclass
 class ThreadLanes:
-    """Lanes of a CPU: a thread for each direction.
+    """Lanes of a CPU: a thread for each direction, and those of folders on disk.
 
     Attributes:
         bytes_per_us: rate that copies do not exceed; None: as fast as memory is.
@@ -74,6 +90,7 @@ class ThreadLanes:
 
     bytes_per_us: float | None = None
     pool: HostPool = field(default_factory=HostPool)
+    _disks: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
     _out: ThreadPoolExecutor = field(default_factory=lambda: _thread("offload"))
     _back: ThreadPoolExecutor = field(default_factory=lambda: _thread("reload"))
 
@@ -81,10 +98,33 @@ class ThreadLanes:
         return self._start(self._out, tensor.detach(), self.pool.empty_like(tensor))
 
     def reload(self, kept: Tensor) -> Copy:
-        return self._start(self._back, kept, torch.empty_like(kept))
+        disk = self._disk_of(kept)
+        return self._start(self._back, kept, torch.empty_like(kept)) if disk is None else disk.start_read(kept)
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        return self._start(self._out, source.detach(), kept)
+        disk = self._disk_of(kept)
+        if disk is None:
+            return self._start(self._out, source.detach(), kept)
+        return _Written(disk.start_write(source.detach(), kept), kept)
+
+    def spill(self, tensor: Tensor, folder: str) -> Copy:
+        disk, tensor = self.disk(folder), tensor.detach().contiguous()
+        kept = disk.empty(tensor.shape, tensor.dtype, "new state")
+        return _Written(disk.start_write(tensor, kept), kept)
+
+    def disk(self, folder: str, rank: int = 0) -> DiskFolder:
+        """Tensors on disk in a folder, which live as long as somebody holds them; one for each folder.
+
+        Raises:
+            DiskError: the folder cannot be used.
+        """
+        found = self._disks.get(folder)
+        if found is None:
+            found = self._disks[folder] = DiskFolder(folder, rank=rank)
+        return found
+
+    def _disk_of(self, kept: Tensor) -> DiskFolder | None:
+        return next((disk for disk in [*self._disks.values()] if disk.is_on_disk(kept)), None)
 
     @contextlib.contextmanager
     def limited(self, bytes_per_us: float) -> Generator[None]:
@@ -147,6 +187,9 @@ class StreamLanes:
 
     def reload(self, kept: Tensor) -> Copy:
         return self._start(self.back, kept, torch.empty_like(kept, device=self.device))
+
+    def spill(self, tensor: Tensor, folder: str) -> Copy:
+        raise NotImplementedError("tensors of CUDA devices do not rest on disk yet")
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -77,9 +77,9 @@ class StreamStates(GraphPass):
         outgoing = [(visit.last_write, visit.store) for visit in visits if visit.last_write and visit.store]
         for value, last in made:
             outgoing.append((last, _move_out(graph, value, last, placed)))
-        edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
         _prefetch(order, visits, self.prefetch, self.in_flight_bytes)
         _write_behind(graph, outgoing, visits, self.stores_in_flight)
+        edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
         brought = sum(_bytes(visit.resting) for visit in visits)
         stored = sum(_bytes(visit.resting) for visit in visits if visit.store)
         ctx.note(self, f"{brought} bytes are brought to the device in {len(visits)} copies, {stored} bytes go back")

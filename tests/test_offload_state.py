@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import zgraph
+from tests.support.memory.allocations import counted
 from tests.support.ranks import Ranks, worlds
 from tests.support.whole_steps import Case, compare
 
@@ -46,3 +49,66 @@ DISK_CASES = {
 def test_a_step_on_state_of_a_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
     at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
     assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))
+
+
+LAYERS, WIDTH = 12, 128
+
+
+@dataclass
+class Held:
+    """Bytes of a training on this rank's device.
+
+    Attributes:
+        peak: most, from before the optimizer is made; shards that rest on the device count, too.
+        state: of the optimizer.
+        shards: of the parameters.
+        host: predicted for the host.
+    """
+
+    peak: int
+    state: int
+    shards: int
+    host: int
+
+
+def held_by(at_rest: zgraph.Offload | None) -> Held:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+    with counted() as built:
+        model = zgraph.shard(nn.Sequential(*parts), offload=at_rest)
+        parts.clear()
+    report = zgraph.Report()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    pipeline = zgraph.Pipeline(zgraph.passes.presets.default(bucket_bytes=4 * WIDTH * WIDTH))
+
+    @zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline, "report": report})
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with counted() as trained:
+        for _ in range(3):
+            step(torch.randn(2, WIDTH))
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    peak = report.graphs[-1].peak
+    assert peak is not None
+    return Held(built.end_bytes + trained.rise_bytes, 2 * shards, shards, peak.host_bytes)
+
+
+@worlds(2)
+@pytest.mark.slow  # six compiles of steps with enough layers to outweigh what is in flight
+def test_the_device_holds_less_by_what_rests_on_the_host(ranks: Ranks) -> None:
+    everything = ranks.run(held_by, None)
+    without_state = ranks.run(held_by, STATE)
+    neither = ranks.run(held_by, HOST)
+    for all_of_it, less, least in zip(everything, without_state, neither, strict=True):
+        # But for one update ahead, the one that runs, those on their way back, and what a bucket waits for.
+        both = all_of_it.state + all_of_it.shards
+        assert all_of_it.peak - less.peak >= all_of_it.state - 4 * all_of_it.state // LAYERS
+        assert all_of_it.peak - least.peak >= both - 4 * both // LAYERS
+        assert (all_of_it.host, less.host) == (0, all_of_it.state)
+        assert least.host == all_of_it.state + all_of_it.shards

@@ -263,7 +263,7 @@ class TrainingStep(Generic[P, R]):
         _check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
-        program = FrameCompiler(frame, options).compile_step(captured.gm)
+        program = FrameCompiler(frame, options, on_plan=lifted.check_host).compile_step(captured.gm)
         variant = _Variant(conditions, captured, program)
         self._variants.append(variant)
         return variant

@@ -94,6 +94,7 @@ class Visit:
         resting: the input.
         aliases: values that lie in it, each with the one that it was made from.
         uses: what reads or writes them, in order, without views.
+        is_update: whether the uses are an update's.
         last_write: the last use that writes; None: the copy is dropped.
         is_first: whether nothing was stored to the input before.
         reload, ready, store: the copies, once they are there.
@@ -102,6 +103,7 @@ class Visit:
     resting: fx.Node
     aliases: Mapping[fx.Node, fx.Node]
     uses: list[fx.Node]
+    is_update: bool = False
     last_write: fx.Node | None = None
     is_first: bool = True
     reload: fx.Node | None = None
@@ -148,7 +150,7 @@ def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Up
             if visit is not None:
                 yield visit
                 stored = stored or visit.last_write is not None
-            visit, known = Visit(resting, aliases, [], is_first=not stored), kind
+            visit, known = Visit(resting, aliases, [], kind[1] == "update", is_first=not stored), kind
         visit.uses.append(use)
         if writes:
             visit.last_write = use
@@ -263,11 +265,23 @@ def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, 
         ):
             oldest += 1
         anchor = top if oldest == 0 and number < prefetch else anchors[oldest]
+        floor = _last_reduction(batch[0].uses[0]) if any(visit.is_update for visit in batch) else None
+        if floor is not None:  # an update's copies would otherwise be held since the last gather
+            anchor = max(anchor, floor)
         for visit in batch:
             reload = cast(fx.Node, visit.reload)
             # What was stored before is read again right at its use, behind the wait for that store.
             if visit.is_first and anchor < reload:
                 edits.move_before(reload, anchor)
+
+
+def _last_reduction(node: fx.Node) -> fx.Node | None:
+    """The last start of a reduction before a node."""
+    while node.op not in ("placeholder", "root"):
+        if nodes.is_exchange(node):
+            return node
+        node = node.prev
+    return None
 
 
 def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:

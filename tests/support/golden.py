@@ -43,6 +43,7 @@ from zgraph.passes import (
     ScheduleOverlap,
     SinkWaits,
     SplitUpdates,
+    StreamStates,
     UpdateAsReduced,
 )
 from zgraph.torch_compat.aot import aot_autograd
@@ -149,6 +150,7 @@ class OfStep:
         build: the model; three layers.
         clips: whether gradients are clipped before the update.
         foreach: whether the update is one call for all parameters.
+        at_rest: where parameters and optimizer state rest.
     """
 
     about: str
@@ -157,11 +159,12 @@ class OfStep:
     build: Callable[[], nn.Module] = three
     clips: bool = False
     foreach: bool = True
+    at_rest: zgraph.Offload | None = None
 
     def texts(self) -> tuple[str, str]:
         """The graph before, and the graph after."""
         with fake_world(2):
-            model = zgraph.shard(self.build(), zero_stage=3)
+            model = zgraph.shard(self.build(), zero_stage=3, offload=self.at_rest)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=self.foreach)
 
             def step(x: Tensor) -> None:
@@ -383,6 +386,19 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         about="a bucket is larger than what may be held",
         graph_pass=GatherAhead(most_bytes=64),
         before=(*IN_ONE_BUCKET, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts()),
+    ),
+    OfStep(
+        about="two weights rest on the host: each gather and each update reads a copy, which is written back",
+        graph_pass=StreamStates(),
+        before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts(), UpdateAsReduced()),
+        build=two,
+        at_rest=zgraph.Offload(params="host"),
+    ),
+    OfStep(
+        about="everything rests on the device",
+        graph_pass=StreamStates(),
+        before=(*LOWERED, SplitUpdates()),
+        build=one,
     ),
     Unsharded(about="attention by hand", graph_pass=FuseAttention(), function=by_hand, inputs=HEADS),
     Unsharded(about="no attention: no softmax", graph_pass=FuseAttention(), function=without_softmax, inputs=HEADS),

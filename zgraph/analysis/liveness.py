@@ -83,7 +83,7 @@ class MemoryCurve:
         bytes_during: peak while each node runs, including its results and its workspace.
         bytes_after: bytes after each node, once storages that are not read any more are freed.
         ranges: live range of every storage, ordered by first position.
-        held_bytes: bytes of inputs that are held outside of the program.
+        held_bytes: bytes of inputs on the device that are held outside of the program.
         unknown: nodes whose size depends on data; they count as 0 bytes.
     """
 
@@ -114,6 +114,11 @@ class MemoryCurve:
         sizes = [entry.bytes if entry.space == space and not entry.held else 0 for entry in self.ranges]
         first, last = [entry.first for entry in self.ranges], [entry.last for entry in self.ranges]
         return _alive_bytes(sizes, first, last, len(self.nodes))
+
+    def peak_in(self, space: MemorySpace) -> int:
+        """Most bytes in one memory space, with those of inputs that rest there."""
+        held = sum(entry.bytes for entry in self.ranges if entry.held and entry.space == space)
+        return held + max(self.bytes_in(space), default=0)
 
     def explain(self, count: int = 5) -> str:
         """One line: the peak, where it occurs, and the largest storages alive there."""
@@ -274,7 +279,7 @@ def _over(
             LiveRange(one.first, one.nbytes, first, min(last, len(order) - 1), one.held, one.space)
             for one, first, last in zip(storages, alive.first, alive.last, strict=True)
         ),
-        held_bytes=sum(storage.nbytes for storage in storages if storage.held),
+        held_bytes=sum(one.nbytes for one in storages if one.held and one.space == "device"),
         unknown=unknown,
     )
 

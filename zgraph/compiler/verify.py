@@ -92,6 +92,7 @@ def verify(
     check_values(graph.nodes if replay_all else unproved, where)
     check_collectives_waited(graph, where)
     check_buffers_untouched(graph, where)
+    check_stores_landed(graph, where)
     known = frozenset(facts)
     if Fact.LIFETIMES_CHOSEN in known and user_outputs is not None:
         check_gathers_released(graph, user_outputs, where)
@@ -188,6 +189,22 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
         elif nodes.is_wait(node):
             # Through the getitem of a coalesced one, whose members arrive together.
             in_flight.pop(_buffer_of(cast(fx.Node, node.args[0])), None)
+
+
+def check_stores_landed(graph: fx.Graph, where: Where) -> None:
+    """Nobody reads a tensor that a copy under way is writing to."""
+    filled: dict[fx.Node, fx.Node] = {}  # by what is written to
+    for node in graph.nodes:
+        if nodes.is_copy_wait(node):
+            filled = {buffer: start for buffer, start in filled.items() if start is not nodes.start_of(node)}
+        elif node.op == "call_function":
+            for start in (filled[buffer] for buffer in map(_buffer_of, node.all_input_nodes) if buffer in filled):
+                raise where.error(
+                    f"{node.name} reads what {start.name} is writing to; put {node.name} after the wait of {start.name}.",
+                    node,
+                )
+            if nodes.is_copy_start(node):
+                filled |= {_buffer_of(kept): node for kept in written_arguments(node)}
 
 
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:

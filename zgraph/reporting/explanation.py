@@ -158,6 +158,8 @@ class Explanation:
         if graph.peak is not None:
             largest = ", ".join(f"{name} {size(count)}" for name, count in graph.peak.largest)
             lines.append(f"  predicted peak {size(graph.peak.bytes)} at {graph.peak.node}: {largest}")
+            others = (("host", graph.peak.host_bytes), ("disk", graph.peak.disk_bytes))
+            lines += [f"    and {size(count)} on the {name}" for name, count in others if count]
             if graph.peak.unknown:
                 lines.append(f"    without {', '.join(graph.peak.unknown)}, whose size depends on data")
         if measured is not None and measured.peak_bytes is not None:

@@ -70,12 +70,16 @@ class Peak:
         node: node that runs at the peak.
         largest: names and bytes of the largest storages alive there.
         unknown: nodes whose size depends on data, counted as 0.
+        host_bytes, disk_bytes: most bytes on the host, if the device is a GPU or something rests there, and on disk,
+            with what rests there between calls.
     """
 
     bytes: int
     node: str
     largest: tuple[tuple[str, int], ...]
     unknown: tuple[str, ...] = ()
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
     @classmethod
     def of(cls, curve: MemoryCurve) -> Peak:
@@ -86,6 +90,8 @@ class Peak:
             node=node,
             largest=tuple((entry.node.name, entry.bytes) for entry in alive),
             unknown=curve.unknown,
+            host_bytes=curve.peak_in("host"),
+            disk_bytes=curve.peak_in("disk"),
         )
 
 

@@ -129,6 +129,28 @@ class Resting:
                 if isinstance(value, Tensor) and value.ndim and self.space_of(_local(value)) != tier:
                     entries[key] = self._placed(value, tier, f"{names.get(id(parameter), 'state')}.{key}")
 
+    def check_budget(self, host_bytes: int, params_bytes: int) -> None:
+        """Refuse a step that keeps more on the host than the budget allows.
+
+        Args:
+            host_bytes: all that the step keeps there at its peak, on the rank with most.
+            params_bytes: parameters among them.
+
+        Raises:
+            ValueError: says by how much, and what would make it fit.
+        """
+        budget = self.options.host_budget_bytes
+        if budget is None or host_bytes <= budget:
+            return
+        state_bytes = host_bytes - params_bytes
+        choices = {'optimizer="disk"': params_bytes, 'params="disk"': state_bytes, 'both on "disk"': 0}
+        fits = next(name for name, left in choices.items() if left <= budget and left < host_bytes)
+        raise ValueError(
+            f"zgraph.Offload: the step keeps {host_bytes} bytes on the host of each rank, {params_bytes} of parameters and "
+            f"{state_bytes} of the optimizer's state, and host_budget_bytes={budget}. With {fits}, and a path, "
+            f"{choices[fits]} bytes would be left there; or use more ranks, or a larger budget."
+        )
+
     def _placed(self, tensor: T, tier: Tier | None, name: str) -> T:
         local = _local(tensor)
         if tier is None or local.is_meta or not local.ndim or self.space_of(local) == tier:

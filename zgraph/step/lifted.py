@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
+from zgraph.compiler.frame_plan import FramePlan
 from zgraph.graph.lanes import MemorySpace
 from zgraph.sharding.offload import Resting
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
@@ -189,6 +190,20 @@ class Lifted:
             names = {id(one.tensor): one.name for one in self.parameters}
             for one in self.optimizers:
                 self.resting.settle(one.optimizer, names)
+
+    def check_host(self, plan: FramePlan) -> None:
+        """Refuse a step, before it has run, that keeps more on the host than it may.
+
+        Raises:
+            ValueError: says what would make it fit.
+        """
+        if self.resting is None or self.resting.options.host_budget_bytes is None:
+            return
+        shards = dict.fromkeys(plan.graphs["step"].graph.find_nodes(op="placeholder")[: len(self.parameters)])
+        on_host = [entry for entry in plan.curve.ranges if entry.held and entry.space == "host"]
+        self.resting.check_budget(
+            plan.curve.peak_in("host"), sum(entry.bytes for entry in on_host if entry.node in shards)
+        )
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.

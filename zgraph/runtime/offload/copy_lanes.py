@@ -65,10 +65,12 @@ class ThreadLanes:
 
     Attributes:
         bytes_per_us: rate that copies do not exceed; None: as fast as memory is.
+        waits_at_once: whether the program waits for each copy where it starts, to see what running beside compute gains.
         pool: the host memory.
     """
 
     bytes_per_us: float | None = None
+    waits_at_once: bool = False
     pool: HostPool = field(default_factory=HostPool)
     _out: ThreadPoolExecutor = field(default_factory=lambda: _thread("offload"))
     _back: ThreadPoolExecutor = field(default_factory=lambda: _thread("reload"))
@@ -89,7 +91,10 @@ class ThreadLanes:
             self.bytes_per_us = before
 
     def _start(self, lane: ThreadPoolExecutor, source: Tensor, copied: Tensor) -> Copy:
-        return _InThread(source, copied, lane.submit(self._copy, source, copied))
+        copy = _InThread(source, copied, lane.submit(self._copy, source, copied))
+        if self.waits_at_once:
+            copy.wait()
+        return copy
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         begin = time.perf_counter()

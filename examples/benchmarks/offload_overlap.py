@@ -19,6 +19,7 @@ Pin the process to one core (taskset -c 0): the copying threads then need anothe
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -106,7 +107,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
     rate = options.mb_per_s  # bytes per microsecond
     link = Link(latency_us=30.0, bytes_per_us=rate)
     hardware = replace(zgraph.Hardware.preset("cpu"), host_to_device=link, device_to_host=link)
@@ -129,7 +131,7 @@ def main() -> None:
     base = statistics.median(free.ms)
     print(f"{processor()}, {commit()}, copies at {rate:.0f} MB/s; {config}")
     print(
-        f"{'way':18} {'budget MB':>10} {'peak MB':>8} {'ms':>7} {'quartiles':>15} {'predicted':>9} {'x free':>6}  chosen"
+        f"{'way':18} {'budget MB':>10} {'peak MB':>8} {'ms':>7} {'quartiles':>15} {'predicted':>9} {'x free':>6} chosen"
     )
     figures: list[dict[str, Any]] = []
     for row in rows:

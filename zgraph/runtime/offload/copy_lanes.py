@@ -65,7 +65,8 @@ class ThreadLanes:
 
     Attributes:
         bytes_per_us: rate that copies do not exceed; None: as fast as memory is.
-        waits_at_once: whether the program waits for each copy where it starts, to see what running beside compute gains.
+        waits_at_once: whether the program waits for each copy where it starts: what copying beside compute is compared
+            with.
         pool: the host memory.
     """
 

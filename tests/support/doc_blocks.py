@@ -324,6 +324,8 @@ SETTINGS = [
     Setting("import torch.distributed.checkpoint as dcp", None, _loaded),
     Setting("from torch.distributed.checkpoint.state_dict import", _saved_by_fsdp2, _loaded_from_fsdp2),
     Setting("full = zgraph.full_state_dict(model)", _training, _gathered),
+    # offload.md
+    Setting("hardware = zgraph.calibrate()", _sharded, _train),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),
     Setting("target   = zgraph.Target(", _sharded, _train),

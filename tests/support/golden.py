@@ -38,6 +38,7 @@ from zgraph.passes import (
     LowerReductions,
     LowRank,
     NoFeedback,
+    OffloadActivations,
     QuantizeGathers,
     RecomputeActivations,
     ScheduleOverlap,
@@ -399,6 +400,20 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         graph_pass=StreamStates(),
         before=(*LOWERED, SplitUpdates()),
         build=one,
+    Case(
+        about="what forward saves leaves for the host where it is made",
+        graph_pass=OffloadActivations(least_bytes=1),
+        build=three,
+    ),
+    OfStep(
+        about="backward reads what has come back",
+        graph_pass=OffloadActivations(least_bytes=1),
+        before=(DedupeGathers(), ChooseLifetimes()),
+    ),
+    OfStep(
+        about="activations are too small to be worth a copy",
+        graph_pass=OffloadActivations(),
+        before=(DedupeGathers(), ChooseLifetimes()),
     ),
     Unsharded(about="attention by hand", graph_pass=FuseAttention(), function=by_hand, inputs=HEADS),
     Unsharded(about="no attention: no softmax", graph_pass=FuseAttention(), function=without_softmax, inputs=HEADS),

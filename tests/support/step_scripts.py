@@ -13,6 +13,9 @@ from torch import Tensor, nn, optim
 import zgraph
 from tests.support.combinations import off
 from tests.support.judges.replicated import whole
+from zgraph.codegen.cuda_graph import Recorder
+from zgraph.options import CompileOptions
+from zgraph.whole_step import TrainingStep
 
 P = zgraph.passes
 LR = 0.05
@@ -46,6 +49,7 @@ class Setting:
         bound: how far results may be off then, in norms; 0.0: as torch.testing.assert_close has it for the dtype.
         recompiles: graphs that the captured step may need.
         more: passes behind those of the preset, for the captured step alone.
+        recorder: makes what records the captured step on this device; None: nothing does.
     """
 
     script: type[Script]
@@ -57,6 +61,7 @@ class Setting:
     bound: float = 0.0
     recompiles: int = 8
     more: tuple[zgraph.GraphPass, ...] = ()
+    recorder: Callable[[], Recorder] | None = None
 
 
 class Script:
@@ -145,15 +150,10 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
     passes: list[Any] = P.presets.default(**setting.preset)
     passes = [replace(one, min_numel=8) if hasattr(one, "min_numel") else one for one in passes]
     pipeline = zgraph.Pipeline([*passes, *(setting.more if captured else ())], replay_all=True)
-    options = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
+    options: dict[str, Any] = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
     function: Any = script.step
     if captured:
-        optimizers = script.optimizers()
-        given = optimizers if len(optimizers) > 1 else script.opt
-        decorate = zgraph.training_step(
-            script.model, given, options={**options, "report": report}, recompile_limit=setting.recompiles
-        )
-        function = decorate(script.step)
+        function = _captured(setting, script, {**options, "report": report})
     elif setting.preset:
         script.called = torch.compile(script.model, backend="zgraph", options=options)
     metrics: dict[str, Any] = {}
@@ -162,6 +162,15 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
         metrics |= {f"{key} of step {number}": value for key, value in found.items()}
         script.advance(number)
     return metrics | script.left(), report
+
+
+def _captured(setting: Setting, script: Script, options: dict[str, Any]) -> Any:
+    optimizers = script.optimizers()
+    if setting.recorder is not None:
+        parsed, recorder = CompileOptions.parse(options), setting.recorder()
+        return TrainingStep(script.step, script.model, optimizers, parsed, setting.recompiles, recorder)
+    given = optimizers if len(optimizers) > 1 else script.opt
+    return zgraph.training_step(script.model, given, options=options, recompile_limit=setting.recompiles)(script.step)
 
 
 def kinds(reasons: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.islands import Island, cut_out, find_islands
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.codegen.progress import shown
@@ -44,11 +45,12 @@ class InductorLowering:
         runner_of: Callable[[list[Any]], Runner | None] | None = None,
         ranks_per_host: int = 1,
         title: str = "a graph",
+        recorded: RecordedSteps | None = None,
     ) -> Compiled:
         """Lower a graph as `lower_fx` does, with each island replaced by a call; the title is shown while compiling."""
         gm = fx.GraphModule(gm, gm.graph)
         self.islands += self.place(gm, title)
-        return lower_fx(gm, runner_of, ranks_per_host)
+        return lower_fx(gm, runner_of, ranks_per_host, recorded)
 
     def place(self, gm: fx.GraphModule, title: str = "a graph") -> int:
         """Replace islands by calls of compiled functions; returns their number."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.shorten_calls import shorten_calls
 from zgraph.dialect.grouped_gathers import cast_each
 from zgraph.graph import edits, meta, nodes
@@ -24,7 +25,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def lower_fx(
-    gm: fx.GraphModule, runner_of: Callable[[list[Any]], Runner | None] | None = None, ranks_per_host: int = 1
+    gm: fx.GraphModule,
+    runner_of: Callable[[list[Any]], Runner | None] | None = None,
+    ranks_per_host: int = 1,
+    recorded: RecordedSteps | None = None,
 ) -> Callable[[list[Any]], Any]:
     """Generate Python with one line per node: no fusion, no reordering, each value dropped at its last use.
 
@@ -32,6 +36,7 @@ def lower_fx(
         gm: the final forward, backward or inference graph.
         runner_of: says who runs a call with these inputs, by an instrumented program; None: it runs as it is.
         ranks_per_host: of the machine; decides how collectives are dispatched.
+        recorded: how calls that nobody watches are recorded and replayed; None: they are not.
 
     Returns:
         A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
@@ -52,6 +57,8 @@ def lower_fx(
         node.target = cast_each
     shorten_calls(gm.graph)
     program = _program(gm, guarded)
+    if recorded is not None:
+        program = recorded.of(program, gm)
     if runner_of is None:
         return boxed(program)
 

@@ -61,7 +61,10 @@ def test_what_is_given_arrives(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"pipelin": None}, r"unknown option 'pipelin'; did you mean 'pipeline'\?"),
-        ({"zzz": 1}, r"unknown option 'zzz'; the options are pipeline, lowering, dump, report, agreement_timeout_s"),
+        (
+            {"zzz": 1},
+            r"unknown option 'zzz'; the options are pipeline, lowering, dump, report, agreement_timeout_s, cuda",
+        ),
         ({"pipeline": presets.default()}, r'options\["pipeline"\] is a list; write \{"pipeline": zgraph\.Pipeline'),
         ({"lowering": "tvm"}, r"lowering='tvm' is not available; write \{\"lowering\": \"inductor\"\} or"),
         ({"dump": True}, r'options\["dump"\] is True; write the path of a directory'),
@@ -71,6 +74,7 @@ def test_what_is_given_arrives(tmp_path: Path) -> None:
         ({"agreement_timeout_s": -1.5}, r"agreement_timeout_s=-1.5 leaves no time; write a positive number"),
         ({"agreement_timeout_s": float("nan")}, r"agreement_timeout_s=nan leaves no time; write a positive number"),
         ({"agreement_timeout_s": "9"}, r"agreement_timeout_s='9' is a str; write a positive number of seconds\."),
+        ({"cuda_graph": 1}, r"cuda_graph=1 is no truth value; write True or False\."),
         ({"agreement_timeout_s": None}, r"agreement_timeout_s=None is a NoneType; write a positive number of seconds"),
     ],
 )

@@ -40,4 +40,10 @@ def zgraph(
         parsed = CompileOptions.parse(options)
     except ValueError as error:
         raise_through_dynamo(str(error))
+    if parsed.cuda_graph:
+        raise_through_dynamo(
+            "zgraph: cuda_graph belongs to whole steps, and forward and backward alone are none; write "
+            '@zgraph.training_step(model, opt, options={"cuda_graph": True}) above the function that holds the lines '
+            "of the step."
+        )
     return FrameCompiler(Frame.of_dynamo(gm), parsed).compile(gm, example_inputs)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.kernel_sources import sources_of
 from zgraph.codegen.lower_fx import lower_fx
@@ -79,6 +80,7 @@ class FrameCompiler:
         self.rank, ranks = rank_and_world()
         self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
         self.variants: tuple[Variant, ...] = ()  # of the plan
+        self.recorded: RecordedSteps | None = None  # of a whole step
         self.dumper: Dumper | None = None  # of the last try, as the next one
         self.recorder: PassRecorder | None = None
         self.known: dict[str, KnownParameter] = {}
@@ -109,9 +111,13 @@ class FrameCompiler:
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
         return self.lower("inference", self._plan(gm, self.ctx).graphs["inference"], inputs)
 
-    def compile_step(self, gm: fx.GraphModule) -> Program:
-        """The whole training step as a callable."""
-        return self.lower("step", self._plan(gm, replace(self.ctx, direction="step")).graphs["step"], ())
+    def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
+        """The whole training step as a callable, which is recorded and replayed if somebody says how."""
+        planned = self._plan(gm, replace(self.ctx, direction="step")).graphs["step"]
+        if recorded is not None:
+            recorded.check(planned)
+        self.recorded = recorded
+        return self.lower("step", planned, ())
 
     def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
         """A final graph as a callable."""
@@ -119,7 +125,7 @@ class FrameCompiler:
             profiler_of = partial(self.report.profiler_of, self.frame, direction)
             watch = GraphWatch(self.called[direction], self.clocks, profiler_of)
             title = f"{self.frame} {direction}"
-            main = with_numbers(self._lowered(gm, watch, title), gm.graph, title, self.rank)
+            main = with_numbers(self._lowered(gm, watch, title, self.recorded), gm.graph, title, self.rank)
             if direction not in ("backward", "step"):
                 return main
             programs = [(each.from_step, self._lowered_warm_up(each, direction, title)) for each in self.variants[:-1]]
@@ -130,11 +136,13 @@ class FrameCompiler:
         about = called_in_warm_up(gm.graph, self.called[direction])
         return self._lowered(gm, GraphWatch(about, self.clocks), f"{title} of warm-up")
 
-    def _lowered(self, gm: fx.GraphModule, watch: GraphWatch, title: str) -> Program:
+    def _lowered(
+        self, gm: fx.GraphModule, watch: GraphWatch, title: str, recorded: RecordedSteps | None = None
+    ) -> Program:
         if self.inductor is None:
-            return lower_fx(gm, watch, self._ranks_per_host)
+            return lower_fx(gm, watch, self._ranks_per_host, recorded)
         islands, distinct = self.inductor.islands, len(self.inductor.compiled)
-        lowered = self.inductor.lower(gm, watch, self._ranks_per_host, f"frame {title}")
+        lowered = self.inductor.lower(gm, watch, self._ranks_per_host, f"frame {title}", recorded)
         self.report.islands += self.inductor.islands - islands
         self.report.distinct_islands += len(self.inductor.compiled) - distinct
         return lowered

@@ -26,6 +26,7 @@ class CompileOptions:
         dump: directory for the graphs after every pass; None: no dump.
         report: filled while compiling.
         agreement_timeout_s: how long a rank waits for its peers to compile the same communication.
+        cuda_graph: launch the step by one call of the host; of `zgraph.training_step` alone, on GPUs.
     """
 
     pipeline: Pipeline | None = None
@@ -33,6 +34,7 @@ class CompileOptions:
     dump: Path | None = None
     report: Report | None = None
     agreement_timeout_s: float = 120.0
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -60,6 +62,8 @@ class CompileOptions:
                 f"zgraph: agreement_timeout_s={self.agreement_timeout_s} leaves no time; write a positive number "
                 "of seconds."
             )
+        if not isinstance(self.cuda_graph, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"zgraph: cuda_graph={self.cuda_graph!r} is no truth value; write True or False.")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> CompileOptions:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
+from zgraph.codegen.cuda_graph import CudaGraphs, RecordedSteps, Recorder
 from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.pipeline import Pipeline
@@ -66,7 +67,7 @@ def training_step(
         model: what `zgraph.shard` returned; what `torch.compile` made of it will do.
         optimizer: of its parameters; a list where the function steps several. Element-wise ones of torch.optim step
             on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
-        options: those of `torch.compile(model, backend="zgraph")`.
+        options: those of `torch.compile(model, backend="zgraph")`, and `{"cuda_graph": True}`.
         recompile_limit: graphs that may be made for different calls.
 
     Returns:
@@ -78,6 +79,7 @@ def training_step(
     module = without_compile(model)
     parsed = CompileOptions.parse(options)
     _check_pipeline(parsed.pipeline)
+    recorder = _recorder_of(module) if parsed.cuda_graph else None
     optimizers = (optimizer,) if isinstance(optimizer, optim.Optimizer) else tuple(optimizer)
     for one in optimizers:
         check_optimizer(one)
@@ -85,9 +87,24 @@ def training_step(
 
     def decorate(function: Callable[P, R]) -> TrainingStep[P, R]:
         check_function(function, optimizers)
-        return TrainingStep(function, module, optimizers, parsed, recompile_limit)
+        return TrainingStep(function, module, optimizers, parsed, recompile_limit, recorder)
 
     return decorate
+
+
+def _recorder_of(model: nn.Module) -> Recorder:
+    """What records a step as a CUDA graph.
+
+    Raises:
+        ValueError: the model is not on a GPU.
+    """
+    devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
+    if "cuda" not in devices or len(devices) > 1:
+        raise ValueError(
+            f"zgraph.training_step: cuda_graph=True takes a model on a GPU, and this one's parameters are on "
+            f"{' and '.join(devices) or 'no device'}; move it before zgraph.shard, or leave out cuda_graph."
+        )
+    return CudaGraphs()
 
 
 def _check_pipeline(pipeline: Pipeline | None) -> None:
@@ -124,6 +141,9 @@ class TrainingStep(Generic[P, R]):
 
     Attributes:
         function: the function as it was written, which may be called in between.
+
+    Args:
+        recorder: of the device; None: each step runs operator by operator.
     """
 
     def __init__(
@@ -133,11 +153,12 @@ class TrainingStep(Generic[P, R]):
         optimizers: Sequence[optim.Optimizer],
         options: CompileOptions,
         recompile_limit: int,
+        recorder: Recorder | None = None,
     ) -> None:
         functools.update_wrapper(cast(Any, self), function)
         self.function = function
         self._model, self._optimizers, self._options = model, optimizers, options
-        self._limit = recompile_limit
+        self._limit, self._recorder = recompile_limit, recorder
         self._variants: list[_Variant] = []
         self._lifted: Lifted | None = None
 
@@ -263,7 +284,9 @@ class TrainingStep(Generic[P, R]):
         _check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
-        program = FrameCompiler(frame, options, on_plan=lifted.check_host).compile_step(captured.gm)
+        recorder = None if captured.state else self._recorder  # what makes state runs once
+        recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
+        program = FrameCompiler(frame, options, on_plan=lifted.check_host).compile_step(captured.gm, recorded)
         variant = _Variant(conditions, captured, program)
         self._variants.append(variant)
         return variant

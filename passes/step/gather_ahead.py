@@ -56,7 +56,7 @@ class GatherAhead(GraphPass):
         last = max(place for place, node in enumerate(order) if node not in updates and node.op != "output")
         starts = plan_ahead(order, order[last + 1 : -1], self.most_bytes, ctx)
         if not starts:
-            ctx.note(self, "no gather is small enough to be held, or to be hidden by updates")
+            ctx.note(self, "the first gather cannot be held, or is too large, or updates would not hide it")
             return False
         again = [_again(gm.graph, start, part=meta.part(order[last]) or 0) for start in starts]
         held_bytes = sum(map(nodes.unsharded_bytes, starts))
@@ -88,8 +88,7 @@ def plan_ahead(order: Sequence[fx.Node], hiding: Iterable[fx.Node], most_bytes: 
         group_name = group_name or nodes.group_of(start)
         most_bytes -= nodes.unsharded_bytes(start)
         room_us -= 0.0 if cost_of is None else cost_of(start).us
-        copies = dataflow.copy_in(start) if nodes.is_all_gather(start) else None
-        if copies is None or nodes.is_quantized_gather(start) or nodes.group_of(start) != group_name:
+        if not _may_be_held(start) or nodes.group_of(start) != group_name:
             break
         if most_bytes < 0 or room_us < 0:
             break
@@ -97,27 +96,66 @@ def plan_ahead(order: Sequence[fx.Node], hiding: Iterable[fx.Node], most_bytes: 
     return found
 
 
-def _again(graph: fx.Graph, start: fx.Node, *, part: int) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Gather once more at the end of the step, and hold the result: the start, its wait, and what holds it."""
+def _may_be_held(start: fx.Node) -> bool:
+    """Whether a gather sends parameters as they are, straight from the inputs, each of several with its handle."""
+    if nodes.is_quantized_gather(start) or dataflow.copy_in(start) is None:
+        return False
+    return nodes.is_all_gather(start) or (
+        nodes.is_grouped_gather(start) and len(meta.handles(start)) == len(nodes.sent_by(start))
+    )
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What a gather sends of one bucket, or of one member of a group.
+
+    Attributes:
+        sent: this rank's part.
+        result: all of it, behind the wait.
+        handle: of the first parameter.
+    """
+
+    sent: fx.Node
+    result: fx.Node
+    handle: fx.Node
+
+
+def _members(graph: fx.Graph, start: fx.Node) -> list[_Member]:
+    """The parts of a gather, without those that nobody reads."""
+    wait, sent = cast(fx.Node, nodes.wait_of(start)), nodes.sent_by(start)
+    inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    handles = [inputs[name] for name in meta.handles(start)]
+    if not nodes.is_group_wait(wait):
+        return [_Member(sent[0], wait, handles[0])]
+    places = [(result, cast(int, result.args[1])) for result in nodes.results_of(wait)]
+    return [_Member(sent[place], result, handles[place]) for result, place in places]
+
+
+def _again(graph: fx.Graph, start: fx.Node, *, part: int) -> list[fx.Node]:
+    """Gather once more at the end of the step, and hold the results: the start, its wait, and what holds them."""
     copies: dict[fx.Node, fx.Node] = {}
     chain = sorted(cast("list[fx.Node]", dataflow.copy_in(start)))  # nodes compare by their place in the graph
-    wait = cast(fx.Node, nodes.wait_of(start))
+    members, wait = _members(graph, start), cast(fx.Node, nodes.wait_of(start))
+    finish = dict.fromkeys([wait, *(member.result for member in members)])
     with graph.inserting_before(nodes.output_of(graph)):
-        for node in [*chain, start, wait]:
+        for node in [*chain, start, *finish]:
             copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
             meta.set_part(copies[node], part)
-        arguments = (copies[wait], _handle(graph, start))
-        held = meta.create(graph, torch.ops.zgraph.keep_ahead.default, arguments, like=copies[wait])
-    return copies[start], copies[wait], held
+        kept = [
+            meta.create(graph, torch.ops.zgraph.keep_ahead.default, (result, member.handle), like=result)
+            for member in members
+            for result in [copies[member.result]]
+        ]
+    return [copies[start], *(copies[node] for node in finish), *kept]
 
 
-def _hidden(order: Sequence[fx.Node], tail: int, again: Sequence[tuple[fx.Node, ...]]) -> list[fx.Node]:
+def _hidden(order: Sequence[fx.Node], tail: int, again: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
     """The nodes of a step, with gathers as early behind its last reduction as the updates that they need allow.
 
     Args:
         order: the step, with gathers and what holds them at the end.
         tail: place of the first update behind the last reduction.
-        again: start, wait and the node that holds the result, in the order in which the next forward reads them.
+        again: start, wait and the nodes that hold the results, in the order in which the next forward reads them.
     """
     before = hazards(order)
     placed = dict.fromkeys(order[:tail])
@@ -137,32 +175,28 @@ def _hidden(order: Sequence[fx.Node], tail: int, again: Sequence[tuple[fx.Node, 
 
 def _take(graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
     """Replace gathers by what the step before has gathered, at the top of the graph."""
-    sent = [start.all_input_nodes[0] for start in starts]
+    members = [(start, member) for start in starts for member in _members(graph, start)]
     chains = dict.fromkeys(node for start in starts for node in sorted(dataflow.copy_in(start) or []))
-    handles, group_name = [_handle(graph, start) for start in starts], nodes.group_of(starts[0])
+    sent, handles = [member.sent for _, member in members], [member.handle for _, member in members]
     top = next(node for node in graph.nodes if node.op != "placeholder" and node not in chains)
     for node in chains:
         edits.move_before(node, top)
     with graph.inserting_before(top):
-        agreed = meta.create(graph, torch.ops.zgraph.agree_ahead.default, (sent, handles, group_name), like=starts[0])
+        given = (sent, handles, nodes.group_of(starts[0]))
+        agreed = meta.create(graph, torch.ops.zgraph.agree_ahead.default, given, like=starts[0])
         taken = [
             meta.create(
                 graph,
                 torch.ops.zgraph.take_ahead.default,
-                (chunk, agreed, handle, *start.args[1:]),
-                like=start,
-                name=f"ahead_{meta.label(start)}",
+                (member.sent, agreed, member.handle, *start.args[1:]),
+                like=member.result,
+                name=f"ahead_{meta.label(member.result)}",
             )
-            for start, chunk, handle in zip(starts, sent, handles, strict=True)
+            for start, member in members
         ]
-    for start, whole in zip(starts, taken, strict=True):
+    for (_, member), whole in zip(members, taken, strict=True):
+        member.result.replace_all_uses_with(whole)
+    for start in starts:
         wait = cast(fx.Node, nodes.wait_of(start))
-        wait.replace_all_uses_with(whole)
-        graph.erase_node(wait)
-        graph.erase_node(start)
-
-
-def _handle(graph: fx.Graph, start: fx.Node) -> fx.Node:
-    """The handle of the first parameter of a bucket."""
-    name = meta.handles(start)[0]
-    return next(node for node in graph.find_nodes(op="placeholder") if node.name == name)
+        for node in dict.fromkeys([*nodes.results_of(wait), wait, start]):
+            graph.erase_node(node)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -86,6 +87,11 @@ def _training() -> dict[str, Any]:
 
     train_step(given["batches"][0])
     return given | {"train_step": train_step}
+
+
+def _sharded_on_gpu() -> dict[str, Any]:
+    dist.init_process_group("nccl")
+    return {"model": zgraph.shard(Net().cuda(), init_device_mesh("cuda", (1,)))}
 
 
 def _adversaries() -> dict[str, Any]:
@@ -274,6 +280,12 @@ def _reduced_on_gpu(names: dict[str, Any]) -> None:
     assert all(parameter.grad is not None and parameter.is_cuda for parameter in names["model"].parameters())
 
 
+def _replayed(names: dict[str, Any]) -> None:
+    batch = [tokens.cuda() for tokens in _tokens()]
+    losses = [float(names["step"](*batch)) for _ in range(8)]
+    assert losses == sorted(losses, reverse=True)
+
+
 def _is_fsdp(names: dict[str, Any]) -> None:
     from torch.distributed.fsdp import FSDPModule
 
@@ -315,6 +327,7 @@ SETTINGS = [
     # training-step.md
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),
+    Setting("opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(", _sharded_on_gpu, _replayed, on="a GPU"),
     Setting("pipeline = zgraph.Pipeline([*zgraph.passes.presets", _sharded, _gathered_ahead),
     # compression.md
     Setting("P      = zgraph.passes\npasses", _sharded, _compressed),

@@ -400,6 +400,7 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         graph_pass=StreamStates(),
         before=(*LOWERED, SplitUpdates()),
         build=one,
+    ),
     Case(
         about="what forward saves leaves for the host where it is made",
         graph_pass=OffloadActivations(least_bytes=1),

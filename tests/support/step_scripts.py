@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import Tensor, fx, nn, optim
 
 import zgraph
 from tests.support.combinations import off
 from tests.support.judges.replicated import whole
+from zgraph.codegen.cuda_graph import Recorder
+from zgraph.options import CompileOptions
+from zgraph.whole_step import TrainingStep
 
 P = zgraph.passes
 LR = 0.05
@@ -45,7 +48,10 @@ class Setting:
         close: compiled by Inductor, whose kernels round in another order.
         bound: how far results may be off then, in norms; 0.0: as torch.testing.assert_close has it for the dtype.
         recompiles: graphs that the captured step may need.
+        target: plan by costs, on this target; None: by rules.
+        frugal: plan as if for a budget of one byte, so that backward makes again whatever it can.
         more: passes behind those of the preset, for the captured step alone.
+        recorder: makes what records the captured step on this device; None: nothing does.
     """
 
     script: type[Script]
@@ -56,7 +62,18 @@ class Setting:
     close: bool = False
     bound: float = 0.0
     recompiles: int = 8
+    target: zgraph.Target | None = None
+    frugal: bool = False
     more: tuple[zgraph.GraphPass, ...] = ()
+    recorder: Callable[[], Recorder] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frugal(P.ChooseLifetimes):
+    """Plans as if for a budget of one byte, so that backward makes again whatever it can."""
+
+    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
+        return super().run(gm, replace(ctx, plan_bytes=1))
 
 
 class Script:
@@ -142,18 +159,16 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
 
 def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Report]:
     script, report = setting.script(setting), zgraph.Report()
-    passes: list[Any] = P.presets.default(**setting.preset)
+    passes: list[Any] = (P.presets.default if setting.target is None else P.presets.planned)(**setting.preset)
     passes = [replace(one, min_numel=8) if hasattr(one, "min_numel") else one for one in passes]
-    pipeline = zgraph.Pipeline([*passes, *(setting.more if captured else ())], replay_all=True)
-    options = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
+    if setting.frugal:
+        passes = [Frugal() if isinstance(one, P.ChooseLifetimes) else one for one in passes]
+    more = setting.more if captured else ()
+    pipeline = zgraph.Pipeline([*passes, *more], target=setting.target, replay_all=True)
+    options: dict[str, Any] = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
     function: Any = script.step
     if captured:
-        optimizers = script.optimizers()
-        given = optimizers if len(optimizers) > 1 else script.opt
-        decorate = zgraph.training_step(
-            script.model, given, options={**options, "report": report}, recompile_limit=setting.recompiles
-        )
-        function = decorate(script.step)
+        function = _captured(setting, script, {**options, "report": report})
     elif setting.preset:
         script.called = torch.compile(script.model, backend="zgraph", options=options)
     metrics: dict[str, Any] = {}
@@ -162,6 +177,15 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
         metrics |= {f"{key} of step {number}": value for key, value in found.items()}
         script.advance(number)
     return metrics | script.left(), report
+
+
+def _captured(setting: Setting, script: Script, options: dict[str, Any]) -> Any:
+    optimizers = script.optimizers()
+    if setting.recorder is not None:
+        parsed, recorder = CompileOptions.parse(options), setting.recorder()
+        return TrainingStep(script.step, script.model, optimizers, parsed, setting.recompiles, recorder)
+    given = optimizers if len(optimizers) > 1 else script.opt
+    return zgraph.training_step(script.model, given, options=options, recompile_limit=setting.recompiles)(script.step)
 
 
 def kinds(reasons: Sequence[str]) -> list[str]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support import models
 from tests.support.judges.replicated import whole
+from tests.support.step_scripts import Frugal
 
 P = zgraph.passes
 BATCH, LENGTH = 2, 7
@@ -35,14 +36,6 @@ OPTIMIZERS: dict[str, Make] = {
     "adamax": lambda given: torch.optim.Adamax(given, lr=LR),
     "adadelta": lambda given: torch.optim.Adadelta(given, lr=LR),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frugal(P.ChooseLifetimes):
-    """Plans as if for a budget of one byte, so that backward makes again whatever it can."""
-
-    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
-        return super().run(gm, replace(ctx, plan_bytes=1))
 
 
 @dataclass(frozen=True, kw_only=True)

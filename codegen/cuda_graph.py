@@ -1,0 +1,184 @@
+"""A whole step as a CUDA graph: recorded once, and from then on launched by one call of the host.
+
+    call 1, 2, 3    the program itself, on a stream of its own: kernels and communicators are made ready
+    call 4          recorded, which computes nothing, and replayed
+    call 5, ...     arguments are copied to where the recording reads them; replayed
+
+What stays from call to call, such as shards and the optimizer's state, is read and written where it lies. If that comes
+to lie elsewhere, or if one of the numbers that the kernels were given changes, it starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.codegen.cuda_graph_refusals import check_recordable
+from zgraph.errors import ZgraphError
+from zgraph.torch_compat.aot import boxed
+
+Program = Callable[[list[Any]], Any]
+WARM_UP_CALLS = 3  # as many as torch.cuda.make_graphed_callables makes
+MOST_CHANGES = 8  # one after the other, without a replay between two of them
+
+
+class Recording(NamedTuple):
+    """What a program does to the memory of its inputs.
+
+    Attributes:
+        replay: does it once more.
+        outputs: of the program; each replay overwrites the tensors among them.
+    """
+
+    replay: Callable[[], object]
+    outputs: Sequence[Any]
+
+
+class Recorder(Protocol):
+    """Records programs on a device, all for one training step."""
+
+    def check(self, gm: fx.GraphModule, resident: int) -> None:
+        """Raise a ZgraphError if the graph does what a replay would not do; `resident` as in `RecordedSteps`."""
+        ...
+
+    def warm_up(self, program: Program, inputs: list[Any]) -> Any:
+        """Run a program where it will be recorded; returns its outputs."""
+        ...
+
+    def record(self, program: Program, inputs: list[Any]) -> Recording:
+        """Record a program without running it."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """How the graph of a whole step is recorded.
+
+    Attributes:
+        recorder: of the device.
+        resident: how many inputs, the first ones, stay where they are from call to call.
+    """
+
+    recorder: Recorder
+    resident: int
+
+    def check(self, gm: fx.GraphModule) -> None:
+        self.recorder.check(gm, self.resident)
+
+    def of(self, program: Program, gm: fx.GraphModule) -> Program:
+        """The program of a graph, recorded as soon as that is possible."""
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        return boxed(_Recorded(program, names, self.resident, self.recorder))
+
+
+class _Recorded:
+    """A program that is recorded once its inputs stay where they are."""
+
+    def __init__(self, program: Program, names: Sequence[str], resident: int, recorder: Recorder) -> None:
+        self._program, self._names, self._resident, self._recorder = program, names, resident, recorder
+        self._held_for: list[Any] = []  # addresses of what stays, None for other tensors, and numbers
+        self._calls = self._changes = 0
+        self._recording: Recording | None = None
+        self._copied: list[Tensor] = []
+        self._is_made: list[bool] = []
+
+    def __call__(self, args: list[Any]) -> Any:
+        inputs = args.copy()
+        args.clear()
+        self._follow(inputs)
+        if self._recording is None and self._calls < WARM_UP_CALLS:
+            self._calls += 1
+            return self._recorder.warm_up(self._program, inputs)
+        if self._recording is None:
+            self._recording = self._record(inputs)
+        given = [value for value in inputs[self._resident :] if isinstance(value, Tensor)]
+        for target, source in zip(self._copied, given, strict=True):
+            target.copy_(source)
+        self._recording.replay()
+        made = zip(self._recording.outputs, self._is_made, strict=True)
+        # The next replay overwrites what this one has made.
+        return [output.clone() if is_made else output for output, is_made in made]
+
+    def _follow(self, inputs: Sequence[Any]) -> None:
+        """Drop the recording if it does not hold for these inputs.
+
+        Raises:
+            ZgraphError: they change so often that none would be replayed.
+        """
+        key = [*map(Tensor.data_ptr, inputs[: self._resident])]
+        key += [None if isinstance(value, Tensor) else value for value in inputs[self._resident :]]
+        if key == self._held_for:
+            return
+        if self._held_for:
+            self._changes = 0 if self._recording is not None else self._changes + 1
+        if self._changes == MOST_CHANGES:
+            place = next(place for place, (new, old) in enumerate(zip(key, self._held_for, strict=True)) if new != old)
+            raise ZgraphError(_restless(self._names[place], is_number=place >= self._resident))
+        self._held_for, self._recording, self._copied, self._calls = key, None, [], 0
+
+    def _record(self, inputs: Sequence[Any]) -> Recording:
+        staying, passing = list(inputs[: self._resident]), list(inputs[self._resident :])
+        for place, value in enumerate(passing):
+            if isinstance(value, Tensor):
+                static = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                passing[place] = static.copy_(value)
+        self._copied = [value for value in passing if isinstance(value, Tensor)]
+        recording = self._recorder.record(self._program, [*staying, *passing])
+        lasting = {value.untyped_storage().data_ptr() for value in staying}
+        self._is_made = [
+            isinstance(output, Tensor) and output.untyped_storage().data_ptr() not in lasting
+            for output in recording.outputs
+        ]
+        return recording
+
+
+def _restless(name: str, *, is_number: bool) -> str:
+    if is_number:
+        found = f"{name} has another value"
+        instead = 'make it a tensor on the GPU, such as lr=torch.tensor(1e-3, device="cuda") of a fused optimizer'
+    else:
+        found, instead = f"{name} lies elsewhere", "write to the tensor in place, or pass it to the step as an argument"
+    return (
+        f"zgraph.training_step: {found} in each of {MOST_CHANGES} calls, and a CUDA graph holds for one; {instead}, or "
+        "leave out cuda_graph."
+    )
+
+
+class CudaGraphs:
+    """Records on the current GPU, on a stream and with memory that all graphs of a step share.
+
+    They run one after the other, and what one has made is copied before the next one runs.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def check(self, gm: fx.GraphModule, resident: int) -> None:
+        check_recordable(gm, resident)
+
+    def warm_up(self, program: Program, inputs: list[Any]) -> Any:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outputs = program(inputs)
+        current.wait_stream(self._stream)
+        return outputs
+
+    def record(self, program: Program, inputs: list[Any]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog asks for events meanwhile, which a capture of all threads would not survive.
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        try:
+            with capture:
+                outputs = program(inputs)
+        except RuntimeError as error:
+            raise ZgraphError(
+                f"zgraph.training_step: the step cannot be recorded as a CUDA graph: {error}. An operator that waits "
+                "for the GPU or copies from pageable memory is the usual reason; leave out cuda_graph, or the operator."
+            ) from error
+        return Recording(graph.replay, outputs)

@@ -1,0 +1,250 @@
+"""Captured steps in which two features meet that have tests of their own: one small model, one row for each pair."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+import zgraph
+from tests.support.combinations import shared_folder
+from tests.support.judges.replicated import whole
+from tests.support.ranks import Ranks, worlds
+from tests.support.step_gate import Lion
+from tests.support.step_scripts import LR, Script, Setting, compare, kinds
+from zgraph.dialect import ahead
+
+P = zgraph.passes
+H100 = zgraph.Hardware.preset("h100")
+TARGET = zgraph.Target(hardware=H100)
+# Whose updates take long enough to hide a gather.
+SLOW = zgraph.Target(hardware=replace(H100, launch_us=100.0))
+LOW_RANK = {"compression": P.LowRank(rank=1, least_saving=1.0)}
+EIGHT_BITS = {"gather_compression": P.NoFeedback(bits=8)}
+STEPS = 6
+
+
+def sgd(groups: Any) -> optim.Optimizer:
+    return optim.SGD(groups, lr=LR, momentum=0.9, foreach=False)
+
+
+def adamw_fused(groups: Any) -> optim.Optimizer:
+    return optim.AdamW(groups, lr=LR, fused=True)
+
+
+class Clipped(Script):
+    """Two micro-batches, of which the first may be under no_sync, and clipping by the norm of all gradients."""
+
+    windows = False
+
+    def step(self, x: Tensor) -> Any:
+        with zgraph.no_sync(self.model) if self.windows else contextlib.nullcontext():
+            self.loss(x * 0.5).backward()
+        loss = self.loss(x)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.model.zero_grad()
+        return {"loss": loss.detach(), "norm": norm}
+
+
+class Windowed(Clipped):
+    windows = True
+
+
+class Two(Clipped):
+    """One parameter has an optimizer of its own."""
+
+    def prepare(self) -> None:
+        first, *others = self.model.parameters()
+        self.opt = self.setting.make([{"params": others[:2]}, {"params": others[2:], "lr": LR / 2}])
+        self.other = optim.Adagrad([first], lr=LR, foreach=False)
+
+    def optimizers(self) -> list[optim.Optimizer]:
+        return [self.opt, self.other]
+
+
+class InTurn(Two):
+    """The second optimizer steps by a loss that reads what the first one has updated."""
+
+    def step(self, x: Tensor) -> Any:
+        found: dict[str, Any] = {}
+        for name, optimizer in (("first", self.opt), ("second", self.other)):
+            loss = self.loss(x)
+            loss.backward()
+            optimizer.step()
+            self.model.zero_grad()
+            found[name] = loss.detach()
+        return found
+
+
+class Autocast(Clipped):
+    def loss(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self.called(x)
+        return (out.float() - x[:, :3]).square().mean()
+
+
+class Hybrid(Windowed):
+    """Two replicas of two shards each."""
+
+    def sharded(self) -> dict[str, Any]:
+        return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+
+
+def gathers_of(setting: Setting) -> tuple[list[str], int]:
+    """Compare a script with its plain loop; why graphs were made, and how often ranks gathered what was not ahead."""
+    with patch.object(ahead, "start_all_gather", wraps=ahead.start_all_gather) as gathers:
+        reasons = compare(setting)
+    return kinds(reasons), gathers.call_count
+
+
+# --- gathers ahead ----------------------------------------------------------------------------------------------------
+
+
+MEMBERS = 5  # of a planned gather, which is one launch for all on NCCL; what is not ahead is gathered one by one
+AHEAD = Setting(Clipped, adamw_fused, more=(P.GatherAhead(),))
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("setting", "gathers"),
+    [
+        pytest.param(replace(AHEAD, target=SLOW), MEMBERS, id="planned"),
+        pytest.param(replace(AHEAD, target=SLOW, stage=2, script=Windowed), MEMBERS, id="planned, no_sync, stage 2"),
+        pytest.param(replace(AHEAD, target=SLOW, frugal=True), MEMBERS, id="frugal"),
+        pytest.param(replace(AHEAD, script=Two), 1, id="two optimizers"),
+    ],
+)
+def test_what_is_gathered_ahead_is_taken(ranks: Ranks, setting: Setting, gathers: int) -> None:
+    for found in ranks.run(gathers_of, setting):
+        assert found == (["", "state"], gathers)
+
+
+class Stored(Clipped):
+    """Goes back to a checkpoint of an earlier step."""
+
+    def prepare(self) -> None:
+        self.stack = contextlib.ExitStack()
+        self.folder = self.stack.enter_context(shared_folder())
+
+    def advance(self, number: int) -> None:
+        if number == 1:
+            self.path = zgraph.save_checkpoint(self.folder, self.model, self.opt, step=number)
+        if number == 3:
+            zgraph.load_checkpoint(self.path, self.model, self.opt)
+            torch.distributed.barrier()  # before the folder goes
+            self.stack.close()
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("setting", "gathers"), [(AHEAD, 1), (replace(AHEAD, stage=1), 1), (replace(AHEAD, target=SLOW), MEMBERS)]
+)
+def test_a_checkpoint_replaces_what_was_gathered_ahead(ranks: Ranks, setting: Setting, gathers: int) -> None:
+    for found in ranks.run(gathers_of, replace(setting, script=Stored)):
+        assert found == (["", "state"], 2 * gathers)
+
+
+def run_some(setting: Setting, numbers: range, folder: str) -> tuple[Script, list[Tensor], int]:
+    """Train these steps from the latest checkpoint and write one; the script, its losses, its number of graphs."""
+    script, report = Clipped(setting), zgraph.Report()
+    pipeline = zgraph.Pipeline([*P.presets.default(), *setting.more])
+    options = {"lowering": "fx", "pipeline": pipeline, "report": report}
+    step: Any = zgraph.training_step(script.model, script.opt, options=options)(script.step)
+    latest = zgraph.latest_checkpoint(folder)
+    if latest is not None:
+        zgraph.load_checkpoint(latest, script.model, script.opt)
+    losses = [step(*script.arguments(number))["loss"] for number in numbers]
+    zgraph.save_checkpoint(folder, script.model, script.opt, step=numbers.stop)
+    return script, losses, len(report.graphs)
+
+
+def resumed(setting: Setting) -> int:
+    """Train half of the steps, and the other half with a new model from a checkpoint; graphs of the second."""
+    plain = Clipped(setting)
+    expected = [plain.step(*plain.arguments(number))["loss"] for number in range(STEPS)]
+    with shared_folder() as folder:
+        _, first, _ = run_some(setting, range(STEPS // 2), folder)
+        script, second, graphs = run_some(setting, range(STEPS // 2, STEPS), folder)
+        torch.distributed.barrier()  # before the folder goes
+    assert torch.equal(torch.stack([*first, *second]), torch.stack(expected))
+    theirs = plain.left()
+    for name, ours in script.left().items():
+        assert ours is theirs[name] is None or torch.equal(whole(ours), whole(theirs[name])), name
+    return graphs
+
+
+@worlds(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_that_gathers_ahead_is_resumed(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(resumed, replace(AHEAD, stage=stage)) == [1, 1]  # its state is there
+
+
+# --- several optimizers -----------------------------------------------------------------------------------------------
+
+
+@worlds(2)
+@pytest.mark.parametrize("script", [Two, InTurn])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(Setting(Two, adamw_fused, target=TARGET), id="planned"),
+        pytest.param(Setting(Two, sgd, target=TARGET, frugal=True), id="frugal"),
+        pytest.param(Setting(Two, sgd, close=True, steps=4), id="inductor", marks=pytest.mark.slow),  # compiles C++
+    ],
+)
+def test_several_optimizers_step(ranks: Ranks, script: type[Script], setting: Setting) -> None:
+    for reasons in ranks.run(compare, replace(setting, script=script)):
+        assert kinds(reasons) == ["", "state"]
+
+
+# --- replicas of several shards ---------------------------------------------------------------------------------------
+
+
+@worlds(4)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(pytest.param(Setting(Hybrid, adamw_fused, stage=stage), id=f"stage {stage}") for stage in (0, 1, 2, 3)),
+        pytest.param(Setting(Hybrid, sgd, target=TARGET), id="planned"),
+        pytest.param(Setting(Hybrid, sgd, stage=2, more=(P.GatherAhead(),)), id="ahead"),
+        pytest.param(Setting(Hybrid, sgd, preset={"compression": P.LoCo()}), id="loco"),
+        pytest.param(Setting(Hybrid, Lion, stage=3), id="own"),
+    ],
+)
+def test_replicas_of_several_shards_step(ranks: Ranks, setting: Setting) -> None:
+    for reasons in ranks.run(compare, setting):
+        assert kinds(reasons) == ["", "state"]
+
+
+# --- compiled by Inductor ---------------------------------------------------------------------------------------------
+
+
+# One model: what is compiled for one of them is there for the others.
+@worlds(2)
+@pytest.mark.slow  # compiles C++
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(Setting(Autocast, sgd, stage=2, bound=3e-2), id="autocast"),
+        pytest.param(Setting(Windowed, sgd), id="no_sync, stage 3"),
+        pytest.param(Setting(Windowed, sgd, stage=0), id="no_sync, stage 0"),
+        pytest.param(Setting(Clipped, sgd, preset=LOW_RANK), id="low rank"),
+        pytest.param(Setting(Windowed, sgd, stage=1, preset=LOW_RANK), id="low rank, no_sync"),
+        pytest.param(Setting(Clipped, sgd, preset=EIGHT_BITS), id="quantized gathers"),
+        pytest.param(Setting(Windowed, sgd, stage=2, preset=EIGHT_BITS), id="quantized gathers, no_sync"),
+        pytest.param(Setting(Windowed, Lion, stage=2), id="own, no_sync"),
+        pytest.param(Setting(Autocast, Lion, bound=3e-2), id="own, autocast"),
+    ],
+)
+def test_a_step_compiled_by_inductor_is_close(ranks: Ranks, setting: Setting) -> None:
+    for reasons in ranks.run(compare, replace(setting, close=True, steps=4)):
+        assert kinds(reasons) == ["", "state"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,12 +19,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave worlds of one and of four ranks to `make test-all`."""
+    """Leave worlds of one and of four ranks to `make test-all`, and of a table for two and three every other row.
+
+    Where each row runs on two ranks and on three, `make test` runs the first on three, the second on two, and so on.
+    """
+    rows: dict[tuple[Any, ...], dict[int, pytest.Item]] = {}
+    levels: dict[tuple[Any, ...], dict[str, int]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            world = item.callspec.params.get("ranks", 2)
-            if world not in (2, 3):
-                item.add_marker(pytest.mark.slow)
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        world = item.callspec.params.get("ranks", 2)
+        if world not in (2, 3):
+            item.add_marker(pytest.mark.slow)
+        places: list[int] = []
+        for name, value in item.callspec.params.items():
+            if name != "ranks":
+                known = levels.setdefault((item.parent, item.originalname, name), {})
+                places.append(known.setdefault(repr(value), len(known)))
+        if places:
+            rows.setdefault((item.parent, item.originalname, *places), {})[world] = item
+    for (_, _, *places), by_world in rows.items():
+        if {2, 3} <= by_world.keys():
+            by_world[2 + sum(places) % 2].add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is loaded, and thousands of tests, out of every collection of garbage to come."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import zgraph
 from tests.support import models
 from tests.support.judges.replicated import Case, compare, growing_batch, growing_features, token_batch
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import slow
 
 
 def _stage_by_part(model: nn.Module, zero_stage: int) -> nn.Module:
@@ -82,7 +83,7 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
 @pytest.mark.parametrize("name", marked(EVERYWHERE))
 @pytest.mark.parametrize(
     ("ranks", "zero_stage"),
-    [(2, 0), (2, 3), (3, 3)],
+    [*slow((2, 0)), (2, 3), (3, 3)],  # other models below are replicated
     indirect=["ranks"],
     scope="session",
     ids=["ranks2-0", "ranks2-3", "ranks3-3"],
@@ -142,8 +143,16 @@ def run_window(name: str, zero_stage: int, mode: str) -> int:
     return compare(WINDOWS[name], zero_stage, mode)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("ranks", "mode"), [(2, "eager"), (2, "fx"), (3, "fx")], indirect=["ranks"], scope="session")
+@pytest.mark.parametrize(
+    ("ranks", "mode", "zero_stage"),
+    [
+        *((2, "eager", stage) for stage in range(4)),
+        *((2 + stage % 2, "fx", stage) for stage in range(4)),
+        *slow(*((3 - stage % 2, "fx", stage) for stage in range(4))),
+    ],
+    indirect=["ranks"],
+    scope="session",
+)
 def test_accumulated_gradients_equal_the_replicated_model(ranks: Ranks, zero_stage: int, mode: str) -> None:
     assert min(ranks.run(run_window, "uneven_shards", zero_stage, mode)) > 0
 

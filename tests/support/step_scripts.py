@@ -144,7 +144,7 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
     script, report = setting.script(setting), zgraph.Report()
     passes: list[Any] = P.presets.default(**setting.preset)
     passes = [replace(one, min_numel=8) if hasattr(one, "min_numel") else one for one in passes]
-    pipeline = zgraph.Pipeline([*passes, *(setting.more if captured else ())], replay_all=True)
+    pipeline = zgraph.Pipeline([*passes, *(setting.more if captured else ())], replay_all=dist.get_rank() == 0)
     options = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
     function: Any = script.step
     if captured:

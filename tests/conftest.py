@@ -13,15 +13,17 @@ from tests.support.ranks import Ranks, RanksPool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch", help="the release that test_versions.py expects, instead of that in constraints.txt")
-    parser.addoption("--kills", type=int, default=20, help="how often test_kills.py kills its run")
+    parser.addoption("--kills", type=int, default=10, help="how often test_kills.py kills its run")
     parser.addoption("--graphs", type=int, default=20, help="how many schedules test_plan_schedule.py compares")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave worlds of one and of four ranks to `make test-all`, and of a table for two and three every other row.
+    """Leave worlds of one and of four ranks to `make test-all`, and split tables that run on several numbers of ranks.
 
-    Where each row runs on two ranks and on three, `make test` runs the first on three, the second on two, and so on.
+    Where each row of a table runs on two ranks and on three, `make test` runs every other row on three, and those
+    between on two, so that each number of ranks meets each value of each other parameter. `make test-all` has the rest;
+    or, where there are one and four ranks as well, these in the same turns, and `make test-long` the rest.
     """
     rows: dict[tuple[Any, ...], dict[int, pytest.Item]] = {}
     levels: dict[tuple[Any, ...], dict[str, int]] = {}
@@ -40,7 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             rows.setdefault((item.parent, item.originalname, *places), {})[world] = item
     for (_, _, *places), by_world in rows.items():
         if {2, 3} <= by_world.keys():
-            by_world[2 + sum(places) % 2].add_marker(pytest.mark.slow)
+            first, last = (2, 3) if sum(places) % 2 else (3, 2)
+            by_world[last].add_marker(pytest.mark.slow)
+            if {1, 4} <= by_world.keys():
+                for world in (last, 4 if first == 2 else 1):
+                    by_world[world].add_marker(pytest.mark.long)
 
 
 def pytest_collection_finish() -> None:

@@ -42,6 +42,10 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
 # Two workers, each with its own ranks; the one that is done first takes over tests of the other.
 PYTEST := $(RUN) pytest -n 2 --dist worksteal $(if $(TORCH)$(BUILD),--torch $(RELEASE))
 
+# Runs a command while pyright checks the types, which takes one core most of a minute; what it finds comes last.
+BESIDE_TYPES = @echo '$(1)'; $(MAKE) --no-print-directory types >$(VENV)/types.log 2>&1 & types=$$!; \
+	$(1); tests=$$?; wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests > types ? tests : types))
+
 PAGE := zgraph/reporting/page
 
 .DELETE_ON_ERROR:
@@ -53,12 +57,12 @@ help:
 train: $(VENV)/.installed-examples
 	$(RUN) torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
-test: lint types
-	$(PYTEST) $(ARGS)
+test: lint
+	$(call BESIDE_TYPES,$(PYTEST) $(ARGS))
 
 # make test-all   the slow tests as well: worlds of one and of four ranks, kills, the zoo, packaging; about half an hour
-test-all: lint types
-	$(PYTEST) -m "not long" $(ARGS)
+test-all: lint
+	$(call BESIDE_TYPES,$(PYTEST) -m "not long" $(ARGS))
 
 # make test-long   what both leave out: every combination of three features, half an hour or more
 test-long: lint

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,18 +13,46 @@ from tests.support.ranks import Ranks, RanksPool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch", help="the release that test_versions.py expects, instead of that in constraints.txt")
-    parser.addoption("--kills", type=int, default=20, help="how often test_kills.py kills its run")
+    parser.addoption("--kills", type=int, default=10, help="how often test_kills.py kills its run")
     parser.addoption("--graphs", type=int, default=20, help="how many schedules test_plan_schedule.py compares")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave worlds of one and of four ranks to `make test-all`."""
+    """Leave worlds of one and of four ranks to `make test-all`, and split tables that run on several numbers of ranks.
+
+    Where each row of a table runs on two ranks and on three, `make test` runs every other row on three, and those
+    between on two, so that each number of ranks meets each value of each other parameter. `make test-all` has the rest;
+    or, where there are one and four ranks as well, these in the same turns, and `make test-long` the rest.
+    """
+    rows: dict[tuple[Any, ...], dict[int, pytest.Item]] = {}
+    levels: dict[tuple[Any, ...], dict[str, int]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            world = item.callspec.params.get("ranks", 2)
-            if world not in (2, 3):
-                item.add_marker(pytest.mark.slow)
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        world = item.callspec.params.get("ranks", 2)
+        if world not in (2, 3):
+            item.add_marker(pytest.mark.slow)
+        places: list[int] = []
+        for name, value in item.callspec.params.items():
+            if name != "ranks":
+                known = levels.setdefault((item.parent, item.originalname, name), {})
+                places.append(known.setdefault(repr(value), len(known)))
+        if places:
+            rows.setdefault((item.parent, item.originalname, *places), {})[world] = item
+    for (_, _, *places), by_world in rows.items():
+        if {2, 3} <= by_world.keys():
+            first, last = (2, 3) if sum(places) % 2 else (3, 2)
+            by_world[last].add_marker(pytest.mark.slow)
+            if {1, 4} <= by_world.keys():
+                for world in (last, 4 if first == 2 else 1):
+                    by_world[world].add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is loaded, and thousands of tests, out of every collection of garbage to come."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

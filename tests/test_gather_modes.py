@@ -18,6 +18,7 @@ from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import counted
 from tests.support.models import Uneven
 from tests.support.ranks import Ranks
+from tests.support.tiers import slow
 from zgraph import Hardware, Pipeline
 from zgraph.analysis.liveness import memory_curve, step_curve
 from zgraph.compiler.target import Target
@@ -85,7 +86,7 @@ def results_by_mode(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], indirect=["ranks"], scope="session"
+    ("ranks", "dtype"), [(3, torch.bfloat16), *slow((2, torch.float32))], indirect=["ranks"], scope="session"
 )
 def test_results_are_bitwise_those_of_eager_mode(ranks: Ranks, dtype: torch.dtype) -> None:
     compared = ranks.run(results_by_mode, dtype)

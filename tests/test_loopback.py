@@ -24,6 +24,7 @@ from examples.benchmarks.loopback import Wire, loopback
 from tests.support import models
 from tests.support.judges.happens_before import HappensBefore, judging
 from tests.support.memory.allocations import poisoned
+from tests.support.tiers import slow
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, CompressGradients, LoCo, NoFeedback, presets
@@ -199,7 +200,7 @@ LOCO = LoCo(hops=1)
     ],
     ids=["0", "1-window-coalesced", "2-window-grouped", "3-grouped", "3-window-rank3", "3-sequential", "3-hybrid"],
 )
-@pytest.mark.parametrize("backend", ["loopback", "nccl"])
+@pytest.mark.parametrize("backend", ["loopback", *slow("nccl")])
 def test_what_is_late_is_waited_for(run: Run, backend: str) -> None:
     """On "nccl" with its own reduce_scatter and one launch for a group of gathers."""
     found, judge = run.judged(backend)
@@ -212,12 +213,11 @@ def test_what_is_late_is_waited_for(run: Run, backend: str) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(zero_stage=0, compression=LOCO),
         Run(zero_stage=1, micro_batches=2, compression=LOCO),
         Run(zero_stage=3, compression=LOCO, gather_compression=NoFeedback(bits=8)),
-        Run(zero_stage=3, compression=LoCo(), replicas=2),
+        *slow(Run(zero_stage=0, compression=LOCO), Run(zero_stage=3, compression=LoCo(), replicas=2)),
     ],
-    ids=["0", "1-window", "3-coded-gathers", "3-hybrid"],
+    ids=["1-window", "3-coded-gathers", "0", "3-hybrid"],
 )
 def test_codes_that_are_late_are_waited_for(run: Run) -> None:
     """Kernels that work in place among them."""

@@ -22,6 +22,7 @@ from tests.support.compiled import with_fx
 from tests.support.judges.replicated import whole
 from tests.support.memory.heap_peak import SLACK_BYTES, WIDTH, Peak
 from tests.support.ranks import Ranks, every_world
+from tests.support.tiers import slow
 
 SEED = 11
 Init = Callable[[nn.Module], object]
@@ -216,7 +217,9 @@ def test_materialized_equals_initialised_whole_and_sharded(ranks: Ranks, case: s
 
 
 @pytest.mark.parametrize(
-    ("case", "options"), [("constructor", {}), ("rescaling", {"param_dtype": torch.bfloat16})], ids=str
+    ("case", "options"),
+    [("rescaling", {"param_dtype": torch.bfloat16}), *slow(("constructor", {}))],  # which eager mode has
+    ids=str,
 )
 def test_materialized_equals_whole_compiled(ranks: Ranks, case: str, options: dict[str, Any]) -> None:
     assert all(ranks.run(same_as_whole, case, options, "fx", 0))
@@ -416,7 +419,7 @@ def compiled_and_optimizer_before(forgotten: bool) -> bool:
     return True
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("forgotten", [True, *slow(False)])  # a shorter way than the other
 def test_compiled_and_given_to_an_optimizer_before(ranks: Ranks, forgotten: bool) -> None:
     """Also when the compiler has met the model on the meta device, and refused it."""
     assert all(ranks.run(compiled_and_optimizer_before, forgotten))

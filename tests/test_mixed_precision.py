@@ -26,6 +26,7 @@ from tests.support.judges.replicated import (
     whole,
 )
 from tests.support.ranks import Ranks, every_world, worlds
+from tests.support.tiers import slow
 
 
 def _cases(label: str, half: torch.dtype) -> dict[str, Case]:
@@ -301,8 +302,18 @@ def train_token_weighted(zero_stage: int, mode: str, half: bool) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize(("mode", "half"), [("eager", False), ("fx", False), ("fx", True)])
-@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (3, 3)], indirect=["ranks"], scope="session")
+@pytest.mark.parametrize(
+    ("ranks", "zero_stage", "mode", "half"),
+    [
+        (2, 0, "eager", False),
+        (3, 3, "eager", False),
+        (2, 0, "fx", False),
+        (3, 3, "fx", True),
+        *slow((2, 0, "fx", True), (3, 3, "fx", False)),  # every two are met before
+    ],
+    indirect=["ranks"],
+    scope="session",
+)
 def test_a_token_weighted_sum_equals_the_replicated_model(ranks: Ranks, zero_stage: int, mode: str, half: bool) -> None:
     ranks.run(train_token_weighted, zero_stage, mode, half)
 

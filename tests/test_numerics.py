@@ -13,6 +13,7 @@ import zgraph
 from tests.support import models
 from tests.support.judges.replicated import Case, compare, growing_batch, growing_features, token_batch
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import long, slow
 
 
 def _stage_by_part(model: nn.Module, zero_stage: int) -> nn.Module:
@@ -82,7 +83,7 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
 @pytest.mark.parametrize("name", marked(EVERYWHERE))
 @pytest.mark.parametrize(
     ("ranks", "zero_stage"),
-    [(2, 0), (2, 3), (3, 3)],
+    [*slow((2, 0)), (2, 3), (3, 3)],  # other models below are replicated
     indirect=["ranks"],
     scope="session",
     ids=["ranks2-0", "ranks2-3", "ranks3-3"],
@@ -106,14 +107,18 @@ def test_equals_the_replicated_model_on_any_number_of_ranks(
     assert min(ranks.run(run_case, name, zero_stage, mode)) > 0
 
 
-@pytest.mark.parametrize("name", marked(name for name in CASES if name not in EVERYWHERE))
-@pytest.mark.parametrize(
-    ("ranks", "zero_stage", "mode"),
-    [(2, 0, "fx"), (2, 3, "eager"), (3, 3, "fx")],
-    indirect=["ranks"],
-    scope="session",
-    ids=["ranks2-0-fx", "ranks2-3-eager", "ranks3-3-fx"],
-)
+def elsewhere() -> list[Any]:
+    """Compiled, what is not fast runs on two replicated or on three sharded ranks in turns; the other way is long."""
+    rows: list[Any] = []
+    for number, name in enumerate(name for name in CASES if name not in EVERYWHERE):
+        for place, row in enumerate([(2, 0, "fx"), (3, 3, "fx"), (2, 3, "eager")]):
+            mark = pytest.mark.slow if place in (2, number % 2) else pytest.mark.long
+            title = f"{name}-ranks{row[0]}-{row[1]}-{row[2]}"
+            rows.append(pytest.param(name, *row, id=title, marks=[] if name in FAST else mark))
+    return rows
+
+
+@pytest.mark.parametrize(("name", "ranks", "zero_stage", "mode"), elsewhere(), indirect=["ranks"], scope="session")
 def test_many_models_equal_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
     assert min(ranks.run(run_case, name, zero_stage, mode)) > 0
 
@@ -142,8 +147,16 @@ def run_window(name: str, zero_stage: int, mode: str) -> int:
     return compare(WINDOWS[name], zero_stage, mode)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("ranks", "mode"), [(2, "eager"), (2, "fx"), (3, "fx")], indirect=["ranks"], scope="session")
+@pytest.mark.parametrize(
+    ("ranks", "mode", "zero_stage"),
+    [
+        *((2, "eager", stage) for stage in range(4)),
+        *((2 + stage % 2, "fx", stage) for stage in range(4)),
+        *slow(*((3 - stage % 2, "fx", stage) for stage in range(4))),
+    ],
+    indirect=["ranks"],
+    scope="session",
+)
 def test_accumulated_gradients_equal_the_replicated_model(ranks: Ranks, zero_stage: int, mode: str) -> None:
     assert min(ranks.run(run_window, "uneven_shards", zero_stage, mode)) > 0
 
@@ -185,10 +198,18 @@ def run_hybrid(name: str, zero_stage: int, mode: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "mode"), [("uneven_shards", "eager"), ("uneven_shards", "fx"), ("bf16", "fx")], ids="-".join
-)
-@pytest.mark.parametrize(
-    ("ranks", "zero_stage"), [(2, 3), (4, 0), (4, 1), (4, 2), (4, 3)], indirect=["ranks"], scope="session"
+    ("name", "mode", "ranks", "zero_stage"),
+    [
+        *(("uneven_shards", "fx", 4, stage) for stage in range(4)),
+        ("uneven_shards", "fx", 2, 3),
+        *(("uneven_shards", "eager", 4, stage) for stage in (0, 3)),
+        *(("bf16", "fx", 4, stage) for stage in (1, 3)),
+        # The other stages of what is not compiled, or narrow.
+        *long(*(("uneven_shards", "eager", 4, stage) for stage in (1, 2)), ("uneven_shards", "eager", 2, 3)),
+        *long(*(("bf16", "fx", 4, stage) for stage in (0, 2)), ("bf16", "fx", 2, 3)),
+    ],
+    indirect=["ranks"],
+    scope="session",
 )
 def test_hybrid_sharding_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, mode: str) -> None:
     """4 ranks as 2 x 2; 2 ranks as 2 x 1, where nothing is sharded and all is replicated."""

@@ -17,6 +17,7 @@ from tests.support.combinations import off
 from tests.support.compressing import feedback_of
 from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, compare, token_batch, whole
 from tests.support.ranks import Ranks
+from tests.support.tiers import slow
 from zgraph.analysis.hardware import Hardware
 from zgraph.graph import meta, nodes
 from zgraph.torch_compat.aot import rng_state_operators
@@ -115,7 +116,7 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 LOWERINGS = ["fx", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [3, *slow(0)])  # where nothing is gathered again
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_attention_without_dropout_is_computed_again_as_it_is(ranks: Ranks, zero_stage: int, lowering: str) -> None:
     for notes, _ in ranks.run(train, zero_stage, lowering, 0.0):
@@ -126,7 +127,7 @@ def drawn_again() -> list[str]:
     return [f"{direction}: {ATTENTION} 2, wrapped native_dropout 4" for direction in ("forward", "backward")]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_dropout_draws_the_same_mask_again(ranks: Ranks, zero_stage: int, lowering: str) -> None:
     assert [notes for notes, _ in ranks.run(train, zero_stage, lowering, 0.5)] == [drawn_again()] * 2
@@ -201,7 +202,7 @@ class Twins(nn.Module):
         return checkpoint(self.second, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [1, *slow(0, 2)])
 def test_compiled_blocks_that_backward_repeats_stay_in_their_window(ranks: Ranks, zero_stage: int) -> None:
     """A repeated block took itself for a forward of its own, and closed the window: gradients that waited were lost."""
     assert ranks.run(compare, Case(build=Twins, micro_batches=2, steps=2), zero_stage, "part") == [12, 12]

@@ -13,6 +13,7 @@ import zgraph
 from tests.support.compiled import with_fx
 from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks
+from tests.support.tiers import slow
 from zgraph.analysis.cuda_workspace import COMMUNICATOR_BYTES
 from zgraph.graph import nodes
 from zgraph.graph.lanes import Lane
@@ -46,7 +47,7 @@ def compiled_for_real(zero_stage: int) -> tuple[int, list[int]]:
     return report.step_bytes, [graph.nodes for graph in report.graphs]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [2, *slow(0, 3)])  # which gathers once, and reduces twice
 def test_it_plans_what_real_ranks_compile(ranks: Ranks, zero_stage: int) -> None:
     found = planned(2, zero_stage=zero_stage)
     assert (found.sent_bytes, [graph.nodes for graph in found.graphs]) == ranks.run(compiled_for_real, zero_stage)[0]
@@ -194,7 +195,7 @@ def captured_for_real(zero_stage: int) -> tuple[int, int]:
     return last.nodes, last.sent_bytes
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
 def test_a_plan_with_an_optimizer_is_that_of_the_whole_step(ranks: Ranks, zero_stage: int) -> None:
     found = planned(2, zero_stage=zero_stage, optimizer_fn=adamw, step_fn=clipped)
     (graph,) = found.graphs

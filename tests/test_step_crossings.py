@@ -14,6 +14,7 @@ import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Net, Script, Setting, compare, kinds
+from tests.support.tiers import slow
 
 P = zgraph.passes
 
@@ -78,16 +79,19 @@ EIGHT_BITS = {"gather_compression": P.NoFeedback(bits=8)}
     ("script", "make", "stage", "preset"),
     [
         (Windowed, sgd, 1, LOW_RANK),
-        (Script, adamw_fused, 3, LOW_RANK),
         (Accumulated, sgd, 3, LOW_RANK),
-        (Script, adamw_fused, 3, EIGHT_BITS),
-        (Windowed, sgd, 2, EIGHT_BITS),
         (Autocast, sgd, 3, EIGHT_BITS),
         (Unit, adamw_fused, 3, {}),
-        (Unit, sgd, 1, {}),
-        (Hybrid, adamw_fused, 3, {}),
         (Hybrid, sgd, 2, {}),
-        (Autocast, adamw_fused, 2, {}),
+        # The same features at other stages, or with fewer of the others.
+        *slow(
+            (Script, adamw_fused, 3, LOW_RANK),
+            (Script, adamw_fused, 3, EIGHT_BITS),
+            (Windowed, sgd, 2, EIGHT_BITS),
+            (Unit, sgd, 1, {}),
+            (Hybrid, adamw_fused, 3, {}),
+            (Autocast, adamw_fused, 2, {}),
+        ),
     ],
 )
 def test_a_captured_step_equals_the_plain_loop(
@@ -150,7 +154,7 @@ def metered(script_of: type[Script]) -> tuple[list[dict[str, Any]], str, str, in
 
 
 @worlds(2)
-@pytest.mark.parametrize("script", [Script, Autocast])
+@pytest.mark.parametrize("script", [Autocast, *slow(Script)])
 def test_metrics_and_reports_see_whole_steps(ranks: Ranks, script: type[Script]) -> None:
     for values, summary, explained, sent_bytes in ranks.run(metered, script):
         assert len(values) == 4

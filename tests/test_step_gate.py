@@ -19,9 +19,7 @@ from tests.support.step_gate import LEVELS, Gate, train
 
 PAIRS = [Gate(*row) for row in make(list(LEVELS.values()), strength=2)]
 # A few: each compiles what two or three ranks train with, which takes ten seconds and more.
-QUICK = [
-    next(one for one in PAIRS if (one.optimizer, one.ranks) == (name, 2)) for name in ("adamw_fused", "sgd", "own")
-]
+QUICK = [next(one for one in PAIRS if (one.optimizer, one.ranks) == (name, 2)) for name in ("adamw_fused", "own")]
 
 
 def pairs(gate: Gate) -> set[tuple[tuple[str, Any], ...]]:
@@ -80,7 +78,8 @@ def drawn(examples: int) -> Any:
 
 
 @worlds(2)
-@drawn(2)  # seconds each
+@pytest.mark.slow  # seconds each, and of the same kind as those above
+@drawn(2)
 @given(gates(2))
 def test_drawn_steps_train_as_the_plain_loop(ranks: Ranks, gate: Gate) -> None:
     assert min(ranks.run(train, gate, 6)) > 0

@@ -11,6 +11,7 @@ from torch import nn, optim
 import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
+from tests.support.tiers import slow
 
 
 def nadam(groups: Any) -> optim.Optimizer:
@@ -101,12 +102,11 @@ class Counting(Lion):
     ("make", "stage", "close"),
     [
         (nadam, 3, False),
-        (nadam_foreach, 1, False),
-        (rprop, 2, False),
         (rprop_foreach, 0, False),
         (Lion, 3, False),
         (Lars, 2, False),
-        (Lars, 0, False),
+        # The other road of the same optimizers.
+        *slow((nadam_foreach, 1, False), (rprop, 2, False), (Lars, 0, False)),
     ],
 )
 def test_an_optimizer_steps_as_in_the_plain_loop(ranks: Ranks, make: Any, stage: int, close: bool) -> None:
@@ -116,7 +116,7 @@ def test_an_optimizer_steps_as_in_the_plain_loop(ranks: Ranks, make: Any, stage:
 
 
 @worlds(2)
-@pytest.mark.parametrize(("make", "stage"), [(radam, 3), (radam_foreach, 1), (asgd, 2), (asgd_foreach, 0)])
+@pytest.mark.parametrize(("make", "stage"), [(radam, 3), (asgd_foreach, 0), *slow((radam_foreach, 1), (asgd, 2))])
 def test_an_optimizer_that_decides_by_its_step_is_compiled_again(ranks: Ranks, make: Any, stage: int) -> None:
     for reasons in ranks.run(compare, Setting(Script, make, stage=stage, steps=9)):
         assert kinds(reasons)[:3] == ["", "state", "options"]
@@ -185,8 +185,17 @@ def adamw_foreach(groups: Any) -> optim.Optimizer:
     return optim.AdamW(groups, lr=LR, foreach=True)
 
 
-@worlds(2, 3)
-@pytest.mark.parametrize(("make", "stage"), [(adamw_foreach, 3), (nadam, 0), (Lars, 2), (rprop, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "make", "stage"),
+    [
+        (2, adamw_foreach, 3),
+        (3, Lars, 2),
+        # Each compiles five graphs; what else these optimizers do is seen above.
+        *slow((2, nadam, 0), (2, rprop, 1), (3, adamw_foreach, 3), (3, rprop, 1)),
+    ],
+    indirect=["ranks"],
+    scope="session",
+)
 def test_a_parameter_may_get_no_gradient_in_some_steps(ranks: Ranks, make: Any, stage: int) -> None:
     for reasons in ranks.run(compare, Setting(SometimesUnused, make, stage=stage, steps=8)):
         assert "arguments" in kinds(reasons)

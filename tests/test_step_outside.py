@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
+from tests.support.tiers import slow
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -136,17 +137,16 @@ class Equally(Smoothed):
 @pytest.mark.parametrize(
     ("script", "make", "stage", "close"),
     [
-        (Averaged, sgd, 3, False),
         (Averaged, adamw_fused, 1, False),
-        (AveragedAtOnce, adamw_fused, 2, False),
         (AveragedAtOnce, sgd, 0, False),
         (ByList, sgd, 2, False),
         (Taught, adamw_fused, 3, False),
         pytest.param(Averaged, sgd, 2, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
         (Smoothed, adamw_fused, 3, False),
-        (Smoothed, sgd, 0, False),
         (OneByOne, sgd, 2, False),
         (Equally, adamw_fused, 1, False),
+        # The same lines at other stages.
+        *slow((Averaged, sgd, 3, False), (AveragedAtOnce, adamw_fused, 2, False), (Smoothed, sgd, 0, False)),
     ],
 )
 def test_tensors_that_the_function_names_are_inputs(

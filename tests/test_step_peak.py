@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.memory.step_peaks import peaks_of
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import slow
 from zgraph.passes import HoistStarts, SinkWaits, UpdateAsReduced, presets
 
 LAYERS = 28
@@ -13,7 +14,7 @@ BUCKET = 64 * 1024  # one layer's weight, so that hardly more than gradients is 
 
 
 @worlds(2)
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
 def test_the_peak_of_a_step_is_the_predicted_one(ranks: Ranks, zero_stage: int) -> None:
     for found in ranks.run(peaks_of, zero_stage, presets.default(bucket_bytes=BUCKET)):
         assert found.measured == pytest.approx(found.predicted, rel=0.05)

@@ -11,6 +11,7 @@ import pytest
 from covertable import make
 
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import slow
 from tests.support.whole_steps import Case, assert_same, train
 
 LEVELS: dict[str, list[Any]] = {
@@ -26,7 +27,7 @@ CASES = [
     for stage, precision, windows, layers, loco in make(list(LEVELS.values()), strength=2)
 ]
 
-QUICK = 5  # which meet every stage, precision and window
+QUICK = CASES[1:3]  # which meet dropout, checkpointing, loco and windows, with reductions of each half precision
 
 
 def title(case: Case) -> str:
@@ -49,7 +50,7 @@ def recomputed(case: Case) -> list[bool]:
 @worlds(2)
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:QUICK], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[QUICK:])],
+    [*QUICK, *slow(*(case for case in CASES if case not in QUICK))],
     ids=title,
 )
 def test_a_step_that_computes_again_equals_the_plain_loop(ranks: Ranks, case: Case) -> None:

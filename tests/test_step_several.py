@@ -14,6 +14,7 @@ import zgraph
 from tests.support.combinations import shared_folder
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
+from tests.support.tiers import slow
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -171,17 +172,20 @@ class Evaluated(Script):
     ("script", "make", "stage", "close"),
     [
         (Two, adamw_fused, 3, False),
-        (Two, sgd, 0, False),
-        (Adversaries, adamw_fused, 3, False),
-        (Adversaries, sgd, 2, False),
         (Adversaries, adam_foreach, 1, False),
-        (Adversaries, adamw_fused, 0, False),
         (OftenJudged, sgd, 3, False),
-        (OftenJudged, adam_foreach, 1, False),
         (Scaled, adamw_fused, 3, False),
-        (Scaled, sgd, 1, False),
-        (Evaluated, adamw_fused, 2, False),
         (Evaluated, sgd, 0, False),
+        # The same lines at other stages.
+        *slow(
+            (Two, sgd, 0, False),
+            (Adversaries, adamw_fused, 3, False),
+            (Adversaries, sgd, 2, False),
+            (Adversaries, adamw_fused, 0, False),
+            (OftenJudged, adam_foreach, 1, False),
+            (Scaled, sgd, 1, False),
+            (Evaluated, adamw_fused, 2, False),
+        ),
         pytest.param(Adversaries, sgd, 1, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
     ],
 )

@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-QUICK = ("stage 3", "stage 1", "loco")
+QUICK = ("stage 3", "stage 1")  # test_step_gate.py has two with loco
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
 
 

@@ -101,6 +101,7 @@ def test_neither_triton_nor_nccl_is_imported():
     assert (found.returncode, found.stdout) == (0, "[]\n"), found.stderr
 
 
+@pytest.mark.slow  # what is not imported, as the test above has it, may be missing
 def test_zgraph_works_where_triton_cannot_be_imported():
     found = run_python(f"import sys\nsys.modules['triton'] = None\n{COMPILE_A_LINEAR}\nprint('ran')")
     assert (found.returncode, found.stdout) == (0, "ran\n"), found.stderr

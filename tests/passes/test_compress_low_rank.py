@@ -20,6 +20,7 @@ from tests.support.judges.compressed import local_gradients
 from tests.support.judges.low_rank import Paper, compile_low_rank
 from tests.support.judges.replicated import assert_equal, whole
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import slow
 from zgraph.compression.low_rank import LowRank
 from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.traffic import transfers
@@ -79,13 +80,16 @@ def compare(
     return len(paper.errors)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 3, *slow(1, 2)])  # stages 1 and 2 are those of windows below
 def test_every_gradient_is_what_the_twin_computes(ranks: Ranks, zero_stage: int) -> None:
     assert ranks.run(compare, zero_stage) == [5 + (zero_stage == 0)] * 2  # replicated, the smallest one pays too
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize("hardware", [False, True], ids=["rules", "planned"])
+@pytest.mark.parametrize(
+    ("zero_stage", "hardware"),
+    [(0, True), (3, False), *slow((0, False), (3, True))],
+    ids=["0-planned", "3-rules", "0-rules", "3-planned"],
+)
 @worlds(3)
 def test_on_three_ranks(ranks: Ranks, zero_stage: int, hardware: bool) -> None:
     assert ranks.run(compare, zero_stage, 1, None, hardware) == [5 + (zero_stage == 0)] * 3
@@ -95,7 +99,7 @@ def test_of_narrow_gradients(ranks: Ranks) -> None:
     assert min(ranks.run(compare, 2, 1, torch.bfloat16, False, replace(METHOD, least_saving=1.0))) >= 1
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
 def test_of_replicas(ranks: Ranks, zero_stage: int) -> None:
     """Hybrid sharding whose shards are whole: factors travel between the replicas."""
     assert min(ranks.run(compare, zero_stage, 2)) >= 4
@@ -178,7 +182,7 @@ def windows(zero_stage: int) -> list[tuple[int, int]]:
     return sorted({(kept["first_hop"].reductions, kept["first_hop"].steps) for kept in feedback_of(sharded).values()})
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [1, 2, *slow(0, 3)])
 def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce the sum of its gradients, 2 and 3 each of them."""
     assert ranks.run(windows, zero_stage) == [[(2, 2)] if zero_stage < 2 else [(4, 2)]] * 2
@@ -262,8 +266,7 @@ def low_rank_graph(world: int, zero_stage: int, method: LowRank, build: Any = wi
     return found.graphs["backward"].graph
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize(("world", "rank"), [(2, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("zero_stage", "world", "rank"), [(0, 2, 1), (3, 2, 4), (3, 3, 2), (0, 3, 2)])
 def test_what_is_sent_is_rank_times_rows_and_columns(zero_stage: int, world: int, rank: int) -> None:
     """To each other rank, in fp32, of all six matrices; and one exchange more than there are buckets."""
     with fake_world(world):

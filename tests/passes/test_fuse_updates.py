@@ -19,7 +19,7 @@ from zgraph.graph.text import graph_text
 from zgraph.passes import FuseUpdates, presets
 from zgraph.torch_compat.operators import OpOverload
 
-WIDTH, LAYERS = 4, 6
+WIDTH, LAYERS = 4, 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ from tests.support.judges.replicated import (
     whole,
 )
 from tests.support.ranks import Ranks, fresh_ranks
+from tests.support.tiers import slow
 from zgraph import Pipeline, VerifyError
 from zgraph.analysis.formula import formula
 from zgraph.analysis.liveness import memory_curve
@@ -501,14 +502,17 @@ def equal_on_all_ranks(found: list[list[Tensor]]) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "zero_stage", "bucketed"),
-    [("uneven", 3, False), ("window", 1, True), ("autocast", 2, True), ("language", 3, True)],
+    [("uneven", 3, False), ("window", 1, True), *slow(("autocast", 2, True), ("language", 3, True))],  # larger models
 )
 def test_forwards_read_what_codes_stand_for(ranks: Ranks, name: str, zero_stage: int, bucketed: bool) -> None:
     """Outputs, gradients and evaluations equal, bit for bit, those of a model that was rounded beforehand."""
     assert equal_on_all_ranks(ranks.run(follow, name, zero_stage, EIGHT, bucketed))
 
 
-@pytest.mark.parametrize(("name", "zero_stage", "bucketed"), [("window", 2, True), ("bf16", 1, False)])
+@pytest.mark.parametrize(
+    ("name", "zero_stage", "bucketed"),
+    [("bf16", 1, False), *slow(("window", 2, True))],  # windows and buckets are met above
+)
 def test_forwards_read_a_copy_that_follows(ranks: Ranks, name: str, zero_stage: int, bucketed: bool) -> None:
     assert equal_on_all_ranks(ranks.run(follow, name, zero_stage, DIFFERENCES, bucketed))
 

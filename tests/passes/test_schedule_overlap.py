@@ -22,6 +22,7 @@ from tests.support.judges.event_machine import peak_bytes, replay
 from tests.support.judges.lockstep import assert_same_results
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks
+from tests.support.tiers import slow
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.storages import storages_of
@@ -249,7 +250,9 @@ def test_a_copy_does_not_move_past_who_writes_to_its_source() -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
-    ("options", "bucket_bytes"), [({}, 0), ({}, 512), ({"zero_stage": 0}, 512), ({"zero_stage": 1}, 0)], ids=str
+    ("options", "bucket_bytes"),
+    [({}, 512), ({"zero_stage": 1}, 0), *slow(({}, 0), ({"zero_stage": 0}, 512))],  # every two stand in the first ones
+    ids=str,
 )
 def test_second_run_changes_nothing(options: dict[str, int], bucket_bytes: int) -> None:
     passes = [BucketCollectives(bucket_bytes=bucket_bytes)] if bucket_bytes else []
@@ -357,7 +360,9 @@ def test_one_pass_decides_the_order(passes: list[GraphPass], message: str) -> No
         Pipeline(passes)
 
 
-@pytest.mark.parametrize(("options", "bucket_bytes"), [({}, 0), ({}, 200), ({"zero_stage": 0}, 200)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "bucket_bytes"), [({}, 200), ({"zero_stage": 0}, 200), *slow(({}, 0))], ids=str
+)  # without buckets there are more collectives, each of which is in some bucket
 def test_ranks_with_uneven_shards_issue_the_same_collectives(options: dict[str, int], bucket_bytes: int) -> None:
     """7 and 5 rows over four ranks: pads on some of them, and copies that do not take the same time on all."""
     passes = [BucketCollectives(bucket_bytes=bucket_bytes)] if bucket_bytes else []
@@ -403,7 +408,11 @@ def eager_and_scheduled(name: str, zero_stage: int, budget_bytes: int | None) ->
 
 @pytest.mark.parametrize(
     ("name", "zero_stage", "budget_bytes", "compared"),
-    [("Uneven", 0, None, 9), ("Uneven", 1, None, 9), ("Uneven", 3, 1500, 9), ("Language", 3, 15_000, 27)],
+    [
+        ("Uneven", 1, None, 9),
+        ("Uneven", 3, 1500, 9),
+        *slow(("Uneven", 0, None, 9), ("Language", 3, 15_000, 27)),  # fewer gathers; a larger graph
+    ],
 )
 def test_results_are_bitwise_those_of_eager_mode(
     ranks: Ranks, name: str, zero_stage: int, budget_bytes: int | None, compared: int

@@ -164,7 +164,7 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
     if setting.frugal:
         passes = [Frugal() if isinstance(one, P.ChooseLifetimes) else one for one in passes]
     more = setting.more if captured else ()
-    pipeline = zgraph.Pipeline([*passes, *more], target=setting.target, replay_all=True)
+    pipeline = zgraph.Pipeline([*passes, *more], target=setting.target, replay_all=dist.get_rank() == 0)
     options: dict[str, Any] = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
     function: Any = script.step
     if captured:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
@@ -86,7 +86,10 @@ class Case:
             place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))
             passes.insert(place, compression)
         target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if self.frugal else None
-        return {"lowering": self.lowering, "pipeline": zgraph.Pipeline(passes, target=target, replay_all=True)}
+        return {
+            "lowering": self.lowering,
+            "pipeline": zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0),
+        }
 
 
 class Loop:

@@ -139,7 +139,7 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements) -> list[Visit]:
 
 def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Updates) -> Iterator[Visit]:
     users = dict.fromkeys(user for alias in aliases for user in alias.users)
-    uses = sorted(user for user in users if user.op == "call_function" and not _views(user, aliases))
+    uses = sorted(user for user in users if user.op == "call_function" and not _moves(user, aliases))
     known: Hashable = None
     visit: Visit | None = None
     stored = False
@@ -174,8 +174,9 @@ def _carries(node: fx.Node) -> bool:
     return nodes.is_communication(node) and bool(meta.parameters(node))
 
 
-def _views(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
-    return node in aliases and not written_arguments(node)
+def _moves(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether a node only views the values, or is a copy between memory spaces already."""
+    return (node in aliases and not written_arguments(node)) or nodes.is_copy_start(node)
 
 
 def _is_only_view(node: fx.Node, placed: Placements) -> bool:
@@ -255,14 +256,12 @@ def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, 
     """Start the copies of each use while earlier uses are waited for."""
     batches = list(_batches(order, visits))
     sizes = [sum(_bytes(visit.resting) for visit in batch) for batch in batches]
-    anchors = [cast(fx.Node, min(cast(fx.Node, visit.ready) for visit in batch)) for batch in batches]
+    anchors = [min(cast(fx.Node, visit.ready) for visit in batch) for batch in batches]
     top = next(node for node in order if node.op != "placeholder")
     top = min(top, anchors[0]) if anchors else top
     oldest = 0
     for number, batch in enumerate(batches):
-        while number - oldest > prefetch or (
-            number - oldest > 1 and sum(sizes[oldest : number + 1]) > in_flight_bytes
-        ):
+        while number - oldest > prefetch or (number - oldest > 1 and sum(sizes[oldest : number + 1]) > in_flight_bytes):
             oldest += 1
         anchor = top if oldest == 0 and number < prefetch else anchors[oldest]
         floor = _last_reduction(batch[0].uses[0]) if any(visit.is_update for visit in batch) else None
@@ -285,7 +284,7 @@ def _last_reduction(node: fx.Node) -> fx.Node | None:
 
 
 def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:
-    """Visits whose first uses no compute separates."""
+    """Visits whose first uses no compute separates: those of a bucket's gathers, or of an update."""
     position = {node: place for place, node in enumerate(order)}
     computes = [
         not (node.op != "call_function" or nodes.is_communication(node) or traits.is_free(node)) for node in order
@@ -294,9 +293,9 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
     for one in computes:
         before.append(before[-1] + one)
     batch: list[Visit] = []
-    known = -1
+    known = (-1, False)
     for visit in visits:
-        begun = before[position[visit.uses[0]]]
+        begun = (before[position[visit.uses[0]]], visit.is_update)
         if batch and begun != known:
             yield batch
             batch = []

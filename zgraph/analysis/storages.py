@@ -111,7 +111,7 @@ def _own_copies(start: fx.Node) -> list[fx.Node]:
 
 
 def _longest_bytes(storage: Storage) -> int:
-    """Bytes of the longest chunk if a shard's state or a reducing marker's result is known to lie there, else its own."""
+    """Bytes of the longest part of any rank, if a shard, its state or a reduced gradient lies there, else its own."""
     node = storage.first
     longest = meta.longest_bytes(node)
     if longest is not None:

@@ -200,7 +200,8 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
         elif node.op == "call_function":
             for start in (filled[buffer] for buffer in map(_buffer_of, node.all_input_nodes) if buffer in filled):
                 raise where.error(
-                    f"{node.name} reads what {start.name} is writing to; put {node.name} after the wait of {start.name}.",
+                    f"{node.name} reads what {start.name} is writing to; put {node.name} after the wait of "
+                    f"{start.name}.",
                     node,
                 )
             if nodes.is_copy_start(node):

@@ -29,7 +29,7 @@ class Offload:
         params: "host", "disk", or None for the device.
         optimizer: the same for the optimizer's state: moments, and whatever else it keeps for each element.
         path: folder for what rests on disk, one for each training; each rank writes to files of its own in it.
-        host_budget_bytes: the most that this rank may keep on the host; a step that would keep more is refused before it
+        host_budget_bytes: the most that a rank may keep on the host; a step that would keep more is refused before it
             runs. None: no limit.
 
     Raises:
@@ -104,7 +104,7 @@ class Resting:
         """The folder of what rests on disk."""
         return "" if self.options.path is None else os.fspath(self.options.path)
 
-    def space_of(self, tensor: Tensor) -> MemorySpace:
+    def space_of(self, tensor: Tensor) -> MemorySpace:  # asked in each call for every input
         """The memory space in which a local tensor lies."""
         if tensor.ndim and self.pool.holds(tensor):
             return "host"
@@ -146,8 +146,8 @@ class Resting:
         choices = {'optimizer="disk"': params_bytes, 'params="disk"': state_bytes, 'both on "disk"': 0}
         fits = next(name for name, left in choices.items() if left <= budget and left < host_bytes)
         raise ValueError(
-            f"zgraph.Offload: the step keeps {host_bytes} bytes on the host of each rank, {params_bytes} of parameters and "
-            f"{state_bytes} of the optimizer's state, and host_budget_bytes={budget}. With {fits}, and a path, "
+            f"zgraph.Offload: the step keeps {host_bytes} bytes on the host of each rank, {params_bytes} of parameters "
+            f"and {state_bytes} of the optimizer's state, and host_budget_bytes={budget}. With {fits}, and a path, "
             f"{choices[fits]} bytes would be left there; or use more ranks, or a larger budget."
         )
 
@@ -167,4 +167,3 @@ class Resting:
 
 def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-

@@ -321,8 +321,8 @@ def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Re
         return known or (None if offload is None else Resting.of(offload, mesh))
     if known.options != offload:
         raise ValueError(
-            f"zgraph.shard: offload={offload}, but a part of the model was sharded with {known.options}; all parts of a "
-            "model rest alike."
+            f"zgraph.shard: offload={offload}, but a part of the model was sharded with {known.options}; all parts of "
+            "a model rest alike: write the same for each."
         )
     return known
 

@@ -162,7 +162,8 @@ class Lifted:
 
     def spaces(self, tensors: Iterable[Tensor]) -> tuple[MemorySpace, ...]:
         """The memory spaces in which inputs of the graph rest; () if the model offloads nothing."""
-        return () if self.resting is None else tuple(map(self.resting.space_of, tensors))
+        resting = self.resting
+        return () if resting is None else tuple(resting.space_of(tensor) for tensor in tensors)
 
     def longest_bytes(self, position: int, part: Tensor) -> int:
         """Bytes that the rank with most rows of a parameter holds of it, or of state of its shape.

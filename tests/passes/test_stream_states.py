@@ -1,0 +1,206 @@
+"""StreamStates: copies of what rests elsewhere, ahead of its uses and behind its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import zgraph
+from tests.support.graphs import fake_world
+from tests.support.hash_seeds import printed_under_two_hash_seeds
+from zgraph.compiler.verify import Where, check_stores_landed
+from zgraph.errors import VerifyError
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.text import graph_text
+from zgraph.passes import StreamStates, presets
+
+HOST = zgraph.Offload(params="host", optimizer="host")
+WHERE = Where(pass_name="a_test", direction="step")
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    with fake_world(2):
+        yield
+
+
+class Kept(zgraph.GraphPass):
+    """Keeps a copy of each step's graph."""
+
+    graphs: list[fx.GraphModule]
+    name = "kept"
+
+    def __init__(self, graphs: list[fx.GraphModule]) -> None:
+        object.__setattr__(self, "graphs", graphs)
+
+    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
+        self.graphs.append(edits.copy_of(gm))
+        return False
+
+
+def steps_of(
+    at_rest: zgraph.Offload | None, stream: StreamStates | None = None, steps: int = 2, *, clips: bool = False
+) -> tuple[list[fx.GraphModule], nn.Module, torch.optim.Optimizer]:
+    """The final graphs of a first and of later steps of three layers; what they were called on."""
+    torch.manual_seed(0)
+    model = zgraph.shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))), offload=at_rest)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    found: list[fx.GraphModule] = []
+    passes = [*presets.default(bucket_bytes=1), *([] if stream is None else [stream]), Kept(found)]
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
+    whole: Any = zgraph.training_step(model, optimizer, options=options)(step)
+    for _ in range(steps):
+        whole(torch.ones(2, 4))
+    return found, model, optimizer
+
+
+def in_flight(graph: fx.Graph, kind: Callable[[fx.Node], bool]) -> int:
+    """The most copies of a kind that are under way at once."""
+    most, now = 0, 0
+    for node in graph.nodes:
+        now += kind(node)
+        now -= nodes.is_copy_wait(node) and kind(nodes.start_of(node))
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_each_update_reads_copies_that_are_stored_once(clips: bool) -> None:
+    graphs, _, _ = steps_of(HOST, StreamStates(), clips=clips)
+    graph = graphs[-1].graph
+    stored = [store.args[1] for store in nodes.call_functions(graph, nodes.is_store)]
+    assert len(stored) == len(dict.fromkeys(stored)) == 3 * 3  # a weight and two moments of each layer
+    for given in graph.find_nodes(op="placeholder"):
+        if meta.space(given) == "host":  # nothing else touches what rests
+            assert all(nodes.is_reload(user) or nodes.is_store(user) for user in given.users)
+    reloads = list(nodes.call_functions(graph, nodes.is_reload))
+    assert len(reloads) == 3 + 2 + 3 * 3  # gathers of forward, and of backward, which needs no gradient of the input
+
+
+def test_no_more_is_in_flight_than_was_asked_for() -> None:
+    """One use takes up to four copies: four gathers start together at the top, and an update reads three tensors."""
+    for prefetch in (0, 1, 2):
+        graphs, _, _ = steps_of(HOST, StreamStates(prefetch=prefetch, stores_in_flight=1))
+        assert in_flight(graphs[-1].graph, nodes.is_reload) <= 4 * (prefetch + 1)
+        assert in_flight(graphs[-1].graph, nodes.is_store) <= 3
+    graphs, _, _ = steps_of(HOST, StreamStates(prefetch=2, in_flight_bytes=1))
+    assert in_flight(graphs[-1].graph, nodes.is_reload) <= 4 * 2  # one use is always ahead
+
+
+def test_new_state_is_returned_from_where_it_rests() -> None:
+    graphs, _, optimizer = steps_of(HOST, StreamStates(), steps=1)
+    moved = list(nodes.call_functions(graphs[0].graph, nodes.is_offload))
+    assert len(moved) == 2 * 3
+    assert all(any(user.op == "output" for user in nodes.wait_of(start).users) for start in moved)  # pyright: ignore
+    for entries in optimizer.state.values():
+        assert entries["step"].ndim == 0  # a number, which stays
+
+
+def test_what_rests_on_the_device_is_left_alone() -> None:
+    graphs, _, _ = steps_of(None, StreamStates())
+    assert not any(map(nodes.is_copy_start, graphs[-1].graph.nodes))
+    forward_only = fx.Graph()
+    forward_only.output(forward_only.placeholder("x"))
+    assert not StreamStates().run(fx.GraphModule({}, forward_only), zgraph.PassContext(direction="forward"))
+
+
+def test_a_second_run_changes_nothing() -> None:
+    graphs, _, _ = steps_of(HOST, StreamStates())
+    gm = graphs[-1]
+    before = graph_text(gm.graph)
+    assert not StreamStates().run(gm, zgraph.PassContext(direction="step"))
+    assert graph_text(gm.graph) == before
+
+
+def test_a_pipeline_without_the_pass_gets_it() -> None:
+    report = zgraph.Report()
+    model = zgraph.shard(nn.Linear(4, 4), offload=HOST)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @zgraph.training_step(model, optimizer, options={"lowering": "fx", "report": report})
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(torch.ones(2, 4))
+    assert any(note.startswith("stream_states") for note in report.notes)
+
+
+def test_a_read_before_the_store_has_landed_is_found() -> None:
+    graphs, _, _ = steps_of(HOST, StreamStates())
+    graph = graphs[-1].graph
+    check_stores_landed(graph, WHERE)
+    store = next(nodes.call_functions(graph, nodes.is_store))
+    with graph.inserting_after(store):
+        reader = graph.call_function(torch.ops.aten.sin.default, (store.args[1],))
+    with pytest.raises(VerifyError, match=f"{reader.name} reads what {store.name} is writing to; put {reader.name}"):
+        check_stores_landed(graph, WHERE)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"prefetch": -1}, "prefetch=-1 is negative"),
+        ({"stores_in_flight": 0}, "at least one must be"),
+        ({"in_flight_bytes": 0}, "in_flight_bytes=0 holds nothing"),
+    ],
+)
+def test_options_that_cannot_be_honoured(options: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        StreamStates(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"params": "gpu"}, 'params=\'gpu\' is unknown; write "host", "disk" or None'),
+        ({}, "neither params nor optimizer rests elsewhere"),
+        ({"optimizer": "disk"}, 'optimizer="disk" without a path'),
+        ({"optimizer": "host", "path": "/tmp"}, "nothing rests on disk"),
+        ({"optimizer": "host", "host_budget_bytes": 0}, "host_budget_bytes=0 holds nothing"),
+    ],
+)
+def test_an_offload_that_cannot_be_honoured(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        zgraph.Offload(**options)
+
+
+def test_parts_of_a_model_rest_alike() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zgraph.shard(model[0], offload=HOST)
+    with pytest.raises(ValueError, match="all parts of a model rest alike"):
+        zgraph.shard(model, offload=zgraph.Offload(params="host"))
+
+
+def test_a_budget_of_the_host_refuses_the_first_step_and_says_what_would_fit() -> None:
+    shards, state = 3 * 32, 3 * 64  # bytes of a rank's rows
+    steps_of(zgraph.Offload(params="host", optimizer="host", host_budget_bytes=shards + state))
+    with pytest.raises(ValueError, match=rf'keeps {shards + state} bytes .*{shards} of parameters.*optimizer="disk"'):
+        steps_of(zgraph.Offload(params="host", optimizer="host", host_budget_bytes=shards + state - 1))
+    with pytest.raises(ValueError, match=r'With both on "disk"'):
+        steps_of(zgraph.Offload(params="host", optimizer="host", host_budget_bytes=shards - 1))
+
+
+def printed() -> None:
+    with fake_world(2):
+        print(graph_text(steps_of(HOST, StreamStates(), clips=True)[0][-1].graph))
+
+
+@pytest.mark.slow  # two processes
+def test_the_graph_is_the_same_under_every_hash_seed() -> None:
+    one, other = printed_under_two_hash_seeds(f"from {__name__} import printed; printed()")
+    assert "store_start" in one
+    assert one == other

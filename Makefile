@@ -38,7 +38,8 @@ OTHER_2.11 := triton~=3.6.0 setuptools<82 numpy<2.4
 OTHER_2.12 := triton~=3.7.0 setuptools<82
 SERIES := $(subst $(eval ) ,.,$(wordlist 1,2,$(subst ., ,$(RELEASE))))
 # One thread a rank: the ranks share the cores, and are themselves the parallelism.
-RUN := OMP_NUM_THREADS=1 $(BIN)/python -m
+# Bytecode is kept, whatever the shell says: without it each of many processes compiles zgraph, and pytest all tests, anew.
+RUN := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m
 # Two workers, each with its own ranks; the one that is done first takes over tests of the other.
 PYTEST := $(RUN) pytest -n 2 --dist worksteal $(if $(TORCH)$(BUILD),--torch $(RELEASE))
 

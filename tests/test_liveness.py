@@ -423,7 +423,7 @@ def test_the_predicted_peak_of_a_step_is_the_measured_one(
         assert statistics.median(peaks) == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("build", [gpt, language])
+@pytest.mark.parametrize("build", [language, *slow(gpt)])
 def test_without_ranks_the_prediction_is_exact(build: Callable[[], Any]) -> None:
     predicted, peaks = measured_step(build, "fx", None)
     if build is language and tangents_outlive_backward():
@@ -485,7 +485,7 @@ def test_the_ledger_counts_while_an_order_is_made_what_the_curve_counts_then(see
         assert peaks == list(curve_of(step.order, storages).bytes_during)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, *slow(2)])
 def test_where_all_ranks_hold_as_many_rows_they_count_what_each_of_them_holds(world: int) -> None:
     """Weights of 8 rows on two ranks, and on three, where the longest chunk counts."""
     passes = presets.default(bucket_bytes=1)

@@ -85,10 +85,10 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
     return compare(CASES[name], zero_stage, mode)
 
 
-@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("mode", ["fx", *slow("eager")])
 @pytest.mark.parametrize(
     ("ranks", "zero_stage"),
-    [(2, 3), (3, 0)],
+    [(2, 3), *slow((3, 0))],
     indirect=["ranks"],
     scope="session",
     ids=["ranks2-3", "ranks3-0"],

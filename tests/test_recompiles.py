@@ -91,7 +91,7 @@ REASONS = (
         (1, False, [1, 1, 3, 3, 4, 4], REASONS),
         # Both lengths, the fixed one and the dynamic, in the three places of a window.
         *slow((1, True, [2, 3, 3, 5, 5, 6, 6], ())),
-        (3, False, [1, 1, 1, 1, 2, 2], (REASONS[0],)),  # no_sync changes nothing
+        *slow((3, False, [1, 1, 1, 1, 2, 2], (REASONS[0],))),  # no_sync changes nothing
     ],
 )
 def test_recompiles_are_bounded_and_the_summary_says_why(

@@ -79,12 +79,12 @@ EIGHT_BITS = {"gather_compression": P.NoFeedback(bits=8)}
     ("script", "make", "stage", "preset"),
     [
         (Windowed, sgd, 1, LOW_RANK),
-        (Accumulated, sgd, 3, LOW_RANK),
         (Autocast, sgd, 3, EIGHT_BITS),
         (Unit, adamw_fused, 3, {}),
         (Hybrid, sgd, 2, {}),
         # The same features at other stages, or with fewer of the others.
         *slow(
+            (Accumulated, sgd, 3, LOW_RANK),
             (Script, adamw_fused, 3, LOW_RANK),
             (Script, adamw_fused, 3, EIGHT_BITS),
             (Windowed, sgd, 2, EIGHT_BITS),

@@ -116,7 +116,7 @@ def test_an_optimizer_steps_as_in_the_plain_loop(ranks: Ranks, make: Any, stage:
 
 
 @worlds(2)
-@pytest.mark.parametrize(("make", "stage"), [(radam, 3), (asgd_foreach, 0), *slow((radam_foreach, 1), (asgd, 2))])
+@pytest.mark.parametrize(("make", "stage"), [(radam, 3), *slow((radam_foreach, 1), (asgd, 2), (asgd_foreach, 0))])
 def test_an_optimizer_that_decides_by_its_step_is_compiled_again(ranks: Ranks, make: Any, stage: int) -> None:
     for reasons in ranks.run(compare, Setting(Script, make, stage=stage, steps=9)):
         assert kinds(reasons)[:3] == ["", "state", "options"]
@@ -145,7 +145,7 @@ def muon(groups: Any) -> optim.Optimizer:
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *slow(0)])
 def test_muon_steps_tall_and_wide_matrices(ranks: Ranks, stage: int) -> None:
     for reasons in ranks.run(compare, Setting(OfMatrices, muon, stage=stage)):
         assert kinds(reasons) == ["", "state"]
@@ -189,9 +189,8 @@ def adamw_foreach(groups: Any) -> optim.Optimizer:
     ("ranks", "make", "stage"),
     [
         (2, adamw_foreach, 3),
-        (3, Lars, 2),
         # Each compiles five graphs; what else these optimizers do is seen above.
-        *slow((2, nadam, 0), (2, rprop, 1), (3, adamw_foreach, 3), (3, rprop, 1)),
+        *slow((3, Lars, 2), (2, nadam, 0), (2, rprop, 1), (3, adamw_foreach, 3), (3, rprop, 1)),
     ],
     indirect=["ranks"],
     scope="session",

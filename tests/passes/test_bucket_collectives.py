@@ -30,6 +30,7 @@ from tests.support.graphs import (
     traced,
 )
 from tests.support.judges.lockstep import assert_same_results, run_together
+from tests.support.tiers import slow
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Direction
@@ -356,7 +357,7 @@ def _sum_in_order(column: Tensor, wide: torch.dtype) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("algorithm", ["all_to_all", "reduce_scatter"])
+@pytest.mark.parametrize("algorithm", ["all_to_all", *slow("reduce_scatter")])
 @pytest.mark.parametrize(
     ("build", "world_size", "options"),
     [

@@ -159,7 +159,7 @@ def test_of_each_method(ranks: Ranks, method: Any) -> None:
     assert ranks.run(compare, 3, CompressGradients(method=method, min_numel=LEAST)) == [2, 2]
 
 
-@pytest.mark.parametrize("error_device", [None, "cpu"])
+@pytest.mark.parametrize("error_device", ["cpu", *slow(None)])
 def test_errors_are_forgotten_after_so_many_steps(ranks: Ranks, error_device: str | None) -> None:
     ranks.run(forgets, LoCo(group=32, error_device=error_device, reset_every=2))
 
@@ -178,7 +178,7 @@ def forgets(method: LoCo) -> None:
     assert_equal("the third gradient", weight_grad(sharded[0]), one_hop.mean(grads, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
 def test_of_narrow_gradients(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(compare, 2, CompressGradients(method=SMALL, min_numel=LEAST), 1, dtype)
 
@@ -229,7 +229,7 @@ def compressed_means() -> None:
 # --- what shares, and what does not ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
 def test_a_bucket_changes_no_bit(ranks: Ranks, zero_stage: int) -> None:
     ranks.run(bucketed_and_not, zero_stage)
 

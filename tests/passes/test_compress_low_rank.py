@@ -200,6 +200,7 @@ def warms_up() -> None:
         assert_equal(f"step {step}", whole(cast(Tensor, sharded.get_parameter(name).grad)), expected)
 
 
+@pytest.mark.slow  # as test_compress_gradients.py has it for codes
 def test_while_it_warms_up_gradients_travel_as_they_are(ranks: Ranks) -> None:
     ranks.run(warms_up)
 

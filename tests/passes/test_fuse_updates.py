@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn, optim
 import zgraph
 from tests.support.graphs import fake_world
 from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.tiers import slow
 from zgraph.compiler.graph_pass import GraphPass, PassContext
 from zgraph.graph.text import graph_text
 from zgraph.passes import FuseUpdates, presets
@@ -68,7 +69,7 @@ def adamw(parameters: Any) -> optim.Optimizer:
     return optim.AdamW(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("clips", [True, *slow(False)])
 def test_a_step_makes_one_call_for_each_operation(clips: bool) -> None:
     """All gradients arrive in one bucket; clipping scales them by one call as well."""
     alone, together = (step_of(adamw, fuse, clips=clips).counts[-1] for fuse in ([], [FuseUpdates()]))

@@ -5,12 +5,14 @@ operator costs about two microseconds of Python and dispatch, whatever it comput
 buffer is done by one call for all parts, and every operator is called by what calls it fastest:
 
     slice, view | slice, view | ...                ->  views_of
-    slice, clone, view | slice, clone, view | ...  ->  split_with_sizes; reshape | reshape | ...
+    slice, clone, view | slice, clone, view | ...  ->  rows_as for small parts; split_with_sizes, reshape | reshape...
     view | view | ..., cat                         ->  flatten_each, or interleave
+    t, addmm                                       ->  linear
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,23 +22,28 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from zgraph.graph import nodes
-from zgraph.torch_compat.bindings import flatten_each, function_for, interleave, views_of
+from zgraph.graph import meta, nodes, traits
+from zgraph.torch_compat.bindings import flatten_each, function_for, interleave, rows_as, views_of
 from zgraph.torch_compat.fake_values import without_fake_mode
-from zgraph.torch_compat.operators import OpOverload
+from zgraph.torch_compat.operators import OpOverload, written_arguments
 
 aten = torch.ops.aten
 _INVOLUTIONS = frozenset({aten.t.default, aten.transpose.int})  # twice the same is nothing
 FEWEST_PARTS = 3
+# Of parts that are copied out by one call, and so live until the last of them is read: of one, and of all.
+MOST_PART_NUMEL, MOST_NUMEL = 2**10, 2**14
 
 
 def shorten_calls(graph: fx.Graph) -> None:
     """Shorten a graph that will run node by node; nobody else may need it, for it is no longer made of operators."""
     with without_fake_mode():  # of the compile that this is a part of
+        _drop_kept_dims(graph)
         _join_copies_in(graph)
         _cancel_views(graph)
         _reshape_once(graph)
+        _copy_out_together(graph)
         _cut_once(graph)
+        _call_linear(graph)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not _is_view(node))
     for node in nodes.call_functions(graph, _is_plain):
         node.target = function_for(node)
@@ -68,6 +75,27 @@ def _cancel_views(graph: fx.Graph) -> None:
             node.args = (source, *node.args[1:])
             if _shape(node) is not None and _shape(node) == _shape(source):
                 _replace(node, source)
+
+
+def _drop_kept_dims(graph: fx.Graph) -> None:
+    """Sum without keeping the dimension, where only views read the sum."""
+    for node in nodes.call_functions(graph, lambda node: node.target is aten.sum.dim_IntList):
+        value = _value(node)
+        if len(node.args) != 3 or not node.args[2] or not _is_contiguous(node) or value is None:
+            continue
+        if node.users and all(user.target is aten.view.default for user in node.users):
+            node.args = node.args[:2]
+            for dim in sorted((dim % value.ndim for dim in cast("Sequence[int]", node.args[1])), reverse=True):
+                value = value.squeeze(dim)
+            node.meta = {**node.meta, "val": value}
+
+
+def _call_linear(graph: fx.Graph) -> None:
+    """Let ATen transpose the weight of a layer; it calls the same kernel (`linear`, 2.11 - 2.13)."""
+    for node in nodes.call_functions(graph, lambda node: node.target is aten.addmm.default):
+        bias, x, transposed = cast("tuple[fx.Node, fx.Node, fx.Node]", node.args)
+        if transposed.target is aten.t.default and len(transposed.users) == 1 and not node.kwargs and _rank(bias) == 1:
+            node.target, node.args = torch.nn.functional.linear, (x, transposed.args[0], bias)
 
 
 def _replace(node: fx.Node, source: fx.Node) -> None:
@@ -136,6 +164,77 @@ def _reshape_once(graph: fx.Graph) -> None:
             graph.erase_node(view)
 
 
+def _copy_out_together(graph: fx.Graph) -> None:
+    """Copy small parts of a buffer, which lies row by row, out of it by one call, where the first of them is read."""
+    found: dict[fx.Node, list[Part]] = {}
+    for copy in nodes.call_functions(graph, lambda node: node.target is aten.reshape.default):
+        cut = cast(fx.Node, copy.args[0])
+        if cut.target is not aten.slice.Tensor or len(cut.users) != 1 or len(cut.args) != 4 or cut.kwargs:
+            continue
+        base, dim, start, end = cut.args
+        assert isinstance(base, fx.Node)
+        numel = 0 if _shape(copy) is None else meta.tensor_value(copy).numel()
+        if dim != 1 or _rank(base) != 2 or not _is_contiguous(base) or not _is_on_cpu(base):
+            continue
+        if 0 < numel <= MOST_PART_NUMEL and not _is_returned(copy):  # a result has its memory for itself
+            found.setdefault(base, []).append(Part(cast(int, start), cast(int, end), copy))
+    for base, parts in found.items():
+        for together in [] if _is_written(base) else _runs(parts):
+            if len(together) >= FEWEST_PARTS:
+                _copy_out(graph, base, together)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    views = [user for user in node.users if traits.is_view(user) or nodes.is_getitem(user)]
+    return any(user.op == "output" for user in node.users) or any(map(_is_returned, views))
+
+
+def _is_written(base: fx.Node) -> bool:
+    """Whether anything writes to the memory of a buffer once it is filled, so that it matters when it is read."""
+    while traits.is_view(base):
+        base = base.all_input_nodes[0]
+    views = [base]
+    for node in views:
+        views.extend(user for user in node.users if traits.is_view(user))
+    return any(node in written_arguments(user) for node in views for user in node.users)
+
+
+def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts in the order in which they are read, as many together as `MOST_NUMEL` allows."""
+    runs: list[list[Part]] = [[]]
+    numel = 0
+    for part in parts:
+        own = meta.tensor_value(part.node).numel()
+        if numel + own > MOST_NUMEL:
+            runs.append([])
+            numel = 0
+        runs[-1].append(part)
+        numel += own
+    return runs
+
+
+def _copy_out(graph: fx.Graph, base: fx.Node, parts: Sequence[Part]) -> None:
+    rows, length = cast("tuple[int, int]", _shape(base))
+    width = math.gcd(length, *(place for part in parts for place in (part.start, part.end)))
+    index = [
+        place
+        for part in parts
+        for row in range(rows)
+        for place in range((row * length + part.start) // width, (row * length + part.end) // width)
+    ]
+    shapes = [cast("tuple[int, ...]", _shape(part.node)) for part in parts]
+    with graph.inserting_before(parts[0].node):
+        call = graph.call_function(_bound(rows_as, index=torch.tensor(index), width=width, like=_like(shapes)), (base,))
+    for number, (*_, copy) in reversed(list(enumerate(parts))):
+        with graph.inserting_after(call):
+            selected = graph.call_function(operator.getitem, (call, number))
+        selected.meta = dict(copy.meta)
+        copy.replace_all_uses_with(selected)
+        cut = cast(fx.Node, copy.args[0])
+        graph.erase_node(copy)
+        graph.erase_node(cut)
+
+
 def _cut_once(graph: fx.Graph) -> None:
     """Cut a buffer into its parts by one call, where its first part is read."""
     cut: dict[tuple[fx.Node, int], list[Part]] = {}
@@ -202,9 +301,16 @@ def _only_view(node: fx.Node) -> fx.Node:
 
 
 def _viewer(shapes: Sequence[Sequence[int]]) -> Callable[[Tensor], Sequence[Tensor]]:
-    like = [torch.empty(tuple(shape), device="meta") for shape in shapes]  # only their shapes are read
-    found: Any = partial(views_of, like=like)
-    found.__name__, found.__module__ = views_of.__name__, __name__
+    return _bound(views_of, like=_like(shapes))
+
+
+def _like(shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [torch.empty(tuple(shape), device="meta") for shape in shapes]  # only their shapes are read
+
+
+def _bound(function: Callable[..., Any], **arguments: Any) -> Callable[..., Any]:
+    found: Any = partial(function, **arguments)
+    found.__name__, found.__module__ = function.__name__, __name__  # what the generated program calls it
     return found
 
 

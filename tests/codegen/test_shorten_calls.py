@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.graphs import Drawing, fake_world
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.codegen.shorten_calls import (
+    MOST_PART_NUMEL,
     _can_view,  # pyright: ignore[reportPrivateUsage]
     shorten_calls,
 )
@@ -175,6 +176,61 @@ def test_parts_of_rows_are_copied_once_and_where_they_were() -> None:
     assert all(map(torch.equal, found, expected))
     assert not value.any()
     assert len({one.untyped_storage().data_ptr() for one in (value, *found)}) == 4
+
+
+def copied(drawing: Drawing, buffer: fx.Node, number: int) -> fx.Node:
+    """Elements 4n to 4n + 4 of each row, as a matrix."""
+    part = drawing.call(aten.slice.Tensor, buffer, 1, 4 * number, 4 * number + 4)
+    clone = drawing.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+    return drawing.call(aten.view.default, clone, [4, 2])
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_small_parts_of_rows_are_copied_by_one_call_unless_something_writes(written: bool) -> None:
+    drawing = Drawing()
+    buffer = drawing.input("buffer", 2, 16)
+    doubled = drawing.call(aten.mul.Tensor, buffer, 2)
+    sums: list[fx.Node] = []
+    for number in (2, 0, 3):
+        sums.append(drawing.call(aten.exp.default, copied(drawing, doubled, number)))
+        if written and not number:
+            drawing.call(aten.zero_.default, doubled)
+    gm = drawing.done(*sums)
+    value = torch.rand(2, 16)
+    found, _ = run(gm, value)
+    assert all(map(torch.equal, found, gm(value)))
+    shorten_calls(gm.graph)
+    names = [getattr(node.target, "__name__", "") for node in gm.graph.nodes]
+    assert ("rows_as" in names) is not written
+    assert names.count("reshape") == (3 if written else 0)
+
+
+def test_a_part_that_is_returned_or_large_has_its_memory_for_itself() -> None:
+    drawing = Drawing()
+    small, large = drawing.input("small", 2, 16), drawing.input("large", 2, 3 * MOST_PART_NUMEL)
+    returned = [copied(drawing, small, number) for number in range(3)]
+    summed: list[fx.Node] = []
+    for number in range(3):
+        part = drawing.call(aten.slice.Tensor, large, 1, MOST_PART_NUMEL * number, MOST_PART_NUMEL * (number + 1))
+        clone = drawing.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+        summed.append(drawing.call(aten.sum.default, drawing.call(aten.view.default, clone, [2 * MOST_PART_NUMEL])))
+    gm = drawing.done(*returned, *summed)
+    shorten_calls(gm.graph)
+    assert "rows_as" not in [getattr(node.target, "__name__", "") for node in gm.graph.nodes]
+
+
+def test_a_layer_is_one_call_and_a_sum_needs_no_view() -> None:
+    drawing = Drawing()
+    bias, x, weight = drawing.input("bias", 5), drawing.input("x", 4, 3), drawing.input("weight", 5, 3)
+    layer = drawing.call(aten.addmm.default, bias, x, drawing.call(aten.t.default, weight))
+    total = drawing.call(aten.sum.dim_IntList, layer, [0], True)
+    gm = drawing.done(layer, drawing.call(aten.exp.default, drawing.call(aten.view.default, total, [5])))
+    values = [torch.rand(shape) for shape in ((5,), (4, 3), (5, 3))]
+    found, _ = run(gm, *values)
+    assert all(map(torch.equal, found, gm(*values)))
+    shorten_calls(gm.graph)
+    names = [getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function"]
+    assert names == ["linear", "sum", "exp"]
 
 
 def test_what_undoes_itself_is_not_called() -> None:

@@ -91,6 +91,18 @@ def views_of(buffer: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     return cast(Any, torch._C)._nn.unflatten_dense_tensors(buffer, like)
 
 
+def rows_as(buffer: Tensor, index: Tensor, width: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copy rows of a contiguous buffer, seen as [rows, width], and view them, one behind the other, as `views_of`.
+
+    Args:
+        buffer: of any shape.
+        index: [n] int64, which rows in which order.
+        width: of a row.
+        like: tensors of n * width elements in all, of which only the shapes are read; none of them empty.
+    """
+    return views_of(buffer.view(-1, width).index_select(0, index).view(-1), like)
+
+
 def interleave(tensors: Sequence[Tensor], count: int) -> Tensor:
     """Cut each tensor's rows into equal parts; row r of the result has part r of each (`_chunk_cat`, 2.11 - 2.13)."""
     return torch._chunk_cat(list(tensors), 0, count)

@@ -22,6 +22,7 @@ from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
+from zgraph.passes.step.stream_states import StreamStates
 
 
 def default(
@@ -53,7 +54,7 @@ def default(
     _refuse("default", unknown)
     size = "auto" if bucket_bytes is None else bucket_bytes
     bucketed = _bucketed(size, compression, gather_compression, offload_activations)
-    return [*bucketed, *RULES]
+    return [*bucketed, *RULES, StreamStates()]
 
 
 def planned(
@@ -76,7 +77,8 @@ def planned(
         TypeError: as for `default`.
     """
     _refuse("planned", unknown)
-    return [*_bucketed(bucket_bytes, compression, gather_compression, offload_activations), ScheduleOverlap()]
+    bucketed = _bucketed(bucket_bytes, compression, gather_compression, offload_activations)
+    return [*bucketed, ScheduleOverlap(), StreamStates()]
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:

@@ -73,6 +73,7 @@ class FrameCompiler:
         known = known or PassContext(machine=frame.machine)
         self.ctx = replace(known, decomposed=options.lowering == "inductor")
         self.names = frame.handle_names()
+        self.spaces = {} if frame.is_step else frame.spaces()  # the graph of a step knows
         scopes = frame.scopes()
         self.report = _report_of(scopes, options.report)
         self.clocks = [scope.clocks for scope in scopes]
@@ -246,6 +247,8 @@ class FrameCompiler:
         names: dict[str, str] = {}
         for place, node in enumerate(graph.find_nodes(op="placeholder")):
             index = place if self.is_step else aot_input_index(node)
+            if index in self.spaces:
+                meta.set_space(node, self.spaces[index])
             if index in self.names:
                 names[node.name] = self.names[index]
         for marker in nodes.call_functions(graph, nodes.is_marker):

@@ -28,8 +28,8 @@ class StreamStates(GraphPass):
     are stored over the input, which is waited for when later ones have started, at the latest at the end of the step.
     State that the first step of an optimizer makes goes where it is to rest. Values are copied, never recomputed:
     results are the same bits.
-    Put it last, behind what orders updates and gathers. Leaves alone: forward and backward without an optimizer, inputs
-    on the device, and the order of everything else.
+    Put it last, behind what orders updates and gathers. In forward, backward and inference without an optimizer it
+    brings what gathers read. Leaves alone: inputs on the device, and the order of everything else.
 
     Attributes:
         prefetch: how many uses ahead of the one that is waited for are on their way.
@@ -62,8 +62,6 @@ class StreamStates(GraphPass):
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        if ctx.direction != "step":
-            return False
         graph = gm.graph
         order = list(graph.nodes)
         placed = placements(graph)

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.hardware import Hardware
 from zgraph.errors import ZgraphWarning
+from zgraph.graph.lanes import MemorySpace
 from zgraph.runtime.handle import name_of
 from zgraph.sharding.scope import Scope, scope_behind
+from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.dynamo import compile_id, dynamo_example, recompile_reason
 from zgraph.torch_compat.groups import is_distributed_ready
 
@@ -44,6 +46,15 @@ class Frame:
     def scopes(self) -> list[Scope]:
         """Scopes of the models whose parameters the frame reads."""
         return list(dict.fromkeys(scope for scope in map(scope_behind, self.inputs) if scope is not None))
+
+    def spaces(self) -> dict[int, MemorySpace]:
+        """Where those shards among the inputs rest that do not on the device, by their positions."""
+        resting = next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
+        if resting is None:
+            return {}
+        shards = {place: local_of(value) for place, value in enumerate(self.inputs) if isinstance(value, DTensor)}
+        found = {place: resting.space_of(shard) for place, shard in shards.items()}
+        return {place: space for place, space in found.items() if space != "device"}
 
     @property
     def machine(self) -> Hardware | None:

@@ -235,9 +235,11 @@ class DiskFolder:
     def copy_to(self, tensor: Tensor, file: str | os.PathLike[str] | BinaryIO) -> None:
         """Copy the bytes of a tensor to another file, after the writes of it that have been started, and wait for it.
 
-        Blocks are shared where the filesystem can (XFS, Btrfs), else copied past the page cache; memory is that of
-        staging. A path receives the whole file at once, synced: a kill leaves it as it was. An open file receives the
-        bytes at its position, and syncing is its owner's.
+        Blocks are shared where the filesystem can (XFS, Btrfs), so that the next write of the tensor takes new ones,
+        which are not reserved; else they are copied past the page cache. Memory is that of staging.
+
+        A path receives the whole file at once, synced: a kill leaves it as it was. An open file receives the bytes at
+        its position, and syncing is its owner's.
 
         Args:
             tensor: as for `start_read`.

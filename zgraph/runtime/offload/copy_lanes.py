@@ -85,10 +85,13 @@ class ThreadLanes:
 
     Attributes:
         bytes_per_us: rate that copies do not exceed; None: as fast as memory is.
+        waits_at_once: whether the program waits for each copy where it starts: what copying beside compute is compared
+            with.
         pool: the host memory.
     """
 
     bytes_per_us: float | None = None
+    waits_at_once: bool = False
     pool: HostPool = field(default_factory=HostPool)
     _disks: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
     _updates: ThreadPoolExecutor = field(default_factory=lambda: _thread("update"))
@@ -141,7 +144,10 @@ class ThreadLanes:
             self.bytes_per_us = before
 
     def _start(self, lane: ThreadPoolExecutor, source: Tensor, copied: Tensor) -> Copy:
-        return _InThread(source, copied, lane.submit(self._copy, source, copied))
+        copy = _InThread(source, copied, lane.submit(self._copy, source, copied))
+        if self.waits_at_once:
+            copy.wait()
+        return copy
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         begin = time.perf_counter()

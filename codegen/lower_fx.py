@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from zgraph.graph.collective_dispatch import dispatcher_of
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.collectives import bind, finish_group
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.offload.copy_lanes import Copy, lanes_of
+from zgraph.runtime.offload.copy_lanes import Copy, ThreadLanes, lanes_of
 from zgraph.runtime.profiler import Probe, Program, Runner
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
 
@@ -48,6 +49,7 @@ def lower_fx(
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_collective)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
     _copy_beside_compute(gm.graph)
+    _update_beside_compute(gm.graph)
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_collective)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
             wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
@@ -92,6 +94,34 @@ def _copy_beside_compute(graph: fx.Graph) -> None:
                 node.target = lanes.store if nodes.is_store(node) else lanes.spill
             else:
                 node.target, node.args = lanes.reload if nodes.is_reload(node) else lanes.offload, node.args[:1]
+
+
+def _update_beside_compute(graph: fx.Graph) -> None:
+    """Let updates of what rests on the host run on their lane."""
+    started: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        number = meta.beside(node)
+        if number is None:
+            continue
+        if nodes.is_update_wait(node):
+            node.target, node.args = finish_update, (started[number], *node.args)
+        else:
+            started[number] = node
+            node.target = _on_lane(cast("Callable[..., Any]", node.target))
+
+
+def _on_lane(operator: Callable[..., Any]) -> Callable[..., Future[Any]]:
+    lanes = lanes_of(torch.device("cpu"))
+    assert isinstance(lanes, ThreadLanes)
+
+    def update(*args: Any, **kwargs: Any) -> Future[Any]:
+        return lanes.update(operator, args, kwargs)
+
+    return update
+
+
+def finish_update(started: Future[Any], written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+    started.result()
 
 
 def finish_copy(started: Copy) -> Tensor:

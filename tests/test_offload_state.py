@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import zgraph
+from tests.support.judges.replicated import whole
 from tests.support.memory.allocations import counted
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
-from tests.support.whole_steps import Case, compare
+from tests.support.whole_steps import Case, Loop, compare, train
 
 HOST = zgraph.Offload(params="host", optimizer="host")
 STATE = zgraph.Offload(optimizer="host")
@@ -52,6 +54,46 @@ DISK_CASES = {
 def test_a_step_on_state_of_a_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
     at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
     assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))
+
+
+def close() -> None:
+    """Compiled by Inductor, whose kernels round in another order."""
+    case = Case(at_rest=HOST, lowering="inductor", optimizer="sgd", clip="zgraph")
+    found, expected = train(case, whole_step=True), train(replace(case, at_rest=None), whole_step=False)
+    for name, parameter in expected.parameters.items():
+        torch.testing.assert_close(found.parameters[name], parameter, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@worlds(2)
+@pytest.mark.slow  # compiles islands
+def test_a_compiled_step_on_offloaded_state_is_close_to_the_plain_loop(ranks: Ranks) -> None:
+    ranks.run(close)
+
+
+def in_turns(folder: str) -> None:
+    """A captured step, a checkpoint, the plain lines, the checkpoint again and the step: all on tensors at rest."""
+    losses: list[list[float]] = []
+    for at_rest in (None, HOST):
+        loop = Loop(Case(at_rest=at_rest, clip="torch"))
+        plain: Any = loop.plain()
+        step: Any = zgraph.training_step(loop.model, loop.optimizer, options=loop.case.options())(plain)
+        found = [plain(*loop.batch(0)), step(*loop.batch(1))]
+        saved = zgraph.save_checkpoint(Path(folder, str(at_rest is None)), loop.model, loop.optimizer, step=2)
+        found.append(plain(*loop.batch(2)))
+        zgraph.load_checkpoint(saved, loop.model, loop.optimizer)
+        found += [step(*loop.batch(number)) for number in (2, 3)]
+        losses.append([_number(metrics["loss"]) for metrics in found])
+        assert losses[-1][2] == losses[-1][3]
+    assert losses[0] == losses[1]
+
+
+def _number(value: Any) -> float:
+    return whole(value).item()
+
+
+@worlds(2)
+def test_plain_loops_and_checkpoints_work_on_tensors_at_rest(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(in_turns, str(tmp_path))
 
 
 LAYERS, WIDTH = 12, 128

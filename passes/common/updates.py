@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -98,6 +98,37 @@ def lists_of(node: fx.Node) -> list[Sequence[object]]:
         return []
     given = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, list | tuple)]
     return [cast("Sequence[object]", argument) for argument in given if argument]
+
+
+def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
+    """Replace a call over the tensors of lists by one for each group of their places; one group leaves it as it is."""
+    if len(groups) < 2:
+        return
+    results = {cast(int, user.args[1]): user for user in node.users}
+    value = meta.value(node)
+    with node.graph.inserting_before(node):
+        for places in groups:
+            piece = node.graph.create_node(
+                "call_function",
+                cast(Any, node.target),
+                tuple(_at(argument, places) for argument in node.args),
+                {name: _at(argument, places) for name, argument in node.kwargs.items()},
+                name=node.name,
+            )
+            piece.meta = dict(node.meta)
+            if isinstance(value, list | tuple):
+                meta.set_value(piece, _at(value, places))
+            for number, place in enumerate(places):
+                if place in results:
+                    results[place].args = (piece, number)
+    node.graph.erase_node(node)
+
+
+def _at(argument: Any, places: Sequence[int]) -> Any:
+    """The elements of a list at these places; anything else as it is."""
+    if not isinstance(argument, list | tuple) or not argument:
+        return argument
+    return type(argument)(argument[place] for place in places)
 
 
 def _preparing(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.graph import edits, meta
-from zgraph.passes.common.updates import Updates, lists_of
+from zgraph.graph import edits
+from zgraph.passes.common.updates import Updates, lists_of, split_call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,38 +50,11 @@ class SplitUpdates(GraphPass):
 
 def _split(node: fx.Node, homes: Mapping[fx.Node, int]) -> None:
     """Replace a call over many tensors by one for each reduction that their gradients arrive by."""
-    lists = lists_of(node)
     by_home: dict[int | None, list[int]] = {}
-    for place, elements in enumerate(zip(*lists, strict=True)):
+    for place, elements in enumerate(zip(*lists_of(node), strict=True)):
         found = [homes[element] for element in elements if element in homes]
         by_home.setdefault(max(found, default=None), []).append(place)
-    if len(by_home) < 2:
-        return
-    results = {cast(int, user.args[1]): user for user in node.users}
-    value = meta.value(node)
-    with node.graph.inserting_before(node):
-        for places in by_home.values():
-            piece = node.graph.create_node(
-                "call_function",
-                cast(Any, node.target),
-                tuple(_at(argument, places) for argument in node.args),
-                {name: _at(argument, places) for name, argument in node.kwargs.items()},
-                name=node.name,
-            )
-            piece.meta = dict(node.meta)
-            if isinstance(value, list | tuple):
-                meta.set_value(piece, _at(value, places))
-            for number, place in enumerate(places):
-                if place in results:
-                    results[place].args = (piece, number)
-    node.graph.erase_node(node)
-
-
-def _at(argument: Any, places: Sequence[int]) -> Any:
-    """The elements of a list at these places; anything else as it is."""
-    if not isinstance(argument, list | tuple) or not argument:
-        return argument
-    return type(argument)(argument[place] for place in places)
+    split_call(node, list(by_home.values()))
 
 
 def _last(order: Sequence[fx.Node]) -> list[fx.Node]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
 
-from torch import fx
+from torch import Tensor, fx
 
+from zgraph.analysis.hazards import hazards
 from zgraph.analysis.liveness import Placements, placements
-from zgraph.analysis.storages import storage_bytes
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wait_copy_op
+from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wait_copy_op, wait_update_op
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE
-from zgraph.passes.common.updates import Updates
+from zgraph.passes.common.updates import split_call
+from zgraph.passes.common.visits import Visit, bytes_of, is_fused, plan_split, plan_visits
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.operators import written_arguments
 
@@ -33,8 +34,12 @@ class StreamStates(GraphPass):
 
     Attributes:
         prefetch: how many uses ahead of the one that is waited for are on their way.
-        in_flight_bytes: most bytes of these copies; one use is always prefetched.
-        stores_in_flight: after how many uses that write the copies back are waited for.
+        in_flight_bytes: most bytes of these copies; one use is always prefetched. Also the most that one call of a
+            fused update reads of what rests elsewhere: larger ones are split, by parameters.
+        stores_in_flight: after how many later uses that write a copy back is waited for, and an update beside compute.
+        updates: "at_rest" lets a CPU update what rests on the host there, without copies; a fused update of a CPU then
+            runs in a thread beside compute, bucket by bucket. What rests on disk is streamed in any case. "streamed"
+            copies all of it.
 
     Source: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, and Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv
     2104.07857; as a pass over the graph of the step, in which every copy is a node.
@@ -43,6 +48,7 @@ class StreamStates(GraphPass):
     prefetch: int = 1
     in_flight_bytes: int = 64 * MIB
     stores_in_flight: int = 1
+    updates: Literal["at_rest", "streamed"] = "at_rest"
 
     name: ClassVar[str] = "stream_states"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
@@ -51,6 +57,8 @@ class StreamStates(GraphPass):
     def __post_init__(self) -> None:
         if self.prefetch < 0:
             raise ValueError(f"stream_states: prefetch={self.prefetch} is negative; write 0 (none), 1 or more.")
+        if self.updates not in ("at_rest", "streamed"):
+            raise ValueError(f'stream_states: updates={self.updates!r} is unknown; write "at_rest" or "streamed".')
         if self.stores_in_flight < 1:
             raise ValueError(
                 f"stream_states: stores_in_flight={self.stores_in_flight}; at least one must be, write 1 or more."
@@ -63,11 +71,14 @@ class StreamStates(GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         graph = gm.graph
+        for node in list(graph.nodes):
+            split_call(node, plan_split(node, self.in_flight_bytes))
         order = list(graph.nodes)
         placed = placements(graph)
-        visits = plan_visits(order, placed)
+        planned = plan_visits(order, placed)
+        visits = [visit for visit in planned if not self._stays(visit)]
         made = plan_new_state(order, placed)
-        if not visits and not made:
+        if not planned and not made:
             ctx.note(self, "everything rests on the device")
             return False
         for visit in visits:
@@ -78,82 +89,20 @@ class StreamStates(GraphPass):
         _prefetch(order, visits, self.prefetch, self.in_flight_bytes)
         _write_behind(graph, outgoing, visits, self.stores_in_flight)
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
-        brought = sum(_bytes(visit.resting) for visit in visits)
-        stored = sum(_bytes(visit.resting) for visit in visits if visit.store)
+        at_rest = dict.fromkeys(use for visit in planned if self._stays(visit) for use in visit.uses)
+        beside = _update_beside(graph, [use for use in at_rest if _may_run_beside(use)], self.stores_in_flight)
+        brought = sum(bytes_of(visit.resting) for visit in visits)
+        stored = sum(bytes_of(visit.resting) for visit in visits if visit.store)
         ctx.note(self, f"{brought} bytes are brought to the device in {len(visits)} copies, {stored} bytes go back")
-        return True
+        if at_rest:
+            ctx.note(self, f"{len(at_rest)} calls update where their tensors rest, {beside} of them beside compute")
+        return bool(visits or made or beside)
 
-
-@dataclass(eq=False)
-class Visit:
-    """A stay of one input's values on the device.
-
-    Attributes:
-        resting: the input.
-        aliases: values that lie in it, each with the one that it was made from.
-        uses: what reads or writes them, in order, without views.
-        is_update: whether the uses are an update's.
-        last_write: the last use that writes; None: the copy is dropped.
-        is_first: whether nothing was stored to the input before.
-        reload, ready, store: the copies, once they are there.
-    """
-
-    resting: fx.Node
-    aliases: Mapping[fx.Node, fx.Node]
-    uses: list[fx.Node]
-    is_update: bool = False
-    last_write: fx.Node | None = None
-    is_first: bool = True
-    reload: fx.Node | None = None
-    ready: fx.Node | None = None
-    store: fx.Node | None = None
-    copies: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
-
-
-def plan_visits(order: Sequence[fx.Node], placed: Placements) -> list[Visit]:
-    """When values of inputs that rest elsewhere are on the device, in the order of their first uses.
-
-    One visit serves consecutive uses of a kind: those of one forward, of one backward, or of updates.
-    """
-    resting = [
-        node
-        for node in order
-        if node.op == "placeholder" and meta.space(node) in ("host", "disk") and placed.lies_in.get(node)
-    ]
-    if not resting:
-        return []
-    owners = {placed.lies_in[node][0]: node for node in resting}
-    aliases = {node: {node: node} for node in resting}
-    for node in order:
-        for owner in dict.fromkeys(owners[number] for number in placed.lies_in.get(node, ()) if number in owners):
-            known = aliases[owner]
-            sources = [source for source in [*written_arguments(node), *node.all_input_nodes] if source in known]
-            known.setdefault(node, sources[0] if sources else node)
-    updates = Updates.of(order)
-    position = {node: place for place, node in enumerate(order)}
-    visits = [visit for node in resting for visit in _visits_of(node, aliases[node], updates)]
-    return sorted(visits, key=lambda visit: (position[visit.uses[0]], position[visit.resting]))
-
-
-def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Updates) -> Iterator[Visit]:
-    users = dict.fromkeys(user for alias in aliases for user in alias.users)
-    uses = sorted(user for user in users if user.op == "call_function" and not _moves(user, aliases))
-    known: Hashable = None
-    visit: Visit | None = None
-    stored = False
-    for use in uses:
-        writes = any(argument in aliases for argument in written_arguments(use))
-        kind = (meta.part(use), "gather" if _carries(use) else "update" if use in updates else "read")
-        if visit is None or kind != known:
-            if visit is not None:
-                yield visit
-                stored = stored or visit.last_write is not None
-            visit, known = Visit(resting, aliases, [], kind[1] == "update", is_first=not stored), kind
-        visit.uses.append(use)
-        if writes:
-            visit.last_write = use
-    if visit is not None:
-        yield visit
+    def _stays(self, visit: Visit) -> bool:
+        """Whether an update runs where its tensors rest."""
+        resting = visit.resting
+        is_on_host = meta.space(resting) == "host" and meta.tensor_value(resting).device.type == "cpu"
+        return self.updates == "at_rest" and visit.is_update and is_on_host
 
 
 def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[fx.Node, fx.Node]]:
@@ -168,25 +117,12 @@ def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[f
     return sorted(found, key=lambda entry: entry[1])
 
 
-def _carries(node: fx.Node) -> bool:
-    return nodes.is_communication(node) and bool(meta.parameters(node))
-
-
-def _moves(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether a node only views the values, or is a copy between memory spaces already."""
-    return (node in aliases and not written_arguments(node)) or nodes.is_copy_start(node)
-
-
 def _is_only_view(node: fx.Node, placed: Placements) -> bool:
     """Whether a node only views an input that rests elsewhere."""
     if node.op != "call_function" or written_arguments(node) or not traits.is_view(node):
         return False
     firsts = [placed.storages[number].first for number in placed.lies_in.get(node, ())]
     return any(first.op == "placeholder" and meta.space(first) is not None for first in firsts)
-
-
-def _bytes(node: fx.Node) -> int:
-    return storage_bytes(meta.tensor_value(node)) or 0
 
 
 def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
@@ -253,7 +189,7 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
 def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int) -> None:
     """Start the copies of each use while earlier uses are waited for."""
     batches = list(_batches(order, visits))
-    sizes = [sum(_bytes(visit.resting) for visit in batch) for batch in batches]
+    sizes = [sum(bytes_of(visit.resting) for visit in batch) for batch in batches]
     anchors = [min(cast(fx.Node, visit.ready) for visit in batch) for batch in batches]
     top = next(node for node in order if node.op != "placeholder")
     top = min(top, anchors[0]) if anchors else top
@@ -328,3 +264,31 @@ def _write_behind(
                     meta.create(graph, wait_copy_op(), (start,), like=start, name=f"stored_{start.name}")
             else:
                 edits.move_before(wait, anchor)
+
+
+def _may_run_beside(update: fx.Node) -> bool:
+    """Whether a call updates in place, takes long enough to be worth a thread, and yields nothing."""
+    return not update.users and is_fused(update) and meta.beside(update) is None
+
+
+def _update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int) -> int:
+    """Let updates run beside compute until something else touches their tensors, or later ones have started."""
+    followers: dict[fx.Node, list[fx.Node]] = {update: [] for update in updates}
+    for node, earlier in hazards(list(graph.nodes)).items():
+        for one in earlier:
+            if one in followers:
+                followers[one].append(node)
+    later = sorted(updates)
+    for number, update in enumerate(later):
+        limit = later[number + in_flight] if number + in_flight < len(later) else nodes.output_of(graph)
+        written = list(dict.fromkeys(written_arguments(update)))
+        read = [node for node in update.all_input_nodes if node not in written and _is_tensor(node)]
+        meta.set_beside(update, number)
+        with graph.inserting_before(min([limit, *followers[update]])):
+            wait = meta.create(graph, wait_update_op(), (written, read), like=update, name=f"wait_{update.name}")
+        meta.set_beside(wait, number)
+    return len(later)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(meta.value(node), Tensor)

@@ -17,14 +17,17 @@ from zgraph.errors import VerifyError
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import StreamStates, presets
+from zgraph.torch_compat.operators import written_arguments
 
+STREAMED = StreamStates(updates="streamed")
 HOST = zgraph.Offload(params="host", optimizer="host")
 WHERE = Where(pass_name="a_test", direction="step")
 
 
 @pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    with fake_world(2):
+def world(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Two ranks, or as many as the test says."""
+    with fake_world(getattr(request, "param", 2)):
         yield
 
 
@@ -78,7 +81,7 @@ def in_flight(graph: fx.Graph, kind: Callable[[fx.Node], bool]) -> int:
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_each_update_reads_copies_that_are_stored_once(clips: bool) -> None:
-    graphs, _, _ = steps_of(HOST, StreamStates(), clips=clips)
+    graphs, _, _ = steps_of(HOST, STREAMED, clips=clips)
     graph = graphs[-1].graph
     stored = [store.args[1] for store in nodes.call_functions(graph, nodes.is_store)]
     assert len(stored) == len(dict.fromkeys(stored)) == 3 * 3  # a weight and two moments of each layer
@@ -92,11 +95,20 @@ def test_each_update_reads_copies_that_are_stored_once(clips: bool) -> None:
 def test_no_more_is_in_flight_than_was_asked_for() -> None:
     """One use takes up to four copies: four gathers start together at the top, and an update reads three tensors."""
     for prefetch in (0, 1, 2):
-        graphs, _, _ = steps_of(HOST, StreamStates(prefetch=prefetch, stores_in_flight=1))
+        graphs, _, _ = steps_of(HOST, StreamStates(prefetch=prefetch, updates="streamed"))
         assert in_flight(graphs[-1].graph, nodes.is_reload) <= 4 * (prefetch + 1)
         assert in_flight(graphs[-1].graph, nodes.is_store) <= 3
-    graphs, _, _ = steps_of(HOST, StreamStates(prefetch=2, in_flight_bytes=1))
+    graphs, _, _ = steps_of(HOST, StreamStates(prefetch=2, in_flight_bytes=1, updates="streamed"))
     assert in_flight(graphs[-1].graph, nodes.is_reload) <= 4 * 2  # one use is always ahead
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_fused_update_that_no_reduction_splits_is_split_by_bytes() -> None:
+    whole, _, _ = steps_of(HOST, STREAMED)
+    split, _, _ = steps_of(HOST, StreamStates(in_flight_bytes=2 * 3 * 64, updates="streamed"))
+    fused = [[node for node in graphs[-1].graph.nodes if "_fused_" in str(node.target)] for graphs in (whole, split)]
+    assert list(map(len, fused)) == [1, 2]  # of two layers, and of one
+    assert len(list(nodes.call_functions(split[-1].graph, nodes.is_store))) == 9
 
 
 def test_new_state_is_returned_from_where_it_rests() -> None:
@@ -108,6 +120,30 @@ def test_new_state_is_returned_from_where_it_rests() -> None:
         assert entries["step"].ndim == 0  # a number, which stays
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_fused_updates_run_at_rest_beside_compute_until_their_wait(clips: bool) -> None:
+    graphs, _, _ = steps_of(HOST, StreamStates(), steps=3, clips=clips)
+    graph = graphs[-1].graph
+    assert not any(map(nodes.is_store, graph.nodes))
+    updates = {meta.beside(node): node for node in graph.nodes if meta.beside(node) is not None and not is_wait(node)}
+    waits = {meta.beside(node): node for node in graph.nodes if is_wait(node)}
+    assert len(updates) == 3
+    for number, update in updates.items():
+        assert update < waits[number]
+        touched = {*update.all_input_nodes}
+        for node in (one for one in graph.nodes if update < one < waits[number]):
+            assert touched.isdisjoint(written_arguments(node))
+        assert {node for node in touched if isinstance(meta.value(node), torch.Tensor)} == {
+            *waits[number].all_input_nodes
+        }
+    later = [waits[number] for number in range(3)]
+    assert list(updates.values())[1] > later[0] or later[0].next is list(updates.values())[1]
+
+
+def is_wait(node: fx.Node) -> bool:
+    return nodes.is_update_wait(node)
+
+
 def test_what_rests_on_the_device_is_left_alone() -> None:
     graphs, _, _ = steps_of(None, StreamStates())
     assert not any(map(nodes.is_copy_start, graphs[-1].graph.nodes))
@@ -117,10 +153,10 @@ def test_what_rests_on_the_device_is_left_alone() -> None:
 
 
 def test_a_second_run_changes_nothing() -> None:
-    graphs, _, _ = steps_of(HOST, StreamStates())
+    graphs, _, _ = steps_of(HOST, STREAMED)
     gm = graphs[-1]
     before = graph_text(gm.graph)
-    assert not StreamStates().run(gm, zgraph.PassContext(direction="step"))
+    assert not STREAMED.run(gm, zgraph.PassContext(direction="step"))
     assert graph_text(gm.graph) == before
 
 
@@ -140,7 +176,7 @@ def test_a_pipeline_without_the_pass_gets_it() -> None:
 
 
 def test_a_read_before_the_store_has_landed_is_found() -> None:
-    graphs, _, _ = steps_of(HOST, StreamStates())
+    graphs, _, _ = steps_of(HOST, STREAMED)
     graph = graphs[-1].graph
     check_stores_landed(graph, WHERE)
     store = next(nodes.call_functions(graph, nodes.is_store))
@@ -156,9 +192,10 @@ def test_a_read_before_the_store_has_landed_is_found() -> None:
         ({"prefetch": -1}, "prefetch=-1 is negative"),
         ({"stores_in_flight": 0}, "at least one must be"),
         ({"in_flight_bytes": 0}, "in_flight_bytes=0 holds nothing"),
+        ({"updates": "now"}, "updates='now' is unknown"),
     ],
 )
-def test_options_that_cannot_be_honoured(options: dict[str, int], text: str) -> None:
+def test_options_that_cannot_be_honoured(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         StreamStates(**options)
 
@@ -196,7 +233,7 @@ def test_a_budget_of_the_host_refuses_the_first_step_and_says_what_would_fit() -
 
 def printed() -> None:
     with fake_world(2):
-        print(graph_text(steps_of(HOST, StreamStates(), clips=True)[0][-1].graph))
+        print(graph_text(steps_of(HOST, STREAMED, clips=True)[0][-1].graph))
 
 
 @pytest.mark.slow  # two processes

@@ -75,6 +75,11 @@ def _sharded() -> dict[str, Any]:
     return {"model": model, "opt": opt, "batches": [_tokens() for _ in range(3)], "step": 0}
 
 
+def _with_a_folder() -> dict[str, Any]:
+    Path("scratch").mkdir(exist_ok=True)
+    return {"Net": Net, "batches": [_tokens() for _ in range(2)]}
+
+
 def _training() -> dict[str, Any]:
     given = _sharded()
     given["model"] = torch.compile(given["model"], backend="zgraph")
@@ -339,6 +344,7 @@ SETTINGS = [
     Setting("full = zgraph.full_state_dict(model)", _training, _gathered),
     # offload.md
     Setting("hardware = zgraph.calibrate()", _sharded, _train),
+    Setting('offload = zgraph.Offload(params="host"', _with_a_folder, _stepped),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),
     Setting("target   = zgraph.Target(", _sharded, _train),

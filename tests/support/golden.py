@@ -390,7 +390,7 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
     ),
     OfStep(
         about="two weights rest on the host: each gather and each update reads a copy, which is written back",
-        graph_pass=StreamStates(),
+        graph_pass=StreamStates(updates="streamed"),
         before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts(), UpdateAsReduced()),
         build=two,
         at_rest=zgraph.Offload(params="host"),

@@ -14,6 +14,7 @@ Nothing but its wait reads what a start returns. In a compiled graph these copie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,6 +89,26 @@ def wait_copy(started: Tensor) -> Tensor:
 @torch.library.register_fake("zgraph::wait_copy")
 def _(started: Tensor) -> Tensor:
     return torch.empty_like(started)
+
+
+@torch.library.custom_op("zgraph::wait_update", mutates_args=("written",))
+def wait_update(written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+    """Wait for an update that runs beside compute, where its tensors rest.
+
+    Args:
+        written: what the update writes to; to be read from now on.
+        read: what it reads besides, such as gradients; may be freed from now on.
+    """
+
+
+@wait_update.register_fake
+def _(written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+    pass
+
+
+def wait_update_op() -> Any:
+    """zgraph::wait_update(written, read)"""
+    return torch.ops.zgraph.wait_update.default
 
 
 def offload_op() -> Any:

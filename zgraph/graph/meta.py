@@ -30,6 +30,7 @@ _LANE = "zgraph_lane"
 _SPACE = "zgraph_space"
 _RESTS = "zgraph_rests"
 _LONGEST = "zgraph_longest"
+_BESIDE = "zgraph_beside"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
@@ -125,6 +126,16 @@ def longest_bytes(node: fx.Node) -> int | None:
 def set_longest_bytes(node: fx.Node, size: int) -> None:
     """Record how large the node's value is on the rank with most rows of it, so that all ranks plan alike."""
     node.meta[_LONGEST] = size
+
+
+def beside(node: fx.Node) -> int | None:
+    """The number of an update that runs beside compute, equal on it and on its wait; None for everything else."""
+    return cast("int | None", node.meta.get(_BESIDE))
+
+
+def set_beside(node: fx.Node, number: int) -> None:
+    """Let an update run beside compute, until the wait with the same number."""
+    node.meta[_BESIDE] = number
 
 
 def module_path(node: fx.Node) -> str:

@@ -108,6 +108,11 @@ def is_copy_start(node: fx.Node) -> bool:
     return is_offload(node) or is_reload(node) or is_store(node) or is_spill(node)
 
 
+def is_update_wait(node: fx.Node) -> bool:
+    """Whether the node waits for an update that runs beside compute."""
+    return node.target is torch.ops.zgraph.wait_update.default
+
+
 def is_copy_wait(node: fx.Node) -> bool:
     """Whether the node waits for a copy between memory spaces."""
     return node.target is torch.ops.zgraph.wait_copy.default

@@ -228,7 +228,9 @@ def held_by(node: fx.Node) -> list[fx.Node]:
 
 def is_free(node: fx.Node) -> bool:
     """Whether the node takes no time on any lane, because no kernel runs, as for views and uninitialised memory."""
-    if node.op in ("placeholder", "get_attr", "output") or nodes.is_wait(node) or nodes.is_getitem(node):
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    if nodes.is_wait(node) or nodes.is_update_wait(node) or nodes.is_getitem(node):
         return True
     return of(node).makes_no_values or (is_view(node) and not written_arguments(node))
 

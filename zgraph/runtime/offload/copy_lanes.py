@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -81,7 +81,7 @@ class _Written:
 
 @dataclass
 class ThreadLanes:
-    """Lanes of a CPU: a thread for each direction, and those of folders on disk.
+    """Lanes of a CPU: a thread for each direction, those of folders on disk, and one for updates.
 
     Attributes:
         bytes_per_us: rate that copies do not exceed; None: as fast as memory is.
@@ -94,6 +94,7 @@ class ThreadLanes:
     waits_at_once: bool = False
     pool: HostPool = field(default_factory=HostPool)
     _disks: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
+    _updates: ThreadPoolExecutor = field(default_factory=lambda: _thread("update"))
     _out: ThreadPoolExecutor = field(default_factory=lambda: _thread("offload"))
     _back: ThreadPoolExecutor = field(default_factory=lambda: _thread("reload"))
 
@@ -125,6 +126,10 @@ class ThreadLanes:
         if found is None:
             found = self._disks[folder] = DiskFolder(folder, rank=rank)
         return found
+
+    def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        """Start an update of tensors where they rest, after those that were started before."""
+        return self._updates.submit(operator, *args, **kwargs)
 
     def _disk_of(self, kept: Tensor) -> DiskFolder | None:
         return next((disk for disk in [*self._disks.values()] if disk.is_on_disk(kept)), None)

@@ -1,0 +1,130 @@
+"""Visits: when values of inputs that rest elsewhere are on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zgraph.analysis.liveness import Placements
+from zgraph.analysis.storages import storage_bytes
+from zgraph.graph import meta, nodes
+from zgraph.passes.common.updates import Updates, lists_of
+from zgraph.torch_compat.operators import written_arguments
+
+
+@dataclass(eq=False)
+class Visit:
+    """A stay of one input's values on the device.
+
+    Attributes:
+        resting: the input.
+        aliases: values that lie in it, each with the one that it was made from.
+        uses: what reads or writes them, in order, without views.
+        is_update: whether the uses are an update's.
+        last_write: the last use that writes; None: the copy is dropped.
+        is_first: whether nothing was stored to the input before.
+        reload, ready, store: the copies, once they are there.
+    """
+
+    resting: fx.Node
+    aliases: Mapping[fx.Node, fx.Node]
+    uses: list[fx.Node]
+    is_update: bool = False
+    last_write: fx.Node | None = None
+    is_first: bool = True
+    reload: fx.Node | None = None
+    ready: fx.Node | None = None
+    store: fx.Node | None = None
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
+
+
+def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
+    """Places of a fused update's lists, in groups of which so many bytes rest elsewhere; one parameter always fits.
+
+    Where no reduction has split it, as on one rank, an update would bring everything to the device at once.
+    """
+    groups: list[list[int]] = []
+    held = 0
+    for place, members in enumerate(zip(*lists_of(update), strict=True) if is_fused(update) else ()):
+        resting = [one for one in members if isinstance(one, fx.Node) and meta.space(one) in ("host", "disk")]
+        size = sum(map(bytes_of, resting))
+        if not groups or (held and held + size > most_bytes):
+            groups.append([])
+            held = 0
+        groups[-1].append(place)
+        held += size
+    return groups
+
+
+def plan_visits(order: Sequence[fx.Node], placed: Placements) -> list[Visit]:
+    """When values of inputs that rest elsewhere are on the device, in the order of their first uses.
+
+    One visit serves consecutive uses of a kind: those of one forward, of one backward, or of updates.
+    """
+    resting = [
+        node
+        for node in order
+        if node.op == "placeholder" and meta.space(node) in ("host", "disk") and placed.lies_in.get(node)
+    ]
+    if not resting:
+        return []
+    owners = {placed.lies_in[node][0]: node for node in resting}
+    aliases = {node: {node: node} for node in resting}
+    for node in order:
+        for owner in dict.fromkeys(owners[number] for number in placed.lies_in.get(node, ()) if number in owners):
+            known = aliases[owner]
+            sources = [source for source in [*written_arguments(node), *node.all_input_nodes] if source in known]
+            known.setdefault(node, sources[0] if sources else node)
+    updates = _updates(order, {alias for known in aliases.values() for alias in known})
+    position = {node: place for place, node in enumerate(order)}
+    visits = [visit for node in resting for visit in _visits_of(node, aliases[node], updates)]
+    return sorted(visits, key=lambda visit: (position[visit.uses[0]], position[visit.resting]))
+
+
+def _updates(order: Sequence[fx.Node], resting: Container[fx.Node]) -> Container[fx.Node]:
+    """The nodes that compute updates: what depends on reduced gradients, or where nothing is reduced the step's end."""
+    found = Updates.of(order)
+    if found.reading:
+        return found
+    writes = (place for place, node in enumerate(order) if any(one in resting for one in written_arguments(node)))
+    return frozenset(order[next(writes, len(order)) :])
+
+
+def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Container[fx.Node]) -> Iterator[Visit]:
+    users = dict.fromkeys(user for alias in aliases for user in alias.users)
+    uses = sorted(user for user in users if user.op == "call_function" and not _moves(user, aliases))
+    known: Hashable = None
+    visit: Visit | None = None
+    stored = False
+    for use in uses:
+        writes = any(argument in aliases for argument in written_arguments(use))
+        kind = (meta.part(use), "gather" if _carries(use) else "update" if use in updates else "read")
+        if visit is None or kind != known:
+            if visit is not None:
+                yield visit
+                stored = stored or visit.last_write is not None
+            visit, known = Visit(resting, aliases, [], kind[1] == "update", is_first=not stored), kind
+        visit.uses.append(use)
+        if writes:
+            visit.last_write = use
+    if visit is not None:
+        yield visit
+
+
+def _carries(node: fx.Node) -> bool:
+    return nodes.is_communication(node) and bool(meta.parameters(node))
+
+
+def _moves(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether a node only views the values, or is a copy between memory spaces already."""
+    return (node in aliases and not written_arguments(node)) or nodes.is_copy_start(node)
+
+
+def bytes_of(node: fx.Node) -> int:
+    return storage_bytes(meta.tensor_value(node)) or 0
+
+
+def is_fused(node: fx.Node) -> bool:
+    return str(node.target).startswith("aten._fused_")

@@ -112,6 +112,14 @@ def _llama() -> dict[str, Any]:
     return {"Llama": Llama, "config": LlamaConfig(vocab_size=64, max_position_embeddings=4096, **sizes)}
 
 
+def _generating() -> dict[str, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=32, bos_token_id=None)
+    config.eos_token_id, config.pad_token_id = None, 0
+    return {"model": GPT2LMHeadModel(config), "prompt": torch.randint(0, 32, (1, 3))}
+
+
 def _with_a_batch() -> dict[str, Any]:
     """A model that is not compiled, and a batch."""
     given = _sharded()
@@ -236,6 +244,10 @@ def _gathered_ahead(names: dict[str, Any]) -> None:
     assert any("held for the next step" in note for note in report.notes)
 
 
+def _generated(names: dict[str, Any]) -> None:
+    assert names["tokens"].shape == (1, 3 + 6)
+
+
 def _summarized(names: dict[str, Any]) -> None:
     assert zgraph.summary(names["model"]).step_bytes > 0
 
@@ -345,6 +357,7 @@ SETTINGS = [
     # offload.md
     Setting("hardware = zgraph.calibrate()", _sharded, _train),
     Setting('offload = zgraph.Offload(params="host"', _with_a_folder, _stepped),
+    Setting("model = zgraph.shard(model.eval(), offload=", _generating, _generated),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),
     Setting("target   = zgraph.Target(", _sharded, _train),

@@ -1,0 +1,213 @@
+"""The largest GPT that trains in a given memory: plain PyTorch, FSDP2 with CPU offload, and zgraph on disk.
+
+    sudo python examples/benchmarks/offload_capacity.py                        # half an hour
+    sudo python examples/benchmarks/offload_capacity.py --gib 1.5 --ways plain,zgraph --json FILE
+
+Each try is a process of its own in a cgroup whose memory is limited (version 1's memory controller), page cache
+counted: what is read from files counts like what is allocated, as on a machine with so little memory. The model is a
+GPT of fixed width; the number of its layers is doubled until a try is killed, and then bisected. A try trains some
+steps with fused AdamW; a way counts as able to if the loss fell and the process ended by itself.
+
+plain       eager PyTorch, parameters, gradients and AdamW's state in memory
+fsdp2       fully_shard of each block with CPUOffloadPolicy, which on a CPU is all in memory
+zgraph      shards and AdamW's state on disk, streamed through whole steps
+
+With --step, one model that fits is also trained without a limit, to compare losses and the time of a step with what
+its bytes take at the disk's measured rate.
+"""
+
+# HashStore is exported, though not listed.
+# pyright: reportPrivateImportUsage=false
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from provenance import commit, processor
+from torch import Tensor, nn
+from workload import Block, LanguageModel, ModelConfig
+
+CGROUP = Path("/sys/fs/cgroup/memory")
+VOCABULARY, SEQUENCE, BATCH, STEPS = 512, 64, 2, 4
+WAYS = ("plain", "fsdp2", "zgraph")
+
+
+def config_of(layers: int, width: int) -> ModelConfig:
+    return ModelConfig(
+        vocabulary=VOCABULARY, width=width, layers=layers, heads=width // 64, sequence=SEQUENCE, batch=BATCH
+    )
+
+
+# --- a try ------------------------------------------------------------------------------------------------------------
+
+
+def plain(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    return model, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+
+
+def fsdp2(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    for block in filter(lambda part: isinstance(part, Block), list(model.modules())):
+        fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return model, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+
+
+def on_disk(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    import zgraph
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    offload = zgraph.Offload(params="disk", optimizer="disk", path=scratch)
+    model = zgraph.shard(model, zero_stage=3, offload=offload)
+    zgraph.materialize(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, zgraph.training_step(model, optimizer, options={"lowering": "fx"})(loop(model, optimizer))
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def attempt(way: str, layers: int, width: int, scratch: str, steps: int) -> None:
+    """Train, and print what became of it as one line of JSON."""
+    torch.set_num_threads(2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    build = {"plain": plain, "fsdp2": fsdp2, "zgraph": on_disk}[way]
+    model, step = build(config_of(layers, width), scratch)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+    losses: list[float] = []
+    seconds: list[float] = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        losses.append(step(tokens).item())
+        seconds.append(time.perf_counter() - began)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    print(json.dumps({"numel": numel, "losses": losses, "seconds": seconds}), flush=True)
+    os._exit(0)  # what is on disk goes with the process
+
+
+# --- in a cgroup ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def limited(gib: float | None) -> Generator[Path | None]:
+    """A cgroup with a limit of memory; None for no limit."""
+    if gib is None:
+        yield None
+        return
+    group = CGROUP / f"zgraph-capacity-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(int(gib * 2**30)))
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def tried(way: str, layers: int, width: int, gib: float | None, timeout_s: float, steps: int) -> dict[str, Any] | None:
+    """What a try printed; None if it ran out of memory or time, or did not learn."""
+    with limited(gib) as group, tempfile.TemporaryDirectory(dir=".") as scratch:
+        command = [sys.executable, __file__, "--attempt", way, str(layers), str(width), scratch, str(steps)]
+
+        def enter() -> None:
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enter)
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return None
+        if process.returncode and process.returncode not in (-9, 137) and "memory" not in errors.lower():
+            print(f"{way}, {layers} layers: {errors[-2000:]}", file=sys.stderr)
+        found = json.loads(output.splitlines()[-1]) if not process.returncode and output else None
+        peak = 0 if group is None else int((group / "memory.max_usage_in_bytes").read_text())
+    if found is None or not found["losses"][-1] < found["losses"][0]:
+        return None
+    return {"layers": layers, "peak_bytes": peak, **found}
+
+
+def largest(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """The largest model that trains; layers are doubled, and then bisected to an eighth."""
+    best: dict[str, Any] | None = None
+    low, high = 0, options.layers
+    while (found := tried(way, high, options.width, options.gib, options.timeout_s, STEPS)) is not None:
+        best, low, high = found, high, 2 * high
+        print(f"  {way}: {low} layers train, {found['numel'] / 1e6:.0f} M parameters", flush=True)
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        found = tried(way, middle, options.width, options.gib, options.timeout_s, STEPS)
+        print(f"  {way}: {middle} layers {'train' if found else 'do not'}", flush=True)
+        if found is None:
+            high = middle
+        else:
+            best, low = found, middle
+    return best
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gib", type=float, default=1.5, help="limit of memory")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=4, help="of the first try")
+    parser.add_argument("--ways", default="plain,zgraph", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="of one try")
+    parser.add_argument("--step", action="store_true", help="train zgraph's largest without a limit, too")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    return parser.parse_args()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--attempt"]:
+        way, layers, width, scratch, steps = sys.argv[2:]
+        attempt(way, int(layers), int(width), scratch, int(steps))
+    options = parsed()
+    found = {way: largest(way, options) for way in options.ways.split(",")}
+    print(f"{processor()}, {commit()}, {options.gib} GiB")
+    base = found.get("plain")
+    for way, best in found.items():
+        if best is None:
+            print(f"{way:8} not even {options.layers} layers")
+            continue
+        ratio = "" if base is None else f", {best['numel'] / base['numel']:.1f} x plain"
+        seconds = min(best["seconds"][1:])
+        print(f"{way:8} {best['layers']} layers, {best['numel'] / 1e6:.0f} M parameters{ratio}, {seconds:.2f} s a step")
+    if options.step and (best := found.get("zgraph")) is not None:
+        free = tried("zgraph", best["layers"], options.width, None, options.timeout_s, STEPS)
+        assert free is not None
+        same = free["losses"] == best["losses"]
+        print(f"without a limit: losses {'equal' if same else 'differ'}, {min(free['seconds'][1:]):.2f} s a step")
+        found["zgraph, no limit"] = free
+    if options.json is not None:
+        about = {"processor": processor(), "commit": commit(), "gib": options.gib, "width": options.width}
+        options.json.write_text(json.dumps(about | {"ways": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

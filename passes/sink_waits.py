@@ -18,7 +18,8 @@ class SinkWaits(GraphPass):
     """Move each wait, and the copies out of its buffer, to just before the first user.
 
     The only user of a reduced gradient is the graph's output: sunk that far, all send buffers would stay alive to the
-    end. Therefore a reduction is finished when `reductions_in_flight` later ones have started.
+    end. Therefore a reduction is finished when `reductions_in_flight` later ones have started. In a whole step so is the
+    gather of a replicated gradient's mean, behind which its update can run while later ones arrive.
     What reads a value stays before what overwrites it.
     Leaves alone: waits already there.
 
@@ -50,6 +51,8 @@ class SinkWaits(GraphPass):
         ahead = hazards(before)
         sink(gm.graph, ahead)
         limit_reductions(gm.graph, self.reductions_in_flight, self.in_flight_bytes, ahead)
+        if ctx.direction == "step":
+            finish_means(gm.graph, self.reductions_in_flight, ahead)
         changed = before != list(gm.graph.nodes)
         if not changed:
             ctx.note(self, "every wait stands where it is needed")
@@ -107,6 +110,13 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahea
     for start in outstanding:
         if first_wait is not None and order[start] < order[first_wait]:
             finish_before(graph, start, first_wait, ahead)
+
+
+def finish_means(graph: fx.Graph, in_flight: int, ahead: Hazards) -> None:
+    """Wait for the mean of a replicated gradient when so many later ones have started."""
+    means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
+    for start, later in zip(means, means[in_flight:], strict=False):
+        finish_before(graph, start, later.next, ahead)
 
 
 def carries_mean(node: fx.Node) -> bool:

@@ -18,8 +18,8 @@ class SinkWaits(GraphPass):
     """Move each wait, and the copies out of its buffer, to just before the first user.
 
     The only user of a reduced gradient is the graph's output: sunk that far, all send buffers would stay alive to the
-    end. Therefore a reduction is finished when `reductions_in_flight` later ones have started. In a whole step so is the
-    gather of a replicated gradient's mean, behind which its update can run while later ones arrive.
+    end. Therefore a reduction is finished when `reductions_in_flight` later ones have started. In whole steps the
+    gather of a replicated gradient's mean is, too; its update then runs while later ones arrive.
     What reads a value stays before what overwrites it.
     Leaves alone: waits already there.
 

@@ -18,8 +18,9 @@ class SinkWaits(GraphPass):
     """Move each wait, and the copies out of its buffer, to just before the first user.
 
     The only user of a reduced gradient is the graph's output: sunk that far, all send buffers would stay alive to the
-    end. Therefore a reduction is finished when `reductions_in_flight` later ones have started.
-    Likewise a copy to the host is waited for, and its source freed, when `offloads_in_flight` later ones have started.
+    end. Therefore a reduction is finished when `reductions_in_flight` later ones have started. In whole steps the
+    gather of a replicated gradient's mean is, too; its update then runs while later ones arrive. Likewise a copy to
+    the host is waited for, and its source freed, when `offloads_in_flight` later ones have started.
     What reads a value stays before what overwrites it.
     Leaves alone: waits already there.
 
@@ -53,6 +54,8 @@ class SinkWaits(GraphPass):
         sink(gm.graph, ahead)
         limit_reductions(gm.graph, self.reductions_in_flight, self.in_flight_bytes, ahead)
         limit_offloads(gm.graph, self.offloads_in_flight)
+        if ctx.direction == "step":
+            finish_means(gm.graph, self.reductions_in_flight, ahead)
         changed = before != list(gm.graph.nodes)
         if not changed:
             ctx.note(self, "every wait stands where it is needed")
@@ -123,6 +126,13 @@ def limit_offloads(graph: fx.Graph, in_flight: int) -> None:
             wait = cast(fx.Node, nodes.wait_of(outstanding.pop(0)))
             if order[wait] > order[start]:
                 edits.move_before(wait, start)
+
+
+def finish_means(graph: fx.Graph, in_flight: int, ahead: Hazards) -> None:
+    """Wait for the mean of a replicated gradient when so many later ones have started."""
+    means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
+    for start, later in zip(means, means[in_flight:], strict=False):
+        finish_before(graph, start, later.next, ahead)
 
 
 def carries_mean(node: fx.Node) -> bool:

@@ -206,6 +206,26 @@ def test_several_optimizers_step(ranks: Ranks, script: type[Script], setting: Se
         assert kinds(reasons) == ["", "state"]
 
 
+# --- replicated parameters, in a bucket each --------------------------------------------------------------------------
+
+
+EACH = {"bucket_bytes": 1}
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(Setting(Script, adamw_fused, stage=0, preset=EACH), id="by rules"),
+        pytest.param(Setting(Windowed, sgd, stage=0, preset=EACH, target=TARGET), id="planned, no_sync"),
+        pytest.param(Setting(InTurn, sgd, stage=0, preset=EACH), id="in turn"),
+    ],
+)
+def test_updates_run_while_later_means_arrive(ranks: Ranks, setting: Setting) -> None:
+    for reasons in ranks.run(compare, setting):
+        assert kinds(reasons) == ["", "state"]
+
+
 # --- replicas of several shards ---------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,8 @@ BUCKET = 64 * 1024  # one layer's weight, so that hardly more than gradients is 
 def test_the_peak_of_a_step_is_the_predicted_one(ranks: Ranks, zero_stage: int) -> None:
     for found in ranks.run(peaks_of, zero_stage, presets.default(bucket_bytes=BUCKET)):
         assert found.measured == pytest.approx(found.predicted, rel=0.05)
-        assert found.gradients < found.measured
+        # At stage 0 gradients are as large as parameters, and most are freed before the last ones are there.
+        assert (found.measured < found.gradients) == (zero_stage == 0)
 
 
 @worlds(2)

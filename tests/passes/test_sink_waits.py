@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
+import zgraph
 from tests.support.graphs import Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
 from tests.support.judges.lockstep import assert_same_results
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
-from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
+from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits, presets
+from zgraph.passes.sink_waits import carries_mean
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())
@@ -177,3 +181,45 @@ def test_results_are_bitwise_the_same(options: dict[str, int]) -> None:
         for found in ranks:
             SinkWaits(reductions_in_flight=1).run(found.graphs[direction], found.ctx)
         assert_same_results(before, [found.graphs[direction] for found in ranks])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(zgraph.GraphPass):
+    """Changes nothing; keeps the order of updates and of waits, by what is waited for."""
+
+    order: list[str]
+
+    name: ClassVar[str] = "seen"
+
+    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
+        for node in gm.graph.nodes:
+            if nodes.is_wait(node):
+                self.order.append("mean" if carries_mean(nodes.start_of(node)) else "pieces")
+            elif "_fused_" in str(node.target):
+                self.order.append("update")
+        return False
+
+
+def order_of_a_step(layers: int) -> str:
+    """Waits and updates of a whole step at stage 0, each layer's gradients in a bucket of their own."""
+    seen = Seen(order=[])
+    with fake_world(2):
+        model = zgraph.shard(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers))), zero_stage=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        pipeline = zgraph.Pipeline([*presets.default(bucket_bytes=1), seen])
+
+        @zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})
+        def step(x: Tensor) -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(torch.zeros(2, 8))
+    return " ".join(seen.order)
+
+
+def test_updates_of_replicas_run_while_later_means_arrive() -> None:
+    """With three in flight: the first mean is waited for, and used, once the gather of the fourth has started."""
+    ends = "mean update " * 3
+    assert order_of_a_step(3) == f"pieces pieces pieces {ends}".strip()
+    assert order_of_a_step(5) == f"pieces pieces pieces pieces mean update pieces mean update {ends}".strip()

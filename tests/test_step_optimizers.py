@@ -116,8 +116,7 @@ def test_an_optimizer_steps_as_in_the_plain_loop(ranks: Ranks, make: Any, stage:
 
 
 @worlds(2)
-@pytest.mark.slow  # test_step_schedules.py has other options that decide
-@pytest.mark.parametrize(("make", "stage"), [(radam, 3), (radam_foreach, 1), (asgd, 2), (asgd_foreach, 0)])
+@pytest.mark.parametrize(("make", "stage"), [(radam, 3), *slow((radam_foreach, 1), (asgd, 2), (asgd_foreach, 0))])
 def test_an_optimizer_that_decides_by_its_step_is_compiled_again(ranks: Ranks, make: Any, stage: int) -> None:
     for reasons in ranks.run(compare, Setting(Script, make, stage=stage, steps=9)):
         assert kinds(reasons)[:3] == ["", "state", "options"]

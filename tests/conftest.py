@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rows: dict[tuple[Any, ...], dict[int, pytest.Item]] = {}
     levels: dict[tuple[Any, ...], dict[str, int]] = {}
     for item in items:
-        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-            continue
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec") or "pool" not in item.fixturenames:
+            continue  # without ranks, or with a mere number of that name
         world = item.callspec.params.get("ranks", 2)
         if world not in (2, 3):
             item.add_marker(pytest.mark.slow)

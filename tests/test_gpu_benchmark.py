@@ -44,6 +44,7 @@ def test_a_part_that_breaks_leaves_what_it_has_and_the_others_run(tmp_path: Path
     assert "| resume | exit status 1" in (tmp_path / "gpu.md").read_text()
 
 
+@pytest.mark.slow  # an interpreter; the parts run in this order above
 def test_the_parts_are_listed_in_their_order() -> None:
     done = run("--list")
     assert done.returncode == 0, done.stderr

@@ -106,10 +106,10 @@ class Adversaries(Script):
 
 
 class OftenJudged(Adversaries):
-    """The judge steps three times, and its weights are clamped each time, as Wasserstein GANs do."""
+    """The judge steps twice, and its weights are clamped each time, as Wasserstein GANs do."""
 
     def step(self, x: Tensor) -> Any:
-        for _ in range(3):
+        for _ in range(2):
             self.other.zero_grad()
             made = self.model.maker(x).detach()
             loss = self.model.judge(made).mean() - self.model.judge(x[:, 2:]).mean()
@@ -173,9 +173,9 @@ class Evaluated(Script):
     [
         (Two, adamw_fused, 3, False),
         (Adversaries, adam_foreach, 1, False),
-        (OftenJudged, sgd, 3, False),
         (Scaled, adamw_fused, 3, False),
         (Evaluated, sgd, 0, False),
+        (OftenJudged, sgd, 3, False),
         # The same lines at other stages.
         *slow(
             (Two, sgd, 0, False),

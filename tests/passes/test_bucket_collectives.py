@@ -362,14 +362,12 @@ def _sum_in_order(column: Tensor, wide: torch.dtype) -> Tensor:
     ("build", "world_size", "options"),
     [
         (mlp, 4, {}),
-        (mlp, 3, {"zero_stage": 0}),
-        (Autocast, 3, {}),
         (Autocast, 4, {"zero_stage": 0}),
-        (mixed, 3, {}),
         (mean_and_sum, 3, {"zero_stage": 0}),
         (Twice, 3, {}),
+        *slow((mlp, 3, {"zero_stage": 0}), (Autocast, 3, {}), (mixed, 3, {})),  # each is in one of the others
     ],
-    ids=["uneven", "replicated", "autocast", "replicated autocast", "mixed", "mean and sum", "read twice"],
+    ids=["uneven", "replicated autocast", "mean and sum", "read twice", "replicated", "autocast", "mixed"],
 )
 def test_results_are_bitwise_the_same(build: Any, world_size: int, options: dict[str, Any], algorithm: Any) -> None:
     lowered = [LowerGathers(), LowerReductions(algorithm=algorithm)]

@@ -64,10 +64,12 @@ class SinkWaits(GraphPass):
 
 def sink(graph: fx.Graph, ahead: Hazards) -> None:
     """Move waits and copies to just before their first users, each chain as one; everything else keeps its order."""
+    of_gradients = _copies_of_gradients(graph)
     sinkable = {
         node
         for node in graph.nodes
         if nodes.is_communication(node)
+        and node not in of_gradients
         and (not _is_started(node) or carries_mean(node))
         and node.users
         and meta.lane(node) is None  # copies from the host were placed early to be hidden
@@ -89,6 +91,17 @@ def sink(graph: fx.Graph, ahead: Hazards) -> None:
                 if nodes.is_wait(taken):  # until all results of a group are selected, their list keeps all alive
                     placed |= dict.fromkeys(result for result in nodes.results_of(taken) if result in sinkable)
     edits.relink(placed)
+
+
+def _copies_of_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Casts and copies of what was computed here: later they would only keep it alive."""
+    found: set[fx.Node] = set()
+    for node in nodes.call_functions(graph, nodes.is_communication):
+        if not nodes.is_start(node) and not nodes.is_wait(node):
+            sources = (source for source in node.all_input_nodes if source.op == "call_function")
+            if any(source in found or not nodes.is_communication(source) for source in sources):
+                found.add(node)
+    return found
 
 
 def _is_started(node: fx.Node) -> bool:

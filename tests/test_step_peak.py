@@ -40,3 +40,11 @@ def test_gradients_die_early_where_each_update_follows_its_reduction(ranks: Rank
         assert ours.measured == pytest.approx(ours.predicted, rel=0.05)
         assert theirs.measured - ours.measured >= 0.8 * ours.gradients
         assert ours.three_calls - ours.measured >= 0.8 * ours.gradients
+
+
+@worlds(1)
+def test_gradients_of_a_single_rank_die_early_too(ranks: Ranks) -> None:
+    """Nothing is reduced: updates follow every two megabytes of gradients, of which there are fourteen."""
+    (found,) = ranks.run(peaks_of, 3, presets.default(), "fx", 12, 544)
+    assert found.measured == pytest.approx(found.predicted, rel=0.05)
+    assert found.measured < 0.5 * found.gradients < found.three_calls

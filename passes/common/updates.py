@@ -11,6 +11,9 @@ from torch import fx
 
 from zgraph.analysis.hazards import hazards
 from zgraph.graph import meta, nodes, traits
+from zgraph.runtime.chunks import MIB, payload_bytes
+
+BUCKET_BYTES = 2 * MIB  # of gradients that are updated together where nothing is reduced
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Updates:
         preparing: nodes that compute only for these, from inputs of the graph alone, such as the next step count.
         before: what must precede each node of the graph, besides its inputs.
         arrival: for each node that depends on reduced gradients, the position of the start of the last reduction among
-            those.
+            those. On a single rank, where nothing is reduced, gradients count as arriving in buckets.
     """
 
     reading: Mapping[fx.Node, None]
@@ -33,6 +36,7 @@ class Updates:
     @classmethod
     def of(cls, order: Sequence[fx.Node]) -> Updates:
         before = hazards(order)
+        alone = _arrivals_alone(order)
         arrival: dict[fx.Node, int] = {}
         reading: dict[fx.Node, None] = {}
         for position, node in enumerate(order):
@@ -42,6 +46,8 @@ class Updates:
                     arrival[node] = position
                 elif reductions:
                     arrival[node] = max(reductions)
+                elif node in alone:
+                    arrival[node] = alone[node]
             elif node.op != "output":
                 reductions += [arrival[source] for source in before.get(node, ()) if source in reading]
                 if reductions:
@@ -86,6 +92,26 @@ class Updates:
 def carries_parameter(node: fx.Node) -> bool:
     """Whether the node belongs to the communication of a parameter or of its gradient."""
     return nodes.is_communication(node) and bool(meta.parameters(node))
+
+
+def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """Gradients that need no reduction, with the position at which the last of their bucket is there."""
+    found: dict[fx.Node, int] = {}
+    bucket: dict[fx.Node, None] = {}
+    held = 0
+    for position, node in enumerate(order):
+        if node.target is not torch.ops.aten.clone.default or not carries_parameter(node):
+            continue
+        source = node.all_input_nodes[0]
+        is_computed = not nodes.is_communication(source) or traits.cast_dtype(source) is not None
+        if not is_computed or any(map(nodes.is_communication, node.users)):
+            continue
+        bucket[node] = None
+        held += payload_bytes(meta.tensor_value(node).shape, meta.tensor_value(node).dtype)
+        found |= dict.fromkeys(bucket, position)
+        if held >= BUCKET_BYTES:
+            bucket, held = {}, 0
+    return found
 
 
 def lists_of(node: fx.Node) -> list[Sequence[object]]:

@@ -19,9 +19,9 @@ class SplitUpdates(GraphPass):
     """Let each update wait for the gradients it needs, and for no others.
 
     A fused or foreach optimizer updates all parameters in one call, which waits for the last gradient. Each such call
-    becomes one for each reduction, and so do the norms of clipping. All of them go to the end of the step, in the order
-    in which the reductions start, so that later reductions are hidden behind earlier updates. Each element is computed
-    as before: results are the same bits.
+    becomes one for each reduction, and so do the norms of clipping; on a single rank, which reduces nothing, one for
+    every 2 MiB of gradients. All of them go to the end of the step, in the order in which the reductions start, so that
+    later reductions are hidden behind earlier updates. Each element is computed as before: results are the same bits.
     Leaves alone: forward and backward, and steps that compute with reduced gradients before their last backward.
     """
 

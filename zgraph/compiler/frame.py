@@ -54,7 +54,7 @@ class Frame:
             return {}
         shards = {place: local_of(value) for place, value in enumerate(self.inputs) if isinstance(value, DTensor)}
         found = {place: resting.space_of(shard) for place, shard in shards.items()}
-        return {place: space for place, space in found.items() if space != "device"}
+        return {place: found[place] for place in found if found[place] != "device"}
 
     @property
     def machine(self) -> Hardware | None:

@@ -34,26 +34,32 @@ class Peaks:
     gradients: int
 
 
-def peaks_of(zero_stage: int, passes: Sequence[zgraph.GraphPass], lowering: str = "fx", layers: int = 12) -> Peaks:
+def peaks_of(
+    zero_stage: int,
+    passes: Sequence[zgraph.GraphPass],
+    lowering: str = "fx",
+    layers: int = 12,
+    width: int = WIDTH,
+) -> Peaks:
     """Peaks under these passes; called on all ranks."""
     report = zgraph.Report()
     options: dict[str, Any] = {"lowering": lowering, "pipeline": zgraph.Pipeline(passes), "report": report}
-    model, optimizer = _trained(zero_stage, layers)
+    model, optimizer = _trained(zero_stage, layers, width)
     shards: list[Any] = list(model.parameters())
     gradients = sum(4 * shard.to_local().numel() for shard in shards)
     whole: Any = zgraph.training_step(model, optimizer, options=options)(_step(model, model, optimizer))
-    measured = _rise(whole)
+    measured = _rise(whole, width)
     peak = report.graphs[-1].peak
     assert peak is not None
-    model, optimizer = _trained(zero_stage, layers)
+    model, optimizer = _trained(zero_stage, layers, width)
     options = {"lowering": lowering, "pipeline": zgraph.Pipeline(passes)}
     called = torch.compile(model, backend="zgraph", options=options)
-    return Peaks(peak.bytes, measured, _rise(_step(called, model, optimizer)), gradients)
+    return Peaks(peak.bytes, measured, _rise(_step(called, model, optimizer), width), gradients)
 
 
-def _trained(zero_stage: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(zero_stage: int, layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.compiler.reset()
-    parts = [part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width, bias=False), nn.Tanh())]
     model = zgraph.shard(nn.Sequential(*parts), zero_stage=zero_stage)
     optimizer = zgraph.step_on_shards(torch.optim.AdamW(model.parameters(), fused=True))
     return model, optimizer
@@ -70,12 +76,12 @@ def _step(called: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> An
     return step
 
 
-def _rise(step: Any) -> int:
+def _rise(step: Any, width: int) -> int:
     """The highest point of a step after the first; a gloo thread may hold a buffer a moment too long in some."""
-    step(torch.zeros(ROWS, WIDTH))
+    step(torch.zeros(ROWS, width))
     rises: list[int] = []
     for _ in range(STEPS):
-        x = torch.randn(ROWS, WIDTH)
+        x = torch.randn(ROWS, width)
         gloo_buffers.flush()
         with counted() as count:
             step(x)

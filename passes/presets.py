@@ -16,13 +16,13 @@ from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
-from zgraph.passes.offload_activations import OffloadActivations
+from zgraph.passes.memory.offload_activations import OffloadActivations
+from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
-from zgraph.passes.step.stream_states import StreamStates
 
 
 def default(

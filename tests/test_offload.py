@@ -195,13 +195,14 @@ def notes_of(bytes_per_us: float, budget_bytes: int) -> str:
         pipeline = zgraph.Pipeline(presets.planned(offload_activations=True), target=target)
         options: dict[str, Any] = {"lowering": "fx", "pipeline": pipeline, "report": report}
         torch.compile(model, backend="zgraph", options=options)(torch.randn(4096, WIDTH)).square().mean().backward()
-    return "; ".join(report.notes)
+    return f"{report.notes} {zgraph.explain(model)}"
 
 
 def test_a_fast_link_offloads_and_a_slow_one_recomputes() -> None:
     budget_bytes = 6 * 2**20  # of eight megabytes
     fast, slow = notes_of(20_000.0, budget_bytes), notes_of(1.0, budget_bytes)
-    assert "offloads 0 activations" not in fast
+    assert "offloads 0 activations" not in fast and "device_to_host: " in fast and "host_to_device: " in fast
+    assert "device_to_host: " not in slow
     assert "offloads 0 activations" in slow and "recomputes 0 activations" not in slow
 
 

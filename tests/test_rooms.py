@@ -39,6 +39,7 @@ ROOMS = (
     "zgraph.reporting.commands",
     "zgraph.passes.common",
     "zgraph.passes.compute",
+    "zgraph.passes.memory",
     "zgraph.passes.step",
     "zgraph.passes",
     "zgraph.codegen.kernels",

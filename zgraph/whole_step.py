@@ -21,8 +21,8 @@ from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
+from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
-from zgraph.passes.step.stream_states import StreamStates
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part

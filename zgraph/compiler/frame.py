@@ -53,8 +53,8 @@ class Frame:
         if resting is None:
             return {}
         shards = {place: local_of(value) for place, value in enumerate(self.inputs) if isinstance(value, DTensor)}
-        found = {place: resting.space_of(shard) for place, shard in shards.items()}
-        return {place: found[place] for place in found if found[place] != "device"}
+        found: dict[int, MemorySpace] = {place: resting.space_of(shard) for place, shard in shards.items()}
+        return {place: space for place, space in found.items() if space != "device"}
 
     @property
     def machine(self) -> Hardware | None:

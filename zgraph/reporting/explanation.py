@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zgraph.graph.text import dtype_text
-from zgraph.reporting.of_graph import Collective, GraphReport
+from zgraph.reporting.of_graph import Collective, GraphReport, LaneCopies
 from zgraph.reporting.tables import Table, as_html, counted, duration, size
 from zgraph.runtime.profiler import Measured
 
@@ -93,6 +93,18 @@ class Explanation:
                     for collective in graph.collectives
                 ),
             ),
+            Table(
+                "copies between memory spaces",
+                ("frame", "graph", "lane", "copies", "size", "predicted", "exposed"),
+                tuple(
+                    (
+                        *(graph.frame, graph.direction, each.lane, str(each.count), size(each.bytes)),
+                        *(_known(duration, each.us), _known(duration, each.exposed_us)),
+                    )
+                    for graph in self.graphs
+                    for each in graph.copies
+                ),
+            ),
             Table("notes", (), tuple(notes)),
         ]
 
@@ -165,10 +177,18 @@ class Explanation:
         if measured is not None and measured.peak_bytes is not None:
             ratio = _ratio(measured.peak_bytes, graph.peak.bytes if graph.peak is not None else None)
             lines.append(f"  measured peak {size(measured.peak_bytes)}{ratio}")
+        lines += [f"  {_copies_line(copies)}" for copies in graph.copies]
         for collective in graph.collectives:
             blocked_us = None if measured is None else measured.blocked_us.get(collective.name)
             lines += [f"  {line}" for line in _collective_lines(collective, blocked_us)]
         return lines
+
+
+def _copies_line(copies: LaneCopies) -> str:
+    text = f"{copies.lane}: {copies.count} copies, {size(copies.bytes)}"
+    if copies.us is None or copies.exposed_us is None:
+        return text
+    return f"{text}, {copies.us:.0f} us, of which {copies.exposed_us:.0f} us are exposed"
 
 
 def _collective_lines(collective: Collective, blocked_us: float | None) -> list[str]:

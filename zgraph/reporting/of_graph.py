@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from torch import fx
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import MemoryCurve, memory_curve, owned_inputs
 from zgraph.compiler.graph_pass import Direction, PassContext
-from zgraph.graph import nodes
+from zgraph.graph import meta, nodes
 from zgraph.graph.traffic import Transfer, transfers_of
 from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
 from zgraph.reporting.network import network_of
@@ -96,6 +96,25 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaneCopies:
+    """The copies of a graph between memory spaces that share a lane.
+
+    Attributes:
+        lane: such as "device_to_host".
+        count: number of copies.
+        bytes: that they copy.
+        us: predicted time of the lane; None without costs.
+        exposed_us: predicted time for which compute waits for them; None without costs.
+    """
+
+    lane: str
+    count: int
+    bytes: int
+    us: float | None = None
+    exposed_us: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GraphReport:
     """One compiled graph.
 
@@ -107,6 +126,7 @@ class GraphReport:
         reason: guard that failed, if the frame was compiled before; "" if Dynamo does not say.
         lifetimes: lifetime of every parameter that the frame reads; the same in its forward and backward.
         collectives: collectives by node, with predictions.
+        copies: copies between memory spaces, by lane.
         us: predicted time of one call; None if the pipeline has no target.
         peak: predicted peak; None if it could not be predicted.
         owned: positions of the inputs that the graph frees.
@@ -120,6 +140,7 @@ class GraphReport:
     reason: str = ""
     lifetimes: Mapping[str, Lifetime] = field(default_factory=dict[str, Lifetime])
     collectives: tuple[Collective, ...] = ()
+    copies: tuple[LaneCopies, ...] = ()
     us: float | None = None
     peak: Peak | None = None
     owned: tuple[int, ...] = ()
@@ -142,7 +163,9 @@ class GraphReport:
     @property
     def exposed_us(self) -> float | None:
         """Predicted time for which compute waits; None if `us` is None."""
-        return None if self.us is None else sum(each.exposed_us or 0.0 for each in self.collectives)
+        if self.us is None:
+            return None
+        return sum(each.exposed_us or 0.0 for each in (*self.collectives, *self.copies))
 
 
 @dataclass(frozen=True)
@@ -214,6 +237,7 @@ def describe(
                 reason=reason,
                 lifetimes=lifetimes,
                 collectives=collectives,
+                copies=tuple(_copies(graph, known.timeline)),
                 us=None if known.timeline is None else known.timeline.step_us,
                 peak=None if known.curve is None else Peak.of(known.curve),
                 owned=tuple(position for position, node in enumerate(inputs) if node in known.owned),
@@ -229,6 +253,20 @@ def _network(graph: fx.Graph, known: Prediction, frame: str) -> networkx.DiGraph
     except Exception:
         _log.warning("zgraph: no network of a graph of frame %s", frame, exc_info=True)
         return None
+
+
+def _copies(graph: fx.Graph, timeline: Timeline | None) -> Iterator[LaneCopies]:
+    by_lane: dict[str, list[fx.Node]] = {}
+    for node in nodes.call_functions(graph, nodes.is_copy_start):
+        by_lane.setdefault(str(meta.lane(node)), []).append(node)
+    for lane, starts in by_lane.items():
+        size = sum(map(nodes.unsharded_bytes, starts))
+        if timeline is None:
+            yield LaneCopies(lane=lane, count=len(starts), bytes=size)
+            continue
+        exposed_us = sum(timeline.exposed_us.get(start, 0.0) for start in starts)
+        us = sum(timeline.spans[start].us for start in starts)
+        yield LaneCopies(lane=lane, count=len(starts), bytes=size, us=us, exposed_us=exposed_us)
 
 
 def _collectives(graph: fx.Graph, timeline: Timeline | None, limits: Limits | None) -> list[Collective]:

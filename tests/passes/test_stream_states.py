@@ -53,7 +53,8 @@ def steps_of(
     model = zgraph.shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))), offload=at_rest)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     found: list[fx.GraphModule] = []
-    passes = [*presets.default(bucket_bytes=1), *([] if stream is None else [stream]), Kept(found)]
+    *rules, last = presets.default(bucket_bytes=1)
+    passes = [*rules, stream or last, Kept(found)]
 
     def step(x: torch.Tensor) -> None:
         model(x).sum().backward()

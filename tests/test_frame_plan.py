@@ -49,7 +49,9 @@ def test_limits_are_those_of_the_pass_that_orders_by_costs() -> None:
     found = traced(mlp)
     assert plan_frame(found.captured, Pipeline(presets.default()), found.ctx, ignore).limits is None
     target = Target(hardware=Hardware.preset("cpu"))
-    pipeline = Pipeline([*presets.planned()[:-1], ScheduleOverlap(in_flight_bytes=99)], target=target)
+    limited = ScheduleOverlap(in_flight_bytes=99)
+    passes = [limited if isinstance(one, ScheduleOverlap) else one for one in presets.planned()]
+    pipeline = Pipeline(passes, target=target)
     ctx = replace(target.known_to(found.ctx, found.captured.graph), plan_bytes=10**6)
     limits = plan_frame(found.captured, pipeline, ctx, ignore).limits
     assert limits == Limits(budget_bytes=10**6, in_flight_bytes=99)

@@ -240,6 +240,7 @@ def test_passes_and_pipelines_are_values() -> None:
 
 def test_facts_of_the_passes_are_the_named_ones() -> None:
     lossy = presets.default(compression=LoCo(), gather_compression=NoFeedback(bits=8))
-    every = [*presets.default(), *presets.planned(), *lossy, GatherAhead()]
+    offloading = presets.default(offload_activations=True)
+    every = [*presets.default(), *presets.planned(), *lossy, *offloading, GatherAhead()]
     provided = {fact for entry in every for fact in entry.provides}
     assert provided == set(Fact)

@@ -33,7 +33,7 @@ def test_the_peak_of_a_compiled_step_is_close_to_the_predicted_one(ranks: Ranks)
 @pytest.mark.slow  # three loops of many layers, so that gradients outweigh what is in flight
 def test_gradients_die_early_where_each_update_follows_its_reduction(ranks: Ranks) -> None:
     """One collective of each kind at a time, so that gradients are most of what a step holds."""
-    bucketed = presets.default(bucket_bytes=BUCKET)[:-3]
+    bucketed = presets.default(bucket_bytes=BUCKET)[:-4]
     late = [*bucketed, SinkWaits(reductions_in_flight=1), HoistStarts(prefetch=1)]
     early = ranks.run(peaks_of, 3, [*late, UpdateAsReduced()], "fx", LAYERS)
     for ours, theirs in zip(early, ranks.run(peaks_of, 3, late, "fx", LAYERS), strict=True):

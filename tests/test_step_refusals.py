@@ -389,7 +389,7 @@ def test_options_that_are_not_honoured_are_refused() -> None:
     with pytest.raises(ValueError, match="the optimizer is capturable"):
         zgraph.training_step(model, torch.optim.Adam(model.parameters(), capturable=True))
     with pytest.raises(ValueError, match="unknown option"):
-        zgraph.training_step(model, good, options={"cuda_graph": True})
+        zgraph.training_step(model, good, options={"cuda_graphs": True})
     with pytest.raises(ValueError, match="that it was not given, other"):
 
         @zgraph.training_step(model, good)

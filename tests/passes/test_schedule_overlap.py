@@ -174,7 +174,7 @@ def test_it_is_never_worse_than_the_rules(model: Any, zero_stage: int) -> None:
         found = traced(model, passes, zero_stage=zero_stage)
         for direction in ("forward", "backward"):
             judged: list[tuple[float, int]] = []
-            for movers in ([ScheduleOverlap()], presets.default()[-2:]):
+            for movers in ([ScheduleOverlap()], presets.default()[-3:-1]):
                 made = with_costs(found.copy())
                 made.know(cost_of=costs)
                 for entry in movers:

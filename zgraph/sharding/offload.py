@@ -110,6 +110,10 @@ class Resting:
             return "host"
         return "disk" if tensor.ndim and self.disk is not None and self.disk.is_on_disk(tensor) else "device"
 
+    def place_shard(self, shard: Tensor, name: str) -> Tensor:
+        """A rank's part of a parameter where it is to rest."""
+        return self._placed(shard, self.options.params, f"{name}.shard")
+
     def place_parameter(self, sharded: DTensor, name: str) -> DTensor:
         """The same shard where it is to rest."""
         return self._placed(sharded, self.options.params, f"{name}.shard")

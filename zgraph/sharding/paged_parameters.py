@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.collective_error import collective_error
+from zgraph.sharding.offload import Resting
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.memory import storage_key
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
@@ -36,7 +37,7 @@ class PagedParameter:
         unsharded: [*shape] plain tensor; its storage is empty while the page is out.
         shown: what the module holds while `init` runs: a parameter or buffer over the storage of `unsharded`.
         unsharded_bytes: size of the full storage.
-        is_split: whether some rank keeps less than all of it.
+        is_split: whether some rank keeps less than all of it, or keeps it elsewhere than on the device.
         shard: this rank's part, once there are values that are not in `unsharded`.
         written: whether an operator has written to it.
         changed: whether one has since it was last paged out.
@@ -113,6 +114,7 @@ def _lay_out(page: PagedParameter, device_type: str) -> None:
         page.shown = nn.Parameter(page.unsharded, requires_grad=sharded.requires_grad)
         placements = enumerate(sharded.placements)
         page.is_split = any(not kind.is_replicate() and sharded.device_mesh.size(axis) > 1 for axis, kind in placements)
+        page.is_split = page.is_split or (_resting(page) is not None and sharded.ndim > 0)
         if not page.sharded.is_meta:
             with torch.no_grad():
                 page.shard = sharded.to_local()
@@ -183,7 +185,7 @@ class ParameterPager:
         self.in_memory.pop(page, None)
         if page.changed and page.sharded.is_meta:
             page.shard = None  # freed before the new one is made
-            page.shard = _own_part(page)
+            page.shard = _at_rest(page, _own_part(page))
         page.changed = False
         page.unsharded.untyped_storage().resize_(0)
 
@@ -272,6 +274,19 @@ def _own_part(page: PagedParameter) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format) if shared else part
 
 
+def _resting(page: PagedParameter) -> Resting | None:
+    """The memory in which the parameter is to rest; None: the device's."""
+    state = state_of(page.sites[0][0])
+    resting = None if state is None else state.scope.resting
+    return resting if resting is not None and resting.options.params is not None else None
+
+
+def _at_rest(page: PagedParameter, part: Tensor) -> Tensor:
+    """This rank's part where it is to rest: all parts together may not fit on the device."""
+    resting = _resting(page)
+    return part if resting is None else resting.place_shard(part, page.name)
+
+
 def _gather_into(page: PagedParameter) -> None:
     """Gather the ranks' parts into the unsharded tensor; for `Shard(0)` without a second buffer of its size."""
     assert isinstance(page.sharded, DTensor) and page.shard is not None
@@ -314,10 +329,7 @@ def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
     if shard.stride() != laid_out.stride():
         shard = torch.empty_like(laid_out, device=shard.device).copy_(shard)
         page.unsharded.untyped_storage().resize_(0)
-    values = _as_dtensor(page, shard)
-    state = state_of(page.sites[0][0])
-    if state is not None and state.scope.resting is not None:
-        values = state.scope.resting.place_parameter(values, page.name)
+    values = _as_dtensor(page, _at_rest(page, shard))
     filled = nn.Parameter(values, requires_grad=page.shown.requires_grad)
     for mark, value in vars(page.shown).items():
         setattr(filled, mark, value)

@@ -14,8 +14,9 @@ import zgraph
 from tests.support.judges.replicated import whole
 from tests.support.memory.allocations import counted
 from tests.support.memory.live_tensors import local
-from tests.support.ranks import Ranks, worlds
+from tests.support.ranks import Ranks, every_world, worlds
 from tests.support.whole_steps import Case, Loop, compare, train
+from zgraph.sharding.scope import state_of
 
 HOST = zgraph.Offload(params="host", optimizer="host")
 STATE = zgraph.Offload(optimizer="host")
@@ -157,3 +158,27 @@ def test_the_device_holds_less_by_what_rests_on_the_host(ranks: Ranks) -> None:
         assert all_of_it.peak - least.peak >= both - 4 * both // LAYERS
         assert (all_of_it.host, less.host) == (0, all_of_it.state)
         assert least.host == all_of_it.state + all_of_it.shards
+
+
+def materialized(at_rest: zgraph.Offload | None) -> list[torch.Tensor]:
+    """Shards of a model that was built on the meta device."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(3)))
+    model = zgraph.materialize(zgraph.shard(model, zero_stage=3, offload=at_rest))
+    shards = [local(parameter) for parameter in model.parameters()]
+    resting = state_of(model[0])
+    assert resting is not None
+    if at_rest is not None:
+        assert resting.scope.resting is not None
+        assert {resting.scope.resting.space_of(shard) for shard in shards if shard.numel()} == {at_rest.params}
+    return [shard.clone() for shard in shards]
+
+
+@every_world
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_materialized_model_rests_where_it_is_to(ranks: Ranks, tier: Any, tmp_path: Path) -> None:
+    at_rest = zgraph.Offload(params=tier, path=tmp_path if tier == "disk" else None)
+    for ours, theirs in zip(ranks.run(materialized, at_rest), ranks.run(materialized, None), strict=True):
+        for shard, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(shard, expected)

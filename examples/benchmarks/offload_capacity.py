@@ -4,7 +4,8 @@
     sudo python examples/benchmarks/offload_capacity.py --gib 1.5 --ways plain,zgraph --json FILE
 
 Each try is a process of its own in a cgroup whose memory is limited (version 1's memory controller), page cache
-counted: what is read from files counts like what is allocated, as on a machine with so little memory. The model is a
+counted: what is read from files counts like what is allocated, as on a machine with so little memory. glibc is told
+to give large blocks back to the system, which it otherwise keeps. The model is a
 GPT of fixed width; the number of its layers is doubled until a try is killed, and then bisected. A try trains some
 steps with fused AdamW; a way counts as able to if the loss fell and the process ended by itself.
 
@@ -40,6 +41,7 @@ from workload import Block, LanguageModel, ModelConfig
 CGROUP = Path("/sys/fs/cgroup/memory")
 VOCABULARY, SEQUENCE, BATCH, STEPS = 512, 64, 2, 4
 WAYS = ("plain", "fsdp2", "zgraph")
+GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
 
 
 def config_of(layers: int, width: int) -> ModelConfig:
@@ -137,7 +139,14 @@ def tried(way: str, layers: int, width: int, gib: float | None, timeout_s: float
             if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enter)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **GLIBC},
+            preexec_fn=enter,
+        )
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

@@ -117,6 +117,7 @@ def _generating() -> dict[str, Any]:
 
     config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=32, bos_token_id=None)
     config.eos_token_id, config.pad_token_id = None, 0
+    Path("scratch").mkdir(exist_ok=True)
     return {"model": GPT2LMHeadModel(config), "prompt": torch.randint(0, 32, (1, 3))}
 
 

@@ -4,8 +4,8 @@
     python docs/tools/fill_tables.py --check    # fail where a page holds others
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
-`--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes, and report_page.json what
-report_page.py does. Needs nothing but Python.
+`--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes, report_page.json and
+offload_overlap.json what the scripts of their names do. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from typing import Any
 from generated import keep_up
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md", ROOT / "examples" / "README.md")
+PAGES = (
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "models.md",
+    ROOT / "docs" / "offload.md",
+    ROOT / "examples" / "README.md",
+)
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LABELS = (
@@ -93,7 +98,7 @@ def filled(page: str) -> str:
 def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
-    kinds = {"convergence": convergence, "zoo": zoo, "report_page": page}
+    kinds = {"convergence": convergence, "zoo": zoo, "report_page": page, "offload_overlap": offload}
     return kinds.get(name, link)(load(name))
 
 
@@ -235,6 +240,29 @@ def page(result: dict[str, Any]) -> str:
     rows += [(name, *map(spread, zip(*samples, strict=True))) for name, samples in result["interactions"].items()]
     size = f"\n{result['nodes']:,} nodes, {result['bytes'] / 2**20:.1f} MiB, {result['browser']}.\n"
     return markdown(heads, rows) + size + provenance([result])
+
+
+def offload(result: dict[str, Any]) -> str:
+    """Steps at several budgets, with activations on the host or computed again."""
+    heads = ("budget MB", "", "peak MB", "step ms (quartiles)", "predicted ms", "times the step without a budget")
+    free = statistics.median(result["rows"][0]["ms"])
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        low, middle, high = statistics.quantiles(row["ms"], n=4)
+        budget = row["budget_bytes"]
+        rows.append(
+            (
+                "none" if budget is None else f"{budget / 1e6:.0f}",
+                "everything kept" if budget is None else row["way"],
+                f"{row['predicted_bytes'] / 1e6:.0f}",
+                f"{middle:.0f} ({low:.0f}-{high:.0f})",
+                f"{row['predicted_ms']:.0f}",
+                f"{middle / free:.2f}",
+            )
+        )
+    sizes = ", ".join(f"{name} {value}" for name, value in result["config"].items())
+    about = f"\nOne process, fp32, copies at {result['mb_per_s']:.0f} MB/s each way; {sizes}.\n"
+    return markdown(heads, rows) + about + provenance([result])
 
 
 def spread(values: Sequence[float]) -> str:

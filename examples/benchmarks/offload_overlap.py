@@ -21,6 +21,7 @@ Pin the process to one core (taskset -c 0): the copying threads then need anothe
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -144,7 +145,8 @@ def main() -> None:
         )
         figures.append({key: value for key, value in vars(row).items() if key != "step"})
     if options.json is not None:
-        about = {"processor": processor(), "commit": commit(), "mb_per_s": rate, "config": vars(config)}
+        about: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "commit": commit()}
+        about |= {"mb_per_s": rate, "config": vars(config)}
         options.json.write_text(json.dumps(about | {"rows": figures}, indent=1) + "\n")
     dist.destroy_process_group()
 

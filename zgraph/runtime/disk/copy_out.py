@@ -1,7 +1,6 @@
 """Copy a part of a slot into another file, such as a checkpoint's: by shared blocks where these can be, else in pieces.
 
-Not by os.copy_file_range: where blocks cannot be shared it goes through the page cache, for both files, at a half to a
-tenth of the speed of direct transfers through the staging buffer.
+Not by os.copy_file_range: where blocks cannot be shared it goes through the page cache, for both files.
 """
 
 from __future__ import annotations

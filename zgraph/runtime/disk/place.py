@@ -37,7 +37,7 @@ def open_anonymous(folder: Path, who: str) -> int:
 
 
 def check(folder: Path, who: str) -> None:
-    """Raise a DiskError for a path that is no folder."""
+    """Raise a DiskError for a path that is not a folder."""
     try:
         mode = folder.stat().st_mode
     except OSError as error:

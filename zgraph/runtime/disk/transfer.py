@@ -39,7 +39,7 @@ class Part:
 
     @property
     def offset(self) -> int:
-        """Of the first byte in the file."""
+        """Position of the first byte in the file."""
         return self.slot.offset + self.start
 
     @property

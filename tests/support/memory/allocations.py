@@ -11,7 +11,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +50,12 @@ class Count:
     """Of a with-block of `counted`, known when it has ended.
 
     Attributes:
+        start_bytes: what earlier blocks made and nobody has freed since.
         rise_bytes: highest point above where the block began.
         end_bytes: what is there at the end and was not at the beginning.
     """
 
+    start_bytes: int = 0
     rise_bytes: int = 0
     end_bytes: int = 0
 
@@ -69,12 +71,21 @@ def counted() -> Generator[Count]:
     library.install()
     try:
         library.take_peak_bytes()
-        start = library.live_bytes()
+        count.start_bytes = library.live_bytes()
         yield count
-        count.rise_bytes = library.take_peak_bytes() - start
-        count.end_bytes = library.live_bytes() - start
+        count.rise_bytes = library.take_peak_bytes() - count.start_bytes
+        count.end_bytes = library.live_bytes() - count.start_bytes
     finally:
         library.uninstall()
+
+
+def steady_rise(counts: Sequence[Count]) -> int:
+    """Bytes that equal steps take at their highest point.
+
+    A thread of gloo may hold a buffer a moment too long, at the start of one step or at the highest point of another.
+    """
+    lowest = min(count.start_bytes for count in counts)
+    return min(count.start_bytes + count.rise_bytes for count in counts) - lowest
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support.memory import gloo_buffers
-from tests.support.memory.allocations import counted
+from tests.support.memory.allocations import Count, counted, steady_rise
 
 WIDTH, ROWS = 128, 4
 STEPS = 3
@@ -77,13 +77,13 @@ def _step(called: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> An
 
 
 def _rise(step: Any, width: int) -> int:
-    """The highest point of a step after the first; a gloo thread may hold a buffer a moment too long in some."""
+    """The highest point of a step after the first."""
     step(torch.zeros(ROWS, width))
-    rises: list[int] = []
+    counts: list[Count] = []
     for _ in range(STEPS):
         x = torch.randn(ROWS, width)
         gloo_buffers.flush()
         with counted() as count:
             step(x)
-        rises.append(count.rise_bytes)
-    return min(rises)
+        counts.append(count)
+    return steady_rise(counts)

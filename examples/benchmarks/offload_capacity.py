@@ -1,4 +1,4 @@
-"""The largest GPT that trains in a given memory: plain PyTorch, FSDP2 with CPU offload, and zgraph on disk.
+"""The largest GPT that trains in a given memory: plain PyTorch, FSDP2, DeepSpeed, and zgraph on disk.
 
     sudo python examples/benchmarks/offload_capacity.py                        # half an hour
     sudo python examples/benchmarks/offload_capacity.py --gib 1.5 --ways plain,zgraph --json FILE
@@ -11,6 +11,9 @@ steps with fused AdamW; a way counts as able to if the loss fell and the process
 
 plain       eager PyTorch, parameters, gradients and AdamW's state in memory
 fsdp2       fully_shard of each block with CPUOffloadPolicy, which on a CPU is all in memory
+deepspeed-cpu, deepspeed-nvme
+            ZeRO-3 with parameters and AdamW's state on the host, or in files (pip install deepspeed ninja; files need
+            libaio-dev as well)
 zgraph      shards and AdamW's state on disk, streamed through whole steps
 
 With --step, one model that fits is also trained without a limit, to compare losses and the time of a step with what
@@ -40,7 +43,7 @@ from workload import Block, LanguageModel, ModelConfig
 
 CGROUP = Path("/sys/fs/cgroup/memory")
 VOCABULARY, SEQUENCE, BATCH, STEPS = 512, 64, 2, 4
-WAYS = ("plain", "fsdp2", "zgraph")
+WAYS = ("plain", "fsdp2", "deepspeed-cpu", "deepspeed-nvme", "zgraph")
 GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
 
 
@@ -68,6 +71,48 @@ def fsdp2(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tenso
         fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     return model, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+
+
+def deepspeed(device: str) -> Callable[[ModelConfig, str], tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    """ZeRO-3 with all that can rest elsewhere on "cpu" or "nvme"."""
+
+    def build(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        import deepspeed  # pyright: ignore[reportMissingImports]  # optional
+
+        largest = max(VOCABULARY, 4 * config.width) * config.width  # numbers of a parameter
+        place: dict[str, Any] = {"device": device, "pin_memory": False}
+        if device == "nvme":
+            place["nvme_path"] = os.path.abspath(scratch)
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": place,
+                "offload_param": place | {"buffer_size": largest, "buffer_count": 16},
+                "sub_group_size": 4 * largest,
+                "stage3_max_live_parameters": 8 * largest,
+                "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 2 * largest,
+                "reduce_bucket_size": 2 * largest,
+            },
+        }
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            model = LanguageModel(config)
+        engine: Any
+        engine, *_ = deepspeed.initialize(model=model, config=settings)
+
+        def step(tokens: Tensor) -> Tensor:
+            loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return model, step
+
+    return build
 
 
 def on_disk(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
@@ -98,8 +143,14 @@ def attempt(way: str, layers: int, width: int, scratch: str, steps: int) -> None
     """Train, and print what became of it as one line of JSON."""
     torch.set_num_threads(2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    build = {"plain": plain, "fsdp2": fsdp2, "zgraph": on_disk}[way]
-    model, step = build(config_of(layers, width), scratch)
+    builds = {
+        "plain": plain,
+        "fsdp2": fsdp2,
+        "deepspeed-cpu": deepspeed("cpu"),
+        "deepspeed-nvme": deepspeed("nvme"),
+        "zgraph": on_disk,
+    }
+    model, step = builds[way](config_of(layers, width), scratch)
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     losses: list[float] = []
     seconds: list[float] = []
@@ -107,7 +158,8 @@ def attempt(way: str, layers: int, width: int, scratch: str, steps: int) -> None
         began = time.perf_counter()
         losses.append(step(tokens).item())
         seconds.append(time.perf_counter() - began)
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    # DeepSpeed keeps the size of what it has partitioned beside an empty parameter.
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     print(json.dumps({"numel": numel, "losses": losses, "seconds": seconds}), flush=True)
     os._exit(0)  # what is on disk goes with the process
 

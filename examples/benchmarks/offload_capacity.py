@@ -77,7 +77,7 @@ def deepspeed(device: str) -> Callable[[ModelConfig, str], tuple[nn.Module, Call
     """ZeRO-3 with all that can rest elsewhere on "cpu" or "nvme"."""
 
     def build(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
         largest = max(VOCABULARY, 4 * config.width) * config.width  # numbers of a parameter

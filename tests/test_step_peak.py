@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import zgraph
+from tests.support.graphs import Keep, fake_world
 from tests.support.memory.step_peaks import peaks_of
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import slow
+from zgraph.graph import nodes
 from zgraph.passes import HoistStarts, SinkWaits, UpdateAsReduced, presets
 
 LAYERS = 28
@@ -48,3 +53,26 @@ def test_gradients_of_a_single_rank_die_early_too(ranks: Ranks) -> None:
     (found,) = ranks.run(peaks_of, 3, presets.default(), "fx", 12, 544)
     assert found.measured == pytest.approx(found.predicted, rel=0.05)
     assert found.measured < 0.5 * found.gradients < found.three_calls
+
+
+def test_new_state_is_made_where_its_update_runs() -> None:
+    """In the first step of AdamW, too, gradients die early: moments are made update by update."""
+    with fake_world(2):
+        keep, layers = Keep(), [nn.Linear(64, 64, bias=False) for _ in range(6)]
+        model = zgraph.shard(nn.Sequential(*layers))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        pipeline = zgraph.Pipeline([*presets.default(bucket_bytes=1), keep])
+
+        @zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})
+        def step(x: Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(torch.randn(4, 64))
+    order = list(keep.kept["step"].graph.nodes)
+    reductions = [place for place, node in enumerate(order) if nodes.is_exchange(node)]
+    made = [place for place, node in enumerate(order) if node.target is torch.ops.aten.zeros_like.default]
+    assert len(reductions) == len(layers) and len(made) == 2 * len(layers)
+    in_flight = 3  # whose updates wait for reductions that have been started
+    assert sum(place < reductions[-1] for place in made) == 2 * (len(layers) - in_flight)

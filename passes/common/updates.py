@@ -178,7 +178,8 @@ def _preparing(
     found: dict[fx.Node, None] = {}
     for node in reversed(order):
         if node in from_inputs and node.op not in ("placeholder", "get_attr"):
-            later = [*node.users, *followers.get(node, ())]
+            # New state of an optimizer is returned, too.
+            later = [one for one in (*node.users, *followers.get(node, ())) if one.op != "output"]
             if later and all(one in reading or one in found for one in later):
                 found[node] = None
     return dict.fromkeys(node for node in order if node in found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
@@ -193,12 +193,13 @@ def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, 
     anchors = [min(cast(fx.Node, visit.ready) for visit in batch) for batch in batches]
     top = next(node for node in order if node.op != "placeholder")
     top = min(top, anchors[0]) if anchors else top
+    reductions = _last_reductions(order, {batch[0].uses[0] for batch in batches})
     oldest = 0
     for number, batch in enumerate(batches):
         while number - oldest > prefetch or (number - oldest > 1 and sum(sizes[oldest : number + 1]) > in_flight_bytes):
             oldest += 1
         anchor = top if oldest == 0 and number < prefetch else anchors[oldest]
-        floor = _last_reduction(batch[0].uses[0]) if any(visit.is_update for visit in batch) else None
+        floor = reductions[batch[0].uses[0]] if any(visit.is_update for visit in batch) else None
         if floor is not None:  # an update's copies would otherwise be held since the last gather
             anchor = max(anchor, floor)
         for visit in batch:
@@ -208,13 +209,16 @@ def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, 
                 edits.move_before(reload, anchor)
 
 
-def _last_reduction(node: fx.Node) -> fx.Node | None:
-    """The last start of a reduction before a node."""
-    while node.op not in ("placeholder", "root"):
+def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
+    """The last start of a reduction before each of these nodes."""
+    found: dict[fx.Node, fx.Node | None] = {}
+    last: fx.Node | None = None
+    for node in order:
+        if node in uses:
+            found[node] = last
         if nodes.is_exchange(node):
-            return node
-        node = node.prev
-    return None
+            last = node
+    return found
 
 
 def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:

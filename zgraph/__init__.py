@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zgraph.optimizers.gradients import GradScaler, clip_grad_norm_
     from zgraph.optimizers.local_step import step_on_shards
     from zgraph.optimizers.loss_scale import reset_error_feedback, set_loss_scale
+    from zgraph.optimizers.replicas import Replicas
     from zgraph.planning import plan
     from zgraph.reporting.export.folder import report
     from zgraph.reporting.metrics.metrics import Metrics
@@ -72,6 +73,7 @@ _HOMES = MappingProxyType(
         "PassContext": "zgraph.compiler.graph_pass",
         "Pipeline": "zgraph.compiler.pipeline",
         "PreconditionError": "zgraph.errors",
+        "Replicas": "zgraph.optimizers.replicas",
         "Report": "zgraph.reporting.summary",
         "SafePlanner": "zgraph.checkpoint",
         "SafeReader": "zgraph.checkpoint",
@@ -133,6 +135,7 @@ __all__ = [
     "PassContext",
     "Pipeline",
     "PreconditionError",
+    "Replicas",
     "Report",
     "SafePlanner",
     "SafeReader",

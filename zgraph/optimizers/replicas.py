@@ -1,0 +1,318 @@
+"""Replicas of a module on several pipeline stages: one gradient, one norm, and the same bits in all of them.
+
+rank 0   chunk 0 [ timestep | blocks ]   chunk 2 [ timestep | blocks ]    gradients a, b
+rank 1   chunk 1 [ timestep | blocks ]   chunk 3 [ timestep | blocks ]    gradients c, d
+                   all four steps of `timestep` use (a + b) + (c + d)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ZgraphError
+from zgraph.optimizers.gradients import clip_grad_norm_
+from zgraph.runtime.collective_error import collective_error
+from zgraph.runtime.collectives import start_all_gather, start_all_to_all
+from zgraph.torch_compat.collectives import wait
+from zgraph.torch_compat.dtensor import dtensor_like, local_of
+
+
+@dataclass(frozen=True, eq=False)
+class _Replicated:
+    """A parameter and its replicas.
+
+    Attributes:
+        name: what the user calls it, with the name of the parameter in its module.
+        copies: on this rank, chunk by chunk.
+        holders: ranks of the group that have copies.
+    """
+
+    name: str
+    copies: tuple[nn.Parameter, ...]
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """Parameters with the same holders, summed by one exchange among these."""
+
+    group: ProcessGroup
+    members: tuple[_Replicated, ...]
+
+
+class Replicas:
+    """Modules or parameters that exist on several stages of a pipeline, and several times on one with several chunks.
+
+    Embedders of timestep, frame rate and label, on which every block of a diffusion transformer depends, are an
+    example, and so are input and output embeddings that are tied and lie on the first and the last stage. Each replica
+    gets a part of the gradient. Every rank of the group makes this object, and calls its methods, alike:
+
+        replicas = zgraph.Replicas(mesh["pp"], {"timestep": [chunk.timestep for chunk in chunks]})
+        schedule.step(x, target=y)
+        replicas.all_reduce_grads()
+        replicas.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    Args:
+        group: ranks of one pipeline: a mesh of one axis, or its process group.
+        replicas: by a name that is the same on all ranks, the modules, or parameters, of this rank's chunks in their
+            order; [] on a rank that has none. They may be sharded, over the same number of ranks everywhere.
+        copy_first: overwrite all replicas with the first one of the first rank that has one. False: unequal ones are
+            an error.
+
+    Raises:
+        ZgraphError: on all ranks, if names, parameters, their layouts, or without `copy_first` their values differ; or
+            if there are no values yet.
+
+    Source: gradients of conditioning embedders as in Megatron-LM, `_allreduce_conditional_embedding_grads`
+    (megatron/core/distributed/finalize_model_grads.py), of tied embeddings `_allreduce_word_embedding_grads`.
+    """
+
+    def __init__(
+        self,
+        group: DeviceMesh | ProcessGroup,
+        replicas: Mapping[str, Sequence[nn.Module | nn.Parameter]],
+        *,
+        copy_first: bool = False,
+    ) -> None:
+        self._group = group.get_group() if isinstance(group, DeviceMesh) else group
+        parts = {name: [_parameters_of(part) for part in copies] for name, copies in replicas.items()}
+        described = self._on_all_ranks(_described(parts))
+        _check(described)
+        found = [
+            _Replicated(
+                f"{name}.{inner}" if inner else name,
+                tuple(copy[inner] for copy in parts[name]),
+                tuple(rank for rank, all_parts in enumerate(described) if all_parts[name]),
+            )
+            for name in parts
+            for inner in next(all_parts[name][0] for all_parts in described if all_parts[name])
+        ]
+        self._buckets = [
+            _Bucket(self._group_of(holders), tuple(one for one in found if one.holders == holders))
+            for holders in sorted({one.holders for one in found})
+            if dist.get_rank(self._group) in holders
+        ]
+        rank = dist.get_rank(self._group)
+        # The first copy on the first rank counts in norms.
+        first = {id(one.copies[0]) for one in found if one.copies and one.holders[0] == rank}
+        self._again = frozenset(id(copy) for one in found for copy in one.copies if id(copy) not in first)
+        if copy_first:
+            self._copy_first()
+        self.check_equal()
+
+    @torch.no_grad()
+    def all_reduce_grads(self) -> None:
+        """Give each replica the sum of all gradients; once per step, when the last backward of this rank has ended.
+
+        Gradients are summed in fp32, or fp64 where a parameter is of it, first over the chunks of a rank and then in
+        the order of ranks, so that all replicas get the same bits. One that has no gradient counts as zeros; where none
+        has one, `.grad` stays None.
+
+        Raises:
+            CollectiveError: the exchange failed.
+        """
+        for bucket in self._buckets:
+            self._all_reduce(bucket)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all stages by the norm of the whole model, in which each replica counts once.
+
+        Clipped by the norm of each stage alone, replicas would drift apart.
+
+        Args:
+            parameters: of all chunks of this rank, replicas included.
+            max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            [] norm before clipping, the same on all ranks of the pipeline.
+
+        Raises:
+            CollectiveError: an exchange failed.
+        """
+        everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        counted = [parameter for parameter in everything if id(parameter) not in self._again]
+        norm = clip_grad_norm_(counted, math.inf, norm_type)  # the norm alone: nothing is longer than that
+        local = (local_of(norm) if isinstance(norm, DTensor) else norm).float().reshape(1)
+        norms = self._exchange(lambda name: start_all_gather(local, dist.get_world_size(self._group), name))
+        total = torch.linalg.vector_norm(norms, norm_type)
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in everything:
+            if parameter.grad is not None:
+                _local(parameter.grad).mul_(scale)
+        return total
+
+    def check_equal(self) -> None:
+        """Compare the bits of all replicas.
+
+        Raises:
+            ZgraphError: on all ranks; names those that differ, and where.
+        """
+        own = [
+            one.name for one, first in self._first_copies() if not all(_same_bits(copy, first) for copy in one.copies)
+        ]
+        everywhere = self._on_all_ranks(own)
+        for name in sorted({name for names in everywhere for name in names}):
+            others = [rank for rank, names in enumerate(everywhere) if name in names]
+            raise ZgraphError(
+                f"zgraph.Replicas: {name} on {_ranks(others)} of the pipeline differs from its first replica; load or "
+                "seed them alike, or pass copy_first=True, and call all_reduce_grads before every step."
+            )
+
+    def _all_reduce(self, bucket: _Bucket) -> None:
+        members = bucket.members
+        sizes = [_local(one.copies[0]).numel() for one in members]
+        world = dist.get_world_size(bucket.group)
+        wide = any(one.copies[0].dtype == torch.float64 for one in members)
+        rows = math.ceil((sum(sizes) + len(sizes)) / world)
+        device = _local(members[0].copies[0]).device
+        summed = torch.zeros(world * rows, dtype=torch.float64 if wide else torch.float32, device=device)
+        *parts, counts, _ = summed.split([*sizes, len(sizes), world * rows - sum(sizes) - len(sizes)])
+        for number, (one, part) in enumerate(zip(members, parts, strict=True)):
+            for copy in one.copies:
+                if copy.grad is not None:
+                    part += _local(copy.grad).flatten()
+                    counts[number] += 1
+        if world > 1:
+            summed.copy_(self._sum_in_order(summed, world, bucket))
+        known = all(copy.grad is not None for one in members for copy in one.copies)
+        for one, part, count in zip(members, parts, [1.0] * len(sizes) if known else counts.tolist(), strict=True):
+            for copy in one.copies if count else ():
+                _set_gradient(copy, part)
+
+    def _sum_in_order(self, own: Tensor, world: int, bucket: _Bucket) -> Tensor:
+        name, rows = bucket.group.group_name, own.numel() // world
+        try:
+            pieces = wait(start_all_to_all(own, [rows] * world, [rows] * world, name)).view(world, rows)
+            total = pieces[0].clone()
+            for piece in pieces[1:]:
+                total += piece
+            return wait(start_all_gather(total, world, name))
+        except RuntimeError as error:
+            raise collective_error("all_reduce", [one.name for one in bucket.members], name, error) from error
+
+    @torch.no_grad()
+    def _copy_first(self) -> None:
+        for one, first in self._first_copies():
+            for copy in one.copies:
+                _local(copy).copy_(first)
+
+    def _first_copies(self) -> Iterator[tuple[_Replicated, Tensor]]:
+        """Each parameter with the values of its first copy on the first of its ranks."""
+        for bucket in self._buckets:
+            for one in bucket.members:
+                first = _local(one.copies[0]).clone(memory_format=torch.contiguous_format)
+                dist.broadcast(first, group=bucket.group, group_src=0)
+                yield one, first
+
+    def _group_of(self, holders: tuple[int, ...]) -> ProcessGroup:
+        """The group of some ranks; made by these alone."""
+        if len(holders) == dist.get_world_size(self._group):
+            return self._group
+        members = dist.get_process_group_ranks(self._group)
+        if dist.get_rank(self._group) not in holders:
+            return self._group  # never used
+        found = dist.new_group([members[rank] for rank in holders], use_local_synchronization=True)
+        assert isinstance(found, ProcessGroup)
+        return found
+
+    def _on_all_ranks(self, own: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, own, group=self._group)
+        return found
+
+    def _exchange(self, start: Any) -> Tensor:
+        name = self._group.group_name
+        try:
+            return wait(start(name))
+        except RuntimeError as error:
+            raise collective_error("all_gather", ["the gradients' norm"], name, error) from error
+
+
+def _parameters_of(part: nn.Module | nn.Parameter) -> dict[str, nn.Parameter]:
+    if isinstance(part, nn.Module):
+        return dict(part.named_parameters())
+    return {"": part}
+
+
+def _described(parts: Mapping[str, Sequence[Mapping[str, nn.Parameter]]]) -> dict[str, list[dict[str, str]]]:
+    """What has to be the same in all replicas, of each parameter."""
+    return {
+        name: [{inner: _layout(parameter) for inner, parameter in copy.items()} for copy in copies]
+        for name, copies in parts.items()
+    }
+
+
+def _layout(parameter: nn.Parameter) -> str:
+    shape = "x".join(map(str, parameter.shape)) or "a scalar"
+    facts = [shape, str(parameter.dtype).removeprefix("torch.")]
+    facts += [] if parameter.requires_grad else ["frozen"]
+    facts += ["without values"] if _local(parameter).is_meta else []
+    if isinstance(parameter, DTensor):
+        facts.append(f"{parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}")
+    return ", ".join(facts)
+
+
+def _check(described: Sequence[Mapping[str, Sequence[Mapping[str, str]]]]) -> None:
+    """Refuse replicas that are none; the same on all ranks, for it sees what all of them have.
+
+    Raises:
+        ZgraphError: says which.
+    """
+    for rank, parts in enumerate(described):
+        if list(parts) != list(described[0]):
+            raise ZgraphError(
+                f"zgraph.Replicas: rank {rank} of the pipeline names {list(parts)}, rank 0 {list(described[0])}; give "
+                "every rank the same names in the same order, with [] where a rank has no replica."
+            )
+    for name in described[0]:
+        copies = [(rank, copy) for rank, parts in enumerate(described) for copy in parts[name]]
+        if not copies:
+            raise ZgraphError(f"zgraph.Replicas: no rank of the pipeline has a replica of {name!r}; leave it out.")
+        first_rank, first = copies[0]
+        for rank, copy in copies:
+            if copy != first:
+                inner = next(inner for inner in [*first, *copy] if first.get(inner) != copy.get(inner))
+                raise ZgraphError(
+                    f"zgraph.Replicas: {name}.{inner} is {copy.get(inner, 'missing')} on rank {rank} of the pipeline, "
+                    f"and {first.get(inner, 'missing')} on rank {first_rank}; replicas have equal parameters."
+                )
+        for inner, layout in first.items():
+            if "without values" in layout:
+                raise ZgraphError(
+                    f"zgraph.Replicas: {name}.{inner} has no values yet; call zgraph.materialize before, or load them."
+                )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _set_gradient(parameter: nn.Parameter, summed: Tensor) -> None:
+    """Write a sum [numbers of the local part] into a gradient, in its dtype."""
+    if parameter.grad is not None:
+        _local(parameter.grad).copy_(summed.view(_local(parameter.grad).shape))
+        return
+    local = _local(parameter)
+    grad = torch.empty_like(local).copy_(summed.view(local.shape))
+    parameter.grad = dtensor_like(grad, parameter) if isinstance(parameter, DTensor) else grad
+
+
+def _same_bits(parameter: nn.Parameter, values: Tensor) -> bool:
+    found = _local(parameter).contiguous()
+    return torch.equal(found.flatten().view(torch.uint8), values.flatten().view(torch.uint8))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

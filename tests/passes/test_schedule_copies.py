@@ -233,9 +233,8 @@ def test_what_all_rests_on_the_device_is_left_alone() -> None:
     with pytest.raises(zgraph.PreconditionError, match="schedule_copies"):
         zgraph.Pipeline([*presets.default(), ScheduleCopies()], target=zgraph.Target(hardware=CPU))
     model = nn.Linear(4, 4)
-    compiled: Any = torch.compile(
-        model, backend="zgraph", options={"pipeline": pipeline, "lowering": "fx", "report": report}
-    )
+    options: dict[str, Any] = {"pipeline": pipeline, "lowering": "fx", "report": report}
+    compiled: Any = torch.compile(model, backend="zgraph", options=options)
     compiled(torch.ones(2, 4)).sum().backward()
     notes = [note for note in report.notes if note.startswith("schedule_copies")]
     assert notes and all(note.endswith("everything rests on the device") for note in notes)

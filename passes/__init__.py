@@ -12,6 +12,7 @@ from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.memory.offload_activations import OffloadActivations
+from zgraph.passes.memory.schedule_copies import ScheduleCopies
 from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
@@ -41,6 +42,7 @@ __all__ = [
     "QuantizeGathers",
     "RecomputeActivations",
     "RngKey",
+    "ScheduleCopies",
     "ScheduleOverlap",
     "SinkWaits",
     "SplitUpdates",

@@ -17,6 +17,7 @@ from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.memory.offload_activations import OffloadActivations
+from zgraph.passes.memory.schedule_copies import ScheduleCopies
 from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
@@ -78,7 +79,7 @@ def planned(
     """
     _refuse("planned", unknown)
     bucketed = _bucketed(bucket_bytes, compression, gather_compression, offload_activations)
-    return [*bucketed, ScheduleOverlap(), StreamStates()]
+    return [*bucketed, ScheduleOverlap(), StreamStates(), ScheduleCopies()]
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:

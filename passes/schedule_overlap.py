@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
-from zgraph.analysis.cost import FREE, NodeCost
-from zgraph.analysis.storages import Storage, rows_of_its_own, storages_of
+from zgraph.analysis.cost import FREE
+from zgraph.analysis.storages import rows_of_its_own, storages_of
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.sink_waits import SinkWaits
 from zgraph.passes.step.update_as_reduced import UpdateAsReduced
 from zgraph.runtime.chunks import MIB
-from zgraph.scheduling.builder import Score, choose, problem_of, scheduled
 from zgraph.scheduling.exposure import why_exposed
-from zgraph.scheduling.plan_schedule import find_schedules
+from zgraph.scheduling.plan_overlap import Plan, plan_overlap
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.simulate import simulate
-from zgraph.scheduling.timeline import Sharing, Timeline
+from zgraph.scheduling.timeline import Timeline
 
 RULES: tuple[GraphPass, ...] = (SinkWaits(reductions_in_flight=3), HoistStarts(prefetch=3), UpdateAsReduced())
 NOTES = 5  # exposed collectives that are explained, the longest first
@@ -105,16 +103,6 @@ class ScheduleOverlap(GraphPass):
             ctx.note(self, f"{len(exposed) - NOTES} more collectives are exposed for {left:.0f} us together")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The order to run a graph in, and how it, the one before and the one by rules score."""
-
-    order: list[fx.Node]
-    before: Score
-    after: Score
-    by_rules: Score | None = None
-
-
 def order_by_rules(gm: fx.GraphModule, ctx: PassContext, in_flight_bytes: int) -> list[fx.Node]:
     """The order in which `RULES` would put a graph, which stays as it is."""
     before = list(gm.graph.nodes)
@@ -125,37 +113,3 @@ def order_by_rules(gm: fx.GraphModule, ctx: PassContext, in_flight_bytes: int) -
     order = list(gm.graph.nodes)
     edits.relink(before)
     return order
-
-
-def plan_overlap(
-    order: Sequence[fx.Node],
-    costs: Mapping[fx.Node, NodeCost],
-    sharing: Sharing,
-    storages: Sequence[Storage],
-    limits: Limits,
-    by_rules: Sequence[fx.Node] | None = None,
-) -> Plan:
-    """The best order found, or the one given where none is better.
-
-    Args:
-        order, costs, sharing, storages: of the graph as it is.
-        limits: of what the order may hold. It may have in flight what `by_rules` has there.
-        by_rules: an order that the plan must not be worse than; None: the one given.
-    """
-    base = order if by_rules is None else by_rules  # which may sink waits of the model's own collectives
-    problem = problem_of(base, costs, sharing, storages, limits)
-    present = scheduled(problem, order)
-    known = present if by_rules is None else scheduled(problem, by_rules)
-    found = find_schedules(problem)
-    least = min(schedule.peak_bytes for schedule in (*found, known))
-    if limits.budget_bytes is not None and least > limits.budget_bytes:
-        # Some moment needs more than the budget; all others may use as much.
-        found += find_schedules(problem_of(base, costs, sharing, storages, replace(limits, budget_bytes=least)))
-    allowed = replace(limits, in_flight_bytes=max(limits.in_flight_bytes, known.most_in_flight))
-    best = choose([present, *found, known], known, allowed)
-    return Plan(
-        order=list(order) if best is present else best.nodes(),
-        before=present.score(allowed),
-        after=best.score(allowed),
-        by_rules=None if by_rules is None else known.score(allowed),
-    )

@@ -128,6 +128,15 @@ def test_links_survive_json() -> None:
     assert Hardware.from_json(known.to_json()) == known
 
 
+def test_files_of_before_updates_on_the_host_are_read() -> None:
+    known = Hardware.preset("h100")
+    plain = json.loads(known.to_json())
+    del plain["host_memory_bytes_per_us"]
+    found = Hardware.from_json(json.dumps(plain))
+    assert found == dataclasses.replace(known, host_memory_bytes_per_us=None)
+    assert found.host_update_us(3.35e6) == 1.0 < known.host_update_us(3.35e6)
+
+
 def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(ValueError, match=r"zgraph.Hardware: unknown preset 'h10'; did you mean 'h100'\?"):
         Hardware.preset("h10")

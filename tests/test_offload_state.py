@@ -30,8 +30,10 @@ CASES = {
     "loco": Case(at_rest=HOST, loco=True, accumulation=2, clip="torch"),
     "resumed": Case(at_rest=HOST, resume=True, stage=3, optimizer="adamw_fused", precision="bf16"),
     "planned": Case(at_rest=STATE, frugal=True, clip="zgraph"),
+    "planned, streamed": Case(at_rest=HOST, frugal=True, streamed=True, schedule=True, accumulation=2, no_sync=True),
+    "planned, stage 1": Case(at_rest=HOST, frugal=True, stage=1, precision="bf16", offload=True),
 }
-QUICK = ("stage 3", "stage 1")
+QUICK = ("stage 3", "stage 1", "planned, streamed")
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
 
 
@@ -45,6 +47,7 @@ DISK_CASES = {
     "stage 3": Case(clip="torch", schedule=True, precision="bf16"),
     "stage 1": Case(stage=1, optimizer="adam", accumulation=2, no_sync=True),
     "resumed": Case(resume=True, optimizer="sgd", loco=True),
+    "planned": Case(frugal=True, stage=2, optimizer="adam", clip="torch", precision="bf16"),
 }
 
 

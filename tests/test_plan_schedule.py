@@ -19,9 +19,10 @@ from zgraph.analysis.storages import Storage, storages_of
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import edits, nodes
 from zgraph.graph.lanes import Lane
-from zgraph.passes.schedule_overlap import Plan, order_by_rules, plan_overlap
+from zgraph.passes.schedule_overlap import order_by_rules
 from zgraph.runtime.chunks import MIB
 from zgraph.scheduling.builder import Score, choose, problem_of
+from zgraph.scheduling.plan_overlap import Plan, plan_overlap
 from zgraph.scheduling.plan_schedule import FRUGAL, STYLES, Greedy, Skyline
 from zgraph.scheduling.problem import Limits, Problem
 from zgraph.scheduling.simulate import simulate

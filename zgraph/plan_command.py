@@ -19,7 +19,7 @@ from zgraph.reporting.commands.terminal import UserError, json_option, print_jso
 
 if TYPE_CHECKING:
     from zgraph.analysis.hardware import Hardware
-    from zgraph.planning import Plan
+    from zgraph.planned_step import Plan
 
 Step = tuple[Any, tuple[Any, ...]]  # a model, and the arguments of one rank's forward
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)?", re.IGNORECASE)

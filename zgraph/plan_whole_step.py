@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn, optim
-from torch.distributed.tensor import DTensor
 
 from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
@@ -62,6 +61,7 @@ def plan_whole_step(
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")
     if captured.state:
         _put_state(captured, lifted)
+        lifted.settle()
         lifted = Lifted.of(model, [optimizer])
         captured = capture(function, lifted, inputs, {})
     frame = Frame(name="step/0", reason="", inputs=lifted.tensors(), is_step=True)
@@ -79,10 +79,3 @@ def _put_state(captured: Captured, lifted: Lifted) -> None:
         states[number][lifted.parameters[position].tensor][key] = value if like is None else dtensor_like(value, like)
     for number, position, key, constant in captured.constants:
         states[number][lifted.parameters[position].tensor][key] = constant
-
-
-def state_bytes(optimizer: optim.Optimizer) -> int:
-    """Bytes of an optimizer's state on this rank."""
-    entries = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor))
-    parts = (value.to_local() if isinstance(value, DTensor) else value for value in entries)
-    return sum(part.numel() * part.dtype.itemsize for part in parts)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn, optim
-from torch.distributed.tensor import DTensor
+from torch import fx, nn, optim
 
 from zgraph.analysis.cost import CostModel
 from zgraph.analysis.cuda_workspace import resting_bytes
@@ -25,207 +23,16 @@ from zgraph.errors import ZgraphError
 from zgraph.graph.traffic import transfers
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
-from zgraph.plan_whole_step import StepMaker, loop_body, plan_whole_step, state_bytes
-from zgraph.reporting.export.folder import write_report
+from zgraph.plan_memory import plan_ledger, rest_on_paper
+from zgraph.plan_whole_step import StepMaker, loop_body, plan_whole_step
+from zgraph.planned_step import Plan, PlannedGraph
 from zgraph.reporting.summary import Report
-from zgraph.reporting.tables import Table, as_html, duration, size
 from zgraph.scheduling.simulate import simulate
-from zgraph.scheduling.timeline import Timeline
+from zgraph.sharding.offload import Offload
 from zgraph.sharding.shard import shard
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world, groups_of_ranks, is_distributed_ready
-
-GIB = 2**30
-LARGEST = 3  # storages that tables name at each frame's peak
-ADAM_MOMENTS = 2  # of each trained element, in its parameter's dtype
-
-
-@dataclass(frozen=True)
-class PlannedGraph:
-    """One graph of the step.
-
-    Attributes:
-        direction: "forward", "backward", "inference" or "step".
-        nodes: of the final graph.
-        sent_bytes: by one rank, when it runs once.
-        timeline: on the simulator.
-    """
-
-    direction: Direction
-    nodes: int
-    sent_bytes: int
-    timeline: Timeline
-
-    @property
-    def exposed_us(self) -> float:
-        return sum(self.timeline.exposed_us.values())
-
-    @property
-    def busy(self) -> dict[str, float]:
-        """The part of the graph's time for which each lane is busy."""
-        return {str(lane): self.timeline.utilisation(lane) for lane in self.timeline.busy_us}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one training step will take on each rank of a cluster; `print` it.
-
-    Attributes:
-        world_size, hardware: of the cluster.
-        parameter_bytes: at rest on the rank that holds most, buffers included.
-        moment_bytes: state of the optimizer beside them: what the planned one keeps, else AdamW's two moments.
-        cublas_bytes, communicator_bytes: beside tensors, on GPUs: workspaces in the allocator, buffers of NCCL outside.
-        step_bytes: peak of the step beside these: activations, gathered parameters, gradients. Frames that a
-            graph break separates are counted one by one.
-        graphs: in the order in which they were compiled.
-        curves: memory over each frame, forward and backward together.
-        compiled: what `report` writes.
-        optimizer: name of the optimizer whose step is planned with the rest; "" if none is.
-    """
-
-    world_size: int
-    hardware: Hardware
-    parameter_bytes: int
-    moment_bytes: int
-    cublas_bytes: int
-    communicator_bytes: int
-    graphs: tuple[PlannedGraph, ...]
-    curves: tuple[MemoryCurve, ...]
-    compiled: Report = field(default_factory=Report, repr=False, compare=False)
-    optimizer: str = ""
-
-    @property
-    def step_bytes(self) -> int:
-        return max((curve.peak_bytes for curve in self.curves), default=0)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of one rank: at rest, the step's peak, and what libraries hold; without the driver's context."""
-        libraries = self.cublas_bytes + self.communicator_bytes
-        return self.parameter_bytes + self.moment_bytes + self.step_bytes + libraries
-
-    @property
-    def sent_bytes(self) -> int:
-        """On the wire, by one rank in one step."""
-        return sum(graph.sent_bytes for graph in self.graphs)
-
-    @property
-    def step_us(self) -> float:
-        """The whole step; without the optimizer if none was planned."""
-        return sum(graph.timeline.step_us for graph in self.graphs)
-
-    def report(self, directory: str | Path) -> Path:
-        """Write the plan to a folder, as `zgraph.report` does for a compiled model; the folder of rank 0.
-
-        Args:
-            directory: where the folder of rank 0 goes.
-        """
-        return write_report(Path(directory), self.compiled, self.moment_bytes, self.world_size)
-
-    def __str__(self) -> str:
-        capacity = self.hardware.memory_bytes / GIB
-        lines = [
-            f"zgraph.plan for {self.world_size} ranks of {self.hardware.name}",
-            f"memory of a rank: parameters {size(self.parameter_bytes)}, {self._state} {size(self.moment_bytes)}, "
-            f"peak of the step beside them {size(self.step_bytes)}; "
-            f"together {size(self.peak_bytes)} of {capacity:.0f} GiB",
-            *(
-                [f"  cuBLAS workspaces {size(self.cublas_bytes)}, NCCL communicators {size(self.communicator_bytes)}"]
-                if self.cublas_bytes
-                else []
-            ),
-            *(f"  {_peak(curve)}" for curve in self.curves if curve.nodes),
-            f"{self._title}: {self.step_us / 1e3:.2f} ms, {size(self.sent_bytes)} sent by each rank",
-        ]
-        for graph in self.graphs:
-            used = ", ".join(f"{lane} {share:.0%}" for lane, share in graph.busy.items())
-            lines.append(
-                f"  {graph.direction}: {graph.nodes} nodes, {graph.timeline.step_us / 1e3:.2f} ms, "
-                f"{size(graph.sent_bytes)} sent, {graph.exposed_us / 1e3:.2f} ms exposed; busy: {used}"
-            )
-        return "\n".join(lines)
-
-    def tables(self) -> list[Table]:
-        """The same, for a terminal or a notebook."""
-        memory = {
-            "parameters": self.parameter_bytes,
-            self._state: self.moment_bytes,
-            "peak of the step beside them": self.step_bytes,
-            "cuBLAS workspaces": self.cublas_bytes,
-            "NCCL communicators": self.communicator_bytes,
-            "together": self.peak_bytes,
-            f"memory of {self.hardware.name}": self.hardware.memory_bytes,
-        }
-        peaks = tuple(
-            (size(curve.peak_bytes), curve.nodes[curve.peak_position].name, ", ".join(curve.unknown))
-            for curve in self.curves
-            if curve.nodes
-        )
-        at_peak = [
-            (str(entry.node.name), size(entry.bytes), curve.nodes[curve.peak_position].name)
-            for curve in self.curves
-            for entry in curve.alive_at(curve.peak_position)[:LARGEST]
-        ]
-        graphs = [
-            (
-                graph.direction,
-                str(graph.nodes),
-                size(graph.sent_bytes),
-                duration(graph.timeline.step_us),
-                duration(graph.exposed_us),
-                ", ".join(f"{lane} {share:.0%}" for lane, share in graph.busy.items()),
-            )
-            for graph in self.graphs
-        ]
-        exposed_us = sum(graph.exposed_us for graph in self.graphs)
-        step = ("step", "", size(self.sent_bytes), duration(self.step_us), duration(exposed_us), "")
-        return [
-            Table(
-                f"memory of one of {self.world_size} ranks",
-                (),
-                tuple((name, size(count)) for name, count in memory.items() if count),
-            ),
-            Table("peak of each frame", ("bytes", "while this runs", "of unknown size"), peaks),
-            Table("largest at the peak", ("of node", "bytes", "while this runs"), tuple(at_peak)),
-            Table(
-                self._title,
-                ("graph", "nodes", "sent", "time", "exposed", "busy lanes"),
-                (*graphs, *([step] if len(graphs) > 1 else [])),
-            ),
-        ]
-
-    @property
-    def _state(self) -> str:
-        return f"state of {self.optimizer}" if self.optimizer else "AdamW's moments"
-
-    @property
-    def _title(self) -> str:
-        return f"step with {self.optimizer}" if self.optimizer else "step without optimizer"
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
-        names = ("world_size", "parameter_bytes", "moment_bytes", "cublas_bytes", "communicator_bytes", "step_bytes")
-        return {
-            **{name: getattr(self, name) for name in (*names, "peak_bytes", "sent_bytes", "step_us")},
-            "optimizer": self.optimizer or None,
-            "hardware": self.hardware.name,
-            "memory_bytes": self.hardware.memory_bytes,
-            "fits": self.peak_bytes <= self.hardware.memory_bytes,
-            "graphs": [
-                {
-                    "direction": graph.direction,
-                    "nodes": graph.nodes,
-                    "sent_bytes": graph.sent_bytes,
-                    "step_us": graph.timeline.step_us,
-                    "exposed_us": graph.exposed_us,
-                    "busy": graph.busy,
-                }
-                for graph in self.graphs
-            ],
-        }
-
-    def _repr_html_(self) -> str:
-        return as_html(self.tables())
+from zgraph.whole_step import with_streams
 
 
 def plan(
@@ -237,6 +44,7 @@ def plan(
     hardware: Hardware | str = "h100",
     pipeline: Pipeline | None = None,
     allocator: Allocator = EXACT,
+    offload: Offload | None = None,
     optimizer_fn: Callable[[nn.Module], optim.Optimizer] | None = None,
     step_fn: StepMaker | None = None,
 ) -> Plan:
@@ -255,6 +63,8 @@ def plan(
         hardware: of each rank, or the name of a preset.
         pipeline: as given to torch.compile; None: `presets.default()`. A target of its own counts instead of hardware.
         allocator: how sizes are rounded.
+        offload: where parameters and the optimizer's state rest between uses, as for `zgraph.shard`, for a shard_fn
+            that does not say so itself. No file is made. None: on the device, or where shard_fn says.
         optimizer_fn: makes the optimizer of the sharded model, such as
             `lambda model: torch.optim.AdamW(model.parameters())`. None: forward and backward are planned alone.
         step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
@@ -262,7 +72,9 @@ def plan(
 
     Raises:
         ValueError: world_size is not a number of ranks, there is no such preset, model_fn or batch is not a function,
-            batch returns something else than a tuple, or there is a step_fn and no optimizer_fn.
+            batch returns something else than a tuple, there is a step_fn and no optimizer_fn, or the offload cannot be
+            honoured; or the step does not fit into the target's budget_bytes, or the offload's host_budget_bytes: says
+            what would.
         ZgraphError: this process is in a process group already, or the model or the step cannot be compiled.
     """
     _check_functions(model_fn, batch)
@@ -281,7 +93,7 @@ def plan(
         pipeline = replace(pipeline, target=Target(hardware=machine))
     # No lowering is needed, but fx costs nothing: what runs has no values.
     report = Report(keep_passes=True)
-    options = CompileOptions(pipeline=pipeline, lowering="fx", report=report)
+    options = CompileOptions(pipeline=with_streams(pipeline), lowering="fx", report=report)
     known = PassContext(machine=machine, planned_backend=machine.backend)
     costs = CostModel(machine)
     graphs: list[PlannedGraph] = []
@@ -306,6 +118,7 @@ def plan(
                 "as (tokens,) where there is one."
             )
         shard_fn(model)
+        resting = rest_on_paper(model, offload, machine)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
             plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, compiler_of)
@@ -316,21 +129,22 @@ def plan(
             finally:
                 torch.compiler.reset()  # or the next plans of the same classes would meet the limit of recompiles
         cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
-        sharded = [_local(value) for value in (*model.parameters(), *model.buffers())]
-        trained = [_local(value) for value in model.parameters() if value.requires_grad]
+        ledger = plan_ledger(model, optimizer, resting, curves)
     if not graphs:
         raise ZgraphError("zgraph.plan: nothing was compiled; the model's forward is disabled for torch.compile.")
+    if resting is not None:
+        resting.check_budget(ledger[1].parameters, ledger[1].state, ledger[1].step)
     return Plan(
         world_size=world_size,
         hardware=machine,
-        parameter_bytes=_bytes(sharded),
-        moment_bytes=ADAM_MOMENTS * _bytes(trained) if optimizer is None else state_bytes(optimizer),
+        ledger=ledger,
         cublas_bytes=cublas,
         communicator_bytes=communicators,
         graphs=tuple(graphs),
         curves=tuple(curves),
         compiled=report,
         optimizer="" if optimizer is None else type(optimizer).__name__,
+        host_budget_bytes=None if resting is None else resting.options.host_budget_bytes,
     )
 
 
@@ -365,20 +179,3 @@ def _curve(plan: FramePlan, allocator: Allocator, device_type: str) -> MemoryCur
     return step_curve(
         forward, backward, user_outputs=plan.ctx.user_outputs, allocator=allocator, device_type=device_type
     )
-
-
-def _peak(curve: MemoryCurve) -> str:
-    """One line: the peak of a frame, the node that runs then, and the largest storages alive."""
-    position = curve.peak_position
-    largest = ", ".join(f"{entry.node.name} {size(entry.bytes)}" for entry in curve.alive_at(position)[:LARGEST])
-    unknown = f"; without {', '.join(curve.unknown)}, whose size depends on data" if curve.unknown else ""
-    return f"peak {size(curve.peak_bytes)} while {curve.nodes[position].name} runs: {largest}{unknown}"
-
-
-def _local(value: Tensor) -> Tensor:
-    with torch.no_grad():
-        return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)

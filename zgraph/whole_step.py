@@ -21,8 +21,10 @@ from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
+from zgraph.passes.memory.schedule_copies import ScheduleCopies
 from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
@@ -122,11 +124,12 @@ def _check_pipeline(pipeline: Pipeline | None) -> None:
 
 
 def with_streams(pipeline: Pipeline | None) -> Pipeline:
-    """A pipeline that streams what rests elsewhere than on the device."""
+    """A pipeline that streams what rests elsewhere than on the device, by costs if it goes by costs."""
     found = pipeline or Pipeline(presets.default())
     if any(isinstance(one, StreamStates) for one in found.passes):
         return found
-    return Pipeline([*found.passes, StreamStates()], target=found.target, replay_all=found.replay_all)
+    by_costs = [ScheduleCopies()] if any(isinstance(one, ScheduleOverlap) for one in found.passes) else []
+    return Pipeline([*found.passes, StreamStates(), *by_costs], target=found.target, replay_all=found.replay_all)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
 `--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes, report_page.json and
-offload_overlap.json what the scripts of their names do. Needs nothing but Python.
+offload_overlap.json what the scripts of their names do, offload_states.json what the last does with `--states`. Needs
+nothing but Python.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def filled(page: str) -> str:
 def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
-    kinds = {"convergence": convergence, "zoo": zoo, "report_page": page, "offload_overlap": offload}
+    kinds = {"convergence": convergence, "zoo": zoo, "report_page": page}
+    kinds |= {"offload_overlap": offload, "offload_states": states}
     return kinds.get(name, link)(load(name))
 
 
@@ -262,6 +264,39 @@ def offload(result: dict[str, Any]) -> str:
         )
     sizes = ", ".join(f"{name} {value}" for name, value in result["config"].items())
     about = f"\nOne process, fp32, copies at {result['mb_per_s']:.0f} MB/s each way; {sizes}.\n"
+    return markdown(heads, rows) + about + provenance([result])
+
+
+def states(result: dict[str, Any]) -> str:
+    """Steps with parameters and optimizer state on the host."""
+    heads = (
+        "on the host",
+        "copies",
+        "peak MB",
+        "step ms (quartiles)",
+        "predicted ms",
+        "error",
+        "times the step without",
+    )
+    free = statistics.median(result["rows"][0]["ms"])
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        low, middle, high = statistics.quantiles(row["ms"], n=4)
+        is_free = row is result["rows"][0]
+        predicts = row["way"] != "without prefetch"
+        rows.append(
+            (
+                "nothing" if is_free else row["rests"],
+                "" if is_free else row["way"],
+                f"{row['predicted_bytes'] / 1e6:.0f}",
+                f"{middle:.0f} ({low:.0f}-{high:.0f})",
+                f"{row['predicted_ms']:.0f}" if predicts else "",
+                f"{100 * (row['predicted_ms'] / middle - 1):+.1f} %" if predicts else "",
+                f"{middle / free:.2f}",
+            )
+        )
+    sizes = ", ".join(f"{name} {value}" for name, value in result["config"].items())
+    about = f"\nOne process, fp32, AdamW, copies at {result['mb_per_s']:.0f} MB/s each way; {sizes}.\n"
     return markdown(heads, rows) + about + provenance([result])
 
 

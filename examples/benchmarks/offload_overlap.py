@@ -1,7 +1,8 @@
-"""Activations on the host: what a step takes at several budgets, predicted and measured, with prefetch and without.
+"""Offload to the host: what a step takes, predicted and measured, with prefetch and without.
 
     python examples/benchmarks/offload_overlap.py                          # some minutes on one core
     python examples/benchmarks/offload_overlap.py --mb-per-s 500 --layers 12 --json FILE
+    python examples/benchmarks/offload_overlap.py --states                 # parameters and optimizer state instead
 
 One process trains a small transformer as whole steps. Its device is the CPU, and the host a pool beside it: copies are
 real, made by a thread for each direction that does not exceed a given rate, as a slower link would. Each budget is a
@@ -11,6 +12,10 @@ the schedule places the copies:
 planned            as said
 without prefetch   the same copies, each waited for where it starts
 recompute only     the same budget without offloading
+
+With `--states` it is parameters and the optimizer's state that rest on the host, without a budget. Updates run there,
+beside compute, or on copies (streamed). `ScheduleCopies` places copies and waits ("planned"), or the rules of
+`StreamStates` do ("by rules").
 
 The ways take turns; printed are medians with quartiles, the simulator's prediction, and counted peaks of the device.
 Pin the process to one core (taskset -c 0): the copying threads then need another one.
@@ -37,18 +42,27 @@ from workload import LanguageModel, ModelConfig
 
 import zgraph
 from zgraph.analysis.hardware import Link
-from zgraph.passes import presets
+from zgraph.passes import ScheduleCopies, StreamStates, presets
 from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
 
 WARM_UP_STEPS = 2
-PLANNED, AT_ONCE, RECOMPUTE = "planned", "without prefetch", "recompute only"
+PLANNED, AT_ONCE, RECOMPUTE, BY_RULES = "planned", "without prefetch", "recompute only", "by rules"
+DEVICE = "on the device"
+RESTS = {
+    DEVICE: (None, "at_rest"),
+    "state, updated there": (zgraph.Offload(optimizer="host"), "at_rest"),
+    "all, updated there": (zgraph.Offload(params="host", optimizer="host"), "at_rest"),
+    "state, streamed": (zgraph.Offload(optimizer="host"), "streamed"),
+    "all, streamed": (zgraph.Offload(params="host", optimizer="host"), "streamed"),
+}
 
 
 @dataclass
 class Row:
-    """One way to run the step at one budget."""
+    """One way to run the step at one budget, or with parameters and state resting somewhere."""
 
     way: str
+    rests: str
     budget_bytes: int | None
     predicted_ms: float
     predicted_bytes: int
@@ -57,12 +71,19 @@ class Row:
     ms: list[float]
 
 
-def build(config: ModelConfig, hardware: zgraph.Hardware, way: str, budget_bytes: int | None) -> Row:
+def build(
+    config: ModelConfig, hardware: zgraph.Hardware, way: str, budget_bytes: int | None, rests: str = DEVICE
+) -> Row:
     torch.manual_seed(0)
-    model = zgraph.shard(LanguageModel(config), zero_stage=3)
+    at_rest, updates = RESTS[rests]
+    model = zgraph.shard(LanguageModel(config), zero_stage=3, offload=at_rest)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     report = zgraph.Report()
-    passes = presets.planned(offload_activations=way != RECOMPUTE)
+    passes = presets.planned(offload_activations=way != RECOMPUTE and at_rest is None)
+    if at_rest is not None:
+        stream: Any = StreamStates(updates=updates)  # pyright: ignore[reportArgumentType]
+        kept = [one for one in passes if way != BY_RULES or not isinstance(one, ScheduleCopies)]
+        passes = [stream if isinstance(one, StreamStates) else one for one in kept]
     target = zgraph.Target(hardware=hardware, budget_bytes=budget_bytes, time_kernels=True)
     options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes, target=target), "report": report}
 
@@ -81,7 +102,7 @@ def build(config: ModelConfig, hardware: zgraph.Hardware, way: str, budget_bytes
     assert graph.us is not None and graph.peak is not None
     chosen = [note.rpartition(": ")[0] for note in report.notes if " activations: " in note]
     notes = "; ".join(note.split(": ")[-1] for note in chosen[-2:])
-    return Row(way, budget_bytes, graph.us / 1e3, graph.peak.bytes, notes, lambda _: step(tokens), [])
+    return Row(way, rests, budget_bytes, graph.us / 1e3, graph.peak.bytes, notes, lambda _: step(tokens), [])
 
 
 def take_turns(rows: Sequence[Row], lanes: ThreadLanes, turns: int) -> None:
@@ -102,6 +123,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--mb-per-s", type=float, default=1000.0, help="rate of copies, each direction")
     parser.add_argument("--budgets", default="0.85,0.7,0.5", help="shares of the peak without a budget")
+    parser.add_argument("--states", action="store_true", help="parameters and optimizer state rest on the host")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     return parser.parse_args()
@@ -122,7 +144,10 @@ def main() -> None:
     with lanes.limited(rate):
         free = build(config, hardware, RECOMPUTE, None)
         rows = [free]
-        for share in map(float, options.budgets.split(",")):
+        for rests in [*RESTS][1:] if options.states else ():
+            ways = (PLANNED, BY_RULES, AT_ONCE) if rests.startswith("all") else (PLANNED,)
+            rows += [build(config, hardware, way, None, rests) for way in ways]
+        for share in () if options.states else map(float, options.budgets.split(",")):
             budget = int(share * free.predicted_bytes)
             for way in (PLANNED, AT_ONCE, RECOMPUTE):
                 try:
@@ -133,15 +158,16 @@ def main() -> None:
     base = statistics.median(free.ms)
     print(f"{processor()}, {commit()}, copies at {rate:.0f} MB/s; {config}")
     print(
-        f"{'way':18} {'budget MB':>10} {'peak MB':>8} {'ms':>7} {'quartiles':>15} {'predicted':>9} {'x free':>6} chosen"
+        f"{'way':18} {'rests':22} {'budget MB':>10} {'peak MB':>8} {'ms':>7} {'quartiles':>15} {'predicted':>9} "
+        f"{'x free':>6} chosen"
     )
     figures: list[dict[str, Any]] = []
     for row in rows:
         low, middle, high = statistics.quantiles(row.ms, n=4)
         budget = "none" if row.budget_bytes is None else f"{row.budget_bytes / 1e6:.1f}"
         print(
-            f"{row.way:18} {budget:>10} {row.predicted_bytes / 1e6:8.1f} {middle:7.1f} {low:7.1f}-{high:7.1f} "
-            f"{row.predicted_ms:9.1f} {middle / base:6.2f}  {row.notes}"
+            f"{row.way:18} {row.rests:22} {budget:>10} {row.predicted_bytes / 1e6:8.1f} {middle:7.1f} "
+            f"{low:7.1f}-{high:7.1f} {row.predicted_ms:9.1f} {middle / base:6.2f}  {row.notes}"
         )
         figures.append({key: value for key, value in vars(row).items() if key != "step"})
     if options.json is not None:

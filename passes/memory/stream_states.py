@@ -29,8 +29,9 @@ class StreamStates(GraphPass):
     are stored over the input, which is waited for when later ones have started, at the latest at the end of the step.
     State that the first step of an optimizer makes goes where it is to rest. Values are copied, never recomputed:
     results are the same bits.
-    Put it last, behind what orders updates and gathers. In forward, backward and inference without an optimizer it
-    brings what gathers read. Leaves alone: inputs on the device, and the order of everything else.
+    Put it behind what orders updates and gathers; with costs, `ScheduleCopies` comes after it. In forward, backward and
+    inference without an optimizer it brings what gathers read. Leaves alone: inputs on the device, and the order of
+    everything else.
 
     Attributes:
         prefetch: how many uses ahead of the one that is waited for are on their way.
@@ -174,6 +175,7 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
         start = meta.create(graph, operator, (value, *folder), like=last, name=f"offload_{value.name}")
     meta.set_lane(start, DISK if is_to_disk else DEVICE_TO_HOST)
     meta.set_space(start, "disk" if is_to_disk else "host")
+    meta.set_kept(start, "state")
     longest = meta.longest_bytes(firsts[0])
     if longest is not None:
         meta.set_longest_bytes(start, longest)

@@ -39,7 +39,7 @@ from zgraph.passes import (
     SinkWaits,
     presets,
 )
-from zgraph.passes.schedule_overlap import plan_overlap
+from zgraph.scheduling.plan_overlap import plan_overlap
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
 

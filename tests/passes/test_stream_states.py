@@ -187,6 +187,17 @@ def test_a_read_before_the_store_has_landed_is_found() -> None:
         check_stores_landed(graph, WHERE)
 
 
+def test_a_read_before_an_update_beside_compute_has_ended_is_found() -> None:
+    graphs, _, _ = steps_of(HOST, StreamStates())
+    graph = graphs[-1].graph
+    check_stores_landed(graph, WHERE)
+    update = next(node for node in graph.nodes if meta.beside(node) is not None)
+    with graph.inserting_after(update):
+        reader = graph.call_function(torch.ops.aten.sin.default, (written_arguments(update)[0],))
+    with pytest.raises(VerifyError, match=f"{reader.name} reads what {update.name} is writing to"):
+        check_stores_landed(graph, WHERE)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

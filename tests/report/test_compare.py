@@ -17,7 +17,7 @@ from torch import nn
 import zgraph
 from zgraph.command_line import commands
 from zgraph.passes import BucketCollectives, presets
-from zgraph.planning import Plan
+from zgraph.planned_step import Plan
 from zgraph.reporting.commands.compare import CAPTURED, Change, compare, compare_passes, lines_between
 from zgraph.reporting.commands.report import drawn
 from zgraph.reporting.export.reading import load

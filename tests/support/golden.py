@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 import zgraph
 from tests.support.costs import cost_of
 from tests.support.graphs import Traced, apply, copy_of, fake_world, traced
+from zgraph.analysis.hardware import Link
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.graph import meta
@@ -41,6 +42,7 @@ from zgraph.passes import (
     OffloadActivations,
     QuantizeGathers,
     RecomputeActivations,
+    ScheduleCopies,
     ScheduleOverlap,
     SinkWaits,
     SplitUpdates,
@@ -50,6 +52,12 @@ from zgraph.passes import (
 from zgraph.torch_compat.aot import aot_autograd
 
 FOLDER = Path(__file__).resolve().parents[1] / "passes" / "golden"
+
+SLOW_COPIES = replace(
+    zgraph.Hardware.preset("cpu"),
+    host_to_device=Link(latency_us=150.0, bytes_per_us=20.0),
+    device_to_host=Link(latency_us=150.0, bytes_per_us=20.0),
+)
 
 
 def one() -> nn.Module:
@@ -152,6 +160,7 @@ class OfStep:
         clips: whether gradients are clipped before the update.
         foreach: whether the update is one call for all parameters.
         at_rest: where parameters and optimizer state rest.
+        target: what passes plan for, if they do.
     """
 
     about: str
@@ -161,6 +170,7 @@ class OfStep:
     clips: bool = False
     foreach: bool = True
     at_rest: zgraph.Offload | None = None
+    target: zgraph.Target | None = None
 
     def texts(self) -> tuple[str, str]:
         """The graph before, and the graph after."""
@@ -177,7 +187,7 @@ class OfStep:
 
             texts: list[str] = []
             shown = Shown(texts=texts) if self.graph_pass.phase == "graph" else ShownJoint(texts=texts)
-            pipeline = Pipeline([*self.before, shown, self.graph_pass, shown])
+            pipeline = Pipeline([*self.before, shown, self.graph_pass, shown], target=self.target)
             zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})(step)(
                 torch.zeros(2, 4)
             )
@@ -400,6 +410,20 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         graph_pass=StreamStates(),
         before=(*LOWERED, SplitUpdates()),
         build=one,
+    ),
+    OfStep(
+        about="copies of three weights start earlier than one use ahead, for their link is slow",
+        graph_pass=ScheduleCopies(),
+        before=(*LOWERED, SplitUpdates(), ScheduleOverlap(), StreamStates(updates="streamed")),
+        at_rest=zgraph.Offload(params="host"),
+        target=zgraph.Target(hardware=SLOW_COPIES),
+    ),
+    OfStep(
+        about="everything rests on the device",
+        graph_pass=ScheduleCopies(),
+        before=(*LOWERED, SplitUpdates(), ScheduleOverlap(), StreamStates()),
+        build=one,
+        target=zgraph.Target(hardware=SLOW_COPIES),
     ),
     Case(
         about="what forward saves leaves for the host where it is made",

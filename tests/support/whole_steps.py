@@ -68,6 +68,7 @@ class Case:
     frugal: bool = False
     offload: bool = False  # every activation; if frugal what costs choose
     at_rest: zgraph.Offload | None = None  # of parameters and optimizer state
+    streamed: bool = False  # updates of what rests on the host run on copies
     gated: bool = False  # a model of which backward can compute much again at no cost
 
     def options(self) -> dict[str, Any]:
@@ -82,6 +83,9 @@ class Case:
         if self.gated:
             free = P.RecomputeActivations(least_bytes=0)
             passes = [free if isinstance(one, P.RecomputeActivations) else one for one in passes]
+        if self.streamed:
+            streamed = P.StreamStates(updates="streamed")
+            passes = [streamed if isinstance(one, P.StreamStates) else one for one in passes]
         if compression is not None:
             place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))
             passes.insert(place, compression)

@@ -18,13 +18,13 @@ from zgraph.compression.low_rank import FACTOR_DTYPE, orthonormalize_work
 from zgraph.compression.method_text import from_text
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes, operator_arguments, traits
-from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, Lane
+from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, HOST_UPDATES, Lane
 from zgraph.graph.sizes import size_hint, tensors_of
 from zgraph.graph.traffic import SizeOf, transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_size, group_stride
 from zgraph.torch_compat.fake_values import size_expression
-from zgraph.torch_compat.operators import flop_formula, written_arguments
+from zgraph.torch_compat.operators import argument_of, flop_formula, written_arguments
 
 aten = torch.ops.aten
 
@@ -138,7 +138,8 @@ class CostModel:
             return FREE
         if nodes.is_collective(node) or nodes.is_marker(node):
             return self._communication(node)
-        key = (node.target, self._key(node), self._key(node.args), self._key(node.kwargs), meta.lane(node))
+        where = meta.lane(node), meta.longest_bytes(node), meta.beside(node) is not None
+        key = (node.target, self._key(node), self._key(node.args), self._key(node.kwargs), where)
         try:
             found = self.known.get(key)
         except TypeError:  # an argument that cannot be hashed
@@ -151,7 +152,8 @@ class CostModel:
         if isinstance(argument, fx.Node):
             if argument not in self.described:
                 scale = None if self.symbols is None else self.symbols.scale.get(argument)
-                self.described[argument] = (*map(self._layout, tensors_of(argument)), scale)
+                longest = meta.longest_bytes(argument)
+                self.described[argument] = (*map(self._layout, tensors_of(argument)), scale, longest)
             return self.described[argument]
         if isinstance(argument, list | tuple):
             return tuple(map(self._key, cast("tuple[Any, ...]", argument)))
@@ -196,22 +198,51 @@ class CostModel:
         results = tensors_of(node)
         lane = meta.lane(node) or _copy_lane(node)
         if lane is not None:
-            moved = sum(self._bytes(node, value) for value in results) or self._read_bytes(node)
+            moved = self._copied_bytes(node)
             links = {
                 HOST_TO_DEVICE: self.hardware.host_to_device,
                 DEVICE_TO_HOST: self.hardware.device_to_host,
                 DISK: self.hardware.disk,
             }
             return NodeCost(lane, links[lane].us(moved), 0, moved)
+        if meta.beside(node) is not None:
+            moved = self._updated_bytes(node)
+            return NodeCost(HOST_UPDATES, self.hardware.host_update_us(moved), 0, moved)
         if not results and not written_arguments(node):
             return FREE
         if nodes.is_sum_ranks(node):
             return self._sum_ranks(node)
         return self._kernel(node)
 
+    def _copied_bytes(self, node: fx.Node) -> Any:
+        """Bytes of a copy between memory spaces; of shards and their state, those of the rank with most rows."""
+        if nodes.is_store(node):  # which yields nothing
+            node = node.all_input_nodes[0]
+            while meta.longest_bytes(node) is None and nodes.is_copy_wait(node):
+                node = node.all_input_nodes[0]
+        longest = meta.longest_bytes(node) if self.symbols is None else None
+        return longest or sum(self._bytes(node, value) for value in tensors_of(node)) or self._read_bytes(node)
+
+    def _updated_bytes(self, node: fx.Node) -> Any:
+        """Bytes that an update of lists of tensors reads and writes, on the rank with most rows of each parameter."""
+        written = dict.fromkeys(_written(node))
+        given = [*node.args, *node.kwargs.values()]
+        lists = [cast("list[fx.Node]", one) for one in given if isinstance(one, list | tuple) and one]
+        total: Any = 0
+        for members in zip(*lists, strict=True):
+            whole = [(one, meta.tensor_value(one)) for one in members]
+            numel = max(
+                (longest // value.dtype.itemsize for one, value in whole if (longest := meta.longest_bytes(one))),
+                default=0,
+            )
+            for one, value in whole:
+                size = (numel or self._numel(one, value)) * value.dtype.itemsize if value.ndim else value.dtype.itemsize
+                total += size * (2 if one in written else 1)
+        return total
+
     def _kernel(self, node: fx.Node) -> NodeCost:
         """Cost of a kernel that reads its inputs and writes its results, or else what it updates, once."""
-        results = tensors_of(node) or [value for one in written_arguments(node) for value in tensors_of(one)]
+        results = tensors_of(node) or [value for one in _written(node) for value in tensors_of(one)]
         moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
         if nodes.is_cast_shards(node):  # ranks have different numbers of rows: all count the longest shard
             shards = cast("list[fx.Node]", node.args[0])
@@ -316,6 +347,13 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
     """Flops of a grouped matrix product, one product for each expert, by the total rows, columns or inner elements."""
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a call writes to. Fused updates may scale gradients in place, and then write these, too."""
+    grads = None if argument_of(node, "grad_scale") is not None else argument_of(node, "grads")
+    kept = cast("list[fx.Node]", grads or [])
+    return [one for one in written_arguments(node) if one not in kept]
 
 
 def _copy_lane(node: fx.Node) -> Lane | None:

@@ -59,6 +59,8 @@ class Hardware:
         links: links of mesh axes that differ from these two, keyed by the distance of neighbours in global ranks, which
             is 1 for the innermost axis. All process groups along one axis share the distance, though not the name.
         host_to_device, device_to_host, disk: links of one rank.
+        host_memory_bytes_per_us: bandwidth at which the host updates what rests there, reads and writes together.
+            None: memory_bytes_per_us, as where the device is a CPU.
         backend: backend of torch.distributed between the ranks.
         collectives_at_once: how many collectives of one group run concurrently: one on NCCL and with point-to-point
             transfers.
@@ -80,6 +82,7 @@ class Hardware:
     device_to_host: Link
     disk: Link
     links: Mapping[int, Link] = field(default_factory=dict[int, Link], hash=False)
+    host_memory_bytes_per_us: float | None = None
     backend: str = "gloo"
     collectives_at_once: int = 1
     cpu_us_per_collective: float = 0.0
@@ -88,6 +91,8 @@ class Hardware:
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_us", "memory_bytes", "ranks_per_host", "collectives_at_once"):
             _check("Hardware", name, getattr(self, name))
+        if self.host_memory_bytes_per_us is not None:
+            _check("Hardware", "host_memory_bytes_per_us", self.host_memory_bytes_per_us)
         for name in ("launch_us", "cpu_us_per_collective", "cpu_us_per_wire_byte"):
             _check("Hardware", name, getattr(self, name), zero_allowed=True)
         if self.ranks_per_host != int(self.ranks_per_host):
@@ -111,6 +116,10 @@ class Hardware:
         """
         peak = self.flops_per_us.get(dtype) or self.flops_per_us[torch.float32]
         return _most(self.launch_us * launches, flops / peak, moved_bytes / self.memory_bytes_per_us)
+
+    def host_update_us(self, moved_bytes: Any) -> Any:
+        """Microseconds of an update on the host, such as 28 bytes for each fp32 element that Adam steps."""
+        return moved_bytes / (self.host_memory_bytes_per_us or self.memory_bytes_per_us)
 
     def link_along(self, stride: int) -> Link:
         """The slowest link of a group whose neighbours are `stride` ranks apart."""
@@ -190,7 +199,8 @@ class Hardware:
         except ValueError as error:
             raise ValueError(f"zgraph.Hardware: not valid JSON: {error}; pass what to_json() returned.") from error
         known = {entry.name for entry in fields(cls)}
-        if not isinstance(plain, dict) or set(cast("dict[str, Any]", plain)) != known:
+        newer = {"host_memory_bytes_per_us"}  # than files that people have
+        if not isinstance(plain, dict) or set(cast("dict[str, Any]", plain)) | newer != known:
             found = sorted(cast("dict[str, Any]", plain)) if isinstance(plain, dict) else type(plain).__name__
             raise ValueError(f"zgraph.Hardware: found {found} where {sorted(known)} were written by to_json().")
         values = cast("dict[str, Any]", plain)
@@ -288,6 +298,7 @@ def _gpu(
         host_to_device=host,
         device_to_host=host,
         disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
+        host_memory_bytes_per_us=204_800.0 / 8,  # a socket of the EPYC below for eight GPUs
         backend="nccl",
     )
 

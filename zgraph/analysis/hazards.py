@@ -42,6 +42,8 @@ def hazards(order: Sequence[fx.Node]) -> Hazards:
         read = set[Region]() if _only_views(node) else regions.of(node.all_input_nodes)
         if nodes.is_wait(node):
             read |= regions.of(nodes.start_of(node).all_input_nodes)
+            # What a copy writes to is there when it has been waited for.
+            written |= regions.of(written_arguments(nodes.start_of(node)))
         earlier: dict[fx.Node, None] = {}
         for region in sorted(read | written):
             access = _Access(node, region, region in written)

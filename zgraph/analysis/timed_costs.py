@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from zgraph.analysis.cost import CostModel, NodeCost
 from zgraph.analysis.hardware import Hardware
 from zgraph.graph import meta, nodes, operator_arguments
-from zgraph.graph.lanes import COMPUTE
+from zgraph.graph.lanes import COMPUTE, HOST_UPDATES
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import attach_state
 from zgraph.torch_compat.fake_values import hint_of, without_fake_mode
@@ -32,7 +32,7 @@ _HARMLESS = ("aten", "prims")
 
 
 class TimedCosts(CostModel):
-    """A `CostModel` whose compute is timed; collectives and copies between devices are estimated.
+    """A `CostModel` that times compute and updates on the host; it estimates collectives and copies between devices.
 
     Operators run as in eager mode, on random values of the right shapes; fused kernels take less time. Each operator is
     timed once for each set of sizes, by the first rank that needs it, and shared through the store of the default
@@ -52,7 +52,7 @@ class TimedCosts(CostModel):
 
     def _local(self, node: fx.Node) -> NodeCost:
         estimate = super()._local(node)
-        if estimate.lane != COMPUTE or not _can_run(node):
+        if estimate.lane not in (COMPUTE, HOST_UPDATES) or not _can_run(node):
             return estimate
         return replace(estimate, us=self._agreed_us(node, estimate.us))
 

@@ -40,6 +40,7 @@ class Fact(StrEnum):
     UPDATES_MOVED = "updates_moved"
     GATHERED_AHEAD = "gathered_ahead"
     STATES_STREAMED = "states_streamed"
+    COPIES_SCHEDULED = "copies_scheduled"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,19 +192,28 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
 
 
 def check_stores_landed(graph: fx.Graph, where: Where) -> None:
-    """Nobody reads a tensor that a copy under way is writing to."""
+    """Nobody reads a tensor that a copy under way, or an update beside compute, is writing to."""
     filled: dict[fx.Node, fx.Node] = {}  # by what is written to
+    regions: Regions | None = None  # found only where there is something to be told apart
     for node in graph.nodes:
         if nodes.is_copy_wait(node):
             filled = {buffer: start for buffer, start in filled.items() if start is not nodes.start_of(node)}
+        elif nodes.is_update_wait(node):
+            number = meta.beside(node)
+            filled = {buffer: start for buffer, start in filled.items() if meta.beside(start) != number}
         elif node.op == "call_function":
-            for start in (filled[buffer] for buffer in map(_buffer_of, node.all_input_nodes) if buffer in filled):
+            for source in node.all_input_nodes:
+                start = filled.get(_buffer_of(source))
+                if start is None or not (regions := regions or Regions(list(graph.nodes))).overlap(
+                    source, written_arguments(start)
+                ):
+                    continue
                 raise where.error(
                     f"{node.name} reads what {start.name} is writing to; put {node.name} after the wait of "
                     f"{start.name}.",
                     node,
                 )
-            if nodes.is_copy_start(node):
+            if nodes.is_copy_start(node) or meta.beside(node) is not None:
                 filled |= {_buffer_of(kept): node for kept in written_arguments(node)}
 
 

@@ -19,7 +19,7 @@ class Lane:
         group_name: its name.
     """
 
-    kind: Literal["compute", "group", "host_to_device", "device_to_host", "disk"]
+    kind: Literal["compute", "group", "host_to_device", "device_to_host", "disk", "host_updates"]
     group_name: str = ""
 
     @classmethod
@@ -38,3 +38,4 @@ COMPUTE = Lane("compute")
 HOST_TO_DEVICE = Lane("host_to_device")
 DEVICE_TO_HOST = Lane("device_to_host")
 DISK = Lane("disk")
+HOST_UPDATES = Lane("host_updates")  # a worker of the host, which updates what rests there

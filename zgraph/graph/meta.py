@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,7 @@ _LANE = "zgraph_lane"
 _SPACE = "zgraph_space"
 _RESTS = "zgraph_rests"
 _LONGEST = "zgraph_longest"
+_KEPT = "zgraph_kept"
 _BESIDE = "zgraph_beside"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
@@ -40,6 +41,8 @@ _EVALUATED = "zgraph_evaluated"
 # Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
 # between two of them (it saves what lies on such a border).
 _GATHER_REGION = 1 << 30
+
+Kept = Literal["parameters", "state"]  # buffers count as parameters; state is that of optimizers
 
 
 def value(node: fx.Node) -> Any:
@@ -116,6 +119,16 @@ def rest_folder(node: fx.Node) -> str:
 def set_rest(node: fx.Node, space: MemorySpace, folder: str = "") -> None:
     """Record where what the node allocates is to lie after the step, as new state of the optimizer does."""
     node.meta[_RESTS] = (space, folder)
+
+
+def kept_as(node: fx.Node) -> Kept | None:
+    """What the node's value is between steps, if it was recorded; None for what belongs to one step."""
+    return cast("Kept | None", node.meta.get(_KEPT))
+
+
+def set_kept(node: fx.Node, kind: Kept) -> None:
+    """Record that the node's value lies at rest between steps, as an input, or what a step makes for all later ones."""
+    node.meta[_KEPT] = kind
 
 
 def longest_bytes(node: fx.Node) -> int | None:
@@ -263,6 +276,7 @@ def tag_at_rest(node: fx.Node) -> None:
 def clear_at_rest(node: fx.Node) -> None:
     """Record that what the node allocates is moved elsewhere within the graph, and freed."""
     node.meta.pop(_AT_REST, None)
+    node.meta.pop(_KEPT, None)
 
 
 def is_tagged_at_rest(node: fx.Node) -> bool:

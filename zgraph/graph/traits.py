@@ -263,11 +263,11 @@ def is_repeatable(node: fx.Node) -> bool:
 def is_movable(node: fx.Node) -> bool:
     """Whether a scheduler may move the node: the communication of a parameter, and its copies.
 
-    Copies between memory spaces are movable, too.
+    Copies between memory spaces are movable, too, and waits for updates that run beside compute.
     Not movable are nodes that only accumulate gradients, which have no collective to hide and free their gradient, and
     gathers that were pinned to where their result is needed.
     """
-    if nodes.is_copy_start(node) or nodes.is_copy_wait(node):
+    if nodes.is_copy_start(node) or nodes.is_copy_wait(node) or nodes.is_update_wait(node):
         return True
     if not nodes.is_communication(node) or not meta.parameters(node) or meta.is_tagged_at_use(node):
         return False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zgraph.compiler.memory_ledger import SpaceUse
+from zgraph.graph.lanes import HOST_UPDATES
 from zgraph.graph.text import dtype_text
 from zgraph.reporting.of_graph import Collective, GraphReport, LaneCopies
 from zgraph.reporting.tables import Table, as_html, counted, duration, size
@@ -105,6 +107,19 @@ class Explanation:
                     for each in graph.copies
                 ),
             ),
+            Table(
+                "memory of a rank",
+                ("frame", "graph", "in", "parameters", "state of optimizers", "the step beside them", "together"),
+                tuple(
+                    (
+                        *(graph.frame, graph.direction, line.space),
+                        *map(size, (line.parameters, line.state, line.step, line.together)),
+                    )
+                    for graph in self.graphs
+                    for line in graph.ledger
+                    if line.together
+                ),
+            ),
             Table("notes", (), tuple(notes)),
         ]
 
@@ -171,12 +186,13 @@ class Explanation:
             largest = ", ".join(f"{name} {size(count)}" for name, count in graph.peak.largest)
             lines.append(f"  predicted peak {size(graph.peak.bytes)} at {graph.peak.node}: {largest}")
             others = (("host", graph.peak.host_bytes), ("disk", graph.peak.disk_bytes))
-            lines += [f"    and {size(count)} on the {name}" for name, count in others if count]
+            lines += [f"    and {size(count)} on the {name}" for name, count in others if count and not graph.ledger]
             if graph.peak.unknown:
                 lines.append(f"    without {', '.join(graph.peak.unknown)}, whose size depends on data")
         if measured is not None and measured.peak_bytes is not None:
             ratio = _ratio(measured.peak_bytes, graph.peak.bytes if graph.peak is not None else None)
             lines.append(f"  measured peak {size(measured.peak_bytes)}{ratio}")
+        lines += [f"  memory of a rank, {line.space}: {_ledger_line(line)}" for line in graph.ledger if line.together]
         lines += [f"  {_copies_line(copies)}" for copies in graph.copies]
         for collective in graph.collectives:
             blocked_us = None if measured is None else measured.blocked_us.get(collective.name)
@@ -184,8 +200,14 @@ class Explanation:
         return lines
 
 
+def _ledger_line(line: SpaceUse) -> str:
+    parts = {"parameters": line.parameters, "state of optimizers": line.state, "the step beside them": line.step}
+    return f"{', '.join(f'{name} {size(count)}' for name, count in parts.items())}; together {size(line.together)}"
+
+
 def _copies_line(copies: LaneCopies) -> str:
-    text = f"{copies.lane}: {copies.count} copies, {size(copies.bytes)}"
+    what = "updates" if copies.lane == str(HOST_UPDATES) else "copies"
+    text = f"{copies.lane}: {copies.count} {what}, {size(copies.bytes)}"
     if copies.us is None or copies.exposed_us is None:
         return text
     return f"{text}, {copies.us:.0f} us, of which {copies.exposed_us:.0f} us are exposed"

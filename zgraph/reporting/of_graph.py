@@ -13,7 +13,10 @@ from torch import fx
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import MemoryCurve, memory_curve, owned_inputs
 from zgraph.compiler.graph_pass import Direction, PassContext
+from zgraph.compiler.memory_ledger import SpaceUse, ledger_of
 from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import HOST_UPDATES
+from zgraph.graph.sizes import tensor_bytes
 from zgraph.graph.traffic import Transfer, transfers_of
 from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
 from zgraph.reporting.network import network_of
@@ -21,6 +24,7 @@ from zgraph.scheduling.exposure import why_exposed
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Timeline
+from zgraph.torch_compat.operators import written_arguments
 
 if TYPE_CHECKING:
     import networkx
@@ -97,12 +101,12 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneCopies:
-    """The copies of a graph between memory spaces that share a lane.
+    """The copies of a graph between memory spaces that share a lane, or its updates on the host.
 
     Attributes:
-        lane: such as "device_to_host".
-        count: number of copies.
-        bytes: that they copy.
+        lane: such as "device_to_host", or "host_updates".
+        count: number of copies, or updates.
+        bytes: that they copy, or write.
         us: predicted time of the lane; None without costs.
         exposed_us: predicted time for which compute waits for them; None without costs.
     """
@@ -129,6 +133,7 @@ class GraphReport:
         copies: copies between memory spaces, by lane.
         us: predicted time of one call; None if the pipeline has no target.
         peak: predicted peak; None if it could not be predicted.
+        ledger: of a whole step: what a rank keeps in each memory space; () for other graphs, which know no optimizer.
         owned: positions of the inputs that the graph frees.
         network: the graph as `zgraph.graph_of` converts it, if the report keeps graphs.
     """
@@ -143,6 +148,7 @@ class GraphReport:
     copies: tuple[LaneCopies, ...] = ()
     us: float | None = None
     peak: Peak | None = None
+    ledger: tuple[SpaceUse, ...] = ()
     owned: tuple[int, ...] = ()
     network: networkx.DiGraph[str] | None = field(default=None, repr=False, compare=False)
 
@@ -240,6 +246,7 @@ def describe(
                 copies=tuple(_copies(graph, known.timeline)),
                 us=None if known.timeline is None else known.timeline.step_us,
                 peak=None if known.curve is None else Peak.of(known.curve),
+                ledger=ledger_of(known.curve) if direction == "step" and known.curve is not None else (),
                 owned=tuple(position for position, node in enumerate(inputs) if node in known.owned),
                 network=_network(graph, known, frame) if keep_graphs else None,
             )
@@ -257,16 +264,24 @@ def _network(graph: fx.Graph, known: Prediction, frame: str) -> networkx.DiGraph
 
 def _copies(graph: fx.Graph, timeline: Timeline | None) -> Iterator[LaneCopies]:
     by_lane: dict[str, list[fx.Node]] = {}
-    for node in nodes.call_functions(graph, nodes.is_copy_start):
-        by_lane.setdefault(str(meta.lane(node)), []).append(node)
+    for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or meta.beside(node) is not None):
+        if not nodes.is_update_wait(node):
+            by_lane.setdefault(str(meta.lane(node) or HOST_UPDATES), []).append(node)
     for lane, starts in by_lane.items():
-        size = sum(map(nodes.unsharded_bytes, starts))
+        size = sum(map(_carried_bytes, starts))
         if timeline is None:
             yield LaneCopies(lane=lane, count=len(starts), bytes=size)
             continue
         exposed_us = sum(timeline.exposed_us.get(start, 0.0) for start in starts)
         us = sum(timeline.spans[start].us for start in starts)
         yield LaneCopies(lane=lane, count=len(starts), bytes=size, us=us, exposed_us=exposed_us)
+
+
+def _carried_bytes(start: fx.Node) -> int:
+    """Bytes that a copy carries, or that an update beside compute steps."""
+    if meta.beside(start) is None:
+        return nodes.unsharded_bytes(start)
+    return sum(tensor_bytes(meta.tensor_value(node)) for node in dict.fromkeys(written_arguments(start)))
 
 
 def _collectives(graph: fx.Graph, timeline: Timeline | None, limits: Limits | None) -> list[Collective]:

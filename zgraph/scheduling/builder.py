@@ -59,7 +59,7 @@ class Builder:
         in_flight: bytes that count against the limit, for each start that is not yet waited for, the oldest first.
         heads: number of starts issued, for each queue.
         unfinished: results that only leave the graph, whose collectives have started but which are not computed yet;
-            keyed by those starts, the oldest first.
+            keyed by those starts, the oldest first. Waits that free memory are among them.
         pending_copies: copies out of buffers that have arrived; not issued yet.
         compute_us: compute issued so far.
         most_in_flight: most bytes that counted against the limit at once, if more than two collectives did.
@@ -147,6 +147,9 @@ class Builder:
         self.placed[number] = True
         if problem.work.lane[number] == Work.ON_COMPUTE:
             self.compute_us += problem.work.us[number]
+        for after in problem.output_chains_of.get(number, ()):
+            if all(self.placed[one] for one in after):
+                self.unfinished[after] = None
         if dependencies.is_start[number]:
             self._note_start(number)
         elif number in start_of:
@@ -155,15 +158,12 @@ class Builder:
             self._note_copies(number, views_along)
 
     def _note_start(self, start: int) -> None:
-        problem, queues = self.problem, self.problem.queues
+        queues = self.problem.queues
         self.heads[queues.queue_of[start]] += 1
         self.in_flight[start] = queues.limited_bytes[start]
         limited = [size for size in self.in_flight.values() if size]
         if len(limited) > 2:
             self.most_in_flight = max(self.most_in_flight, sum(limited))
-        for after in problem.output_chains_of.get(start, ()):
-            if all(self.placed[one] for one in after):
-                self.unfinished[after] = None
 
     def _note_copies(self, number: int, views_along: bool) -> None:
         dependencies, start_of = self.problem.dependencies, self.problem.queues.start_of

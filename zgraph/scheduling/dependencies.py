@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+
+from torch import fx
 
 from zgraph.analysis.hazards import hazards
 from zgraph.graph import nodes, traits
@@ -22,8 +24,10 @@ class Dependencies:
         given: whether each node is an input of the graph, and so has no place in the order.
         movable: whether the scheduler chooses the node's place.
         is_start: whether the node starts a collective, or a copy between memory spaces, that is movable.
-        is_reload: whether it starts a copy back from the host.
-        is_offload_wait: whether the node waits for a copy to the host, and so frees what was copied.
+        is_reload: whether it starts a copy to the device.
+        feeds: gathers of what each such copy brings.
+        is_release: whether the node waits for what frees memory when it ends: a copy from the device, or an update
+            beside compute. The output needs them all.
         comes_along: whether each node is a view of what a collective sends or receives, and is issued together with
             it. The scheduler does not place views, because ranks may differ in which views there are.
         compute_order: nodes that are neither inputs nor movable, in the order that they keep, the output last. Slot p
@@ -40,7 +44,8 @@ class Dependencies:
     movable: Sequence[bool]
     is_start: Sequence[bool]
     is_reload: Sequence[bool]
-    is_offload_wait: Sequence[bool]
+    feeds: Mapping[int, Sequence[int]]
+    is_release: Sequence[bool]
     comes_along: Sequence[bool]
     compute_order: Sequence[int]
     rank: dict[int, int]
@@ -64,6 +69,12 @@ class Dependencies:
                 if movable[number] or movable[one]:  # compute keeps its order anyway
                     needs[number].append(one)
                     users[one].append(number)
+        is_release = list(map(_is_release, work.nodes))
+        output = compute_order[-1]
+        for number in filter(is_release.__getitem__, range(len(is_release))):
+            if output not in users[number]:
+                needs[output].append(number)
+                users[number].append(output)
         found = cls(
             needs=needs,
             users=users,
@@ -71,9 +82,8 @@ class Dependencies:
             movable=movable,
             is_start=is_start,
             is_reload=[nodes.is_reload(node) for node in work.nodes],
-            is_offload_wait=[
-                nodes.is_copy_wait(node) and nodes.is_offload(nodes.start_of(node)) for node in work.nodes
-            ],
+            feeds={},
+            is_release=is_release,
             comes_along=[
                 moves and not starts and lane == Work.IN_NO_TIME
                 for moves, starts, lane in zip(movable, is_start, work.lane, strict=True)
@@ -84,8 +94,9 @@ class Dependencies:
             release=(),
             use=(),
         )
-        release, after = found._look_back()
-        return replace(found, release=release, after=after, use=found._look_ahead({}))
+        release, after = found._look_back(work.update_of)
+        found = replace(found, release=release, after=after, use=found._look_ahead({}))
+        return replace(found, feeds=found._fed())
 
     def in_queues(self, queues: Sequence[Sequence[int]]) -> Dependencies:
         """The same dependencies, with each start of a queue depending on the start before it."""
@@ -104,12 +115,17 @@ class Dependencies:
 
     def is_fetch(self, start: int) -> bool:
         """Whether a start brings what a later node needs, so that it is early enough if nobody waits for it."""
-        return self.is_reload[start] or self.reads_inputs_alone(start)
+        return self.is_reload[start] or self.reads_inputs_alone(start) or self.is_fed(start)
+
+    def is_fed(self, start: int) -> bool:
+        """Whether a collective gathers what copies to the device bring, and nothing that is computed."""
+        after = self.after[start]
+        return bool(after) and not self.release[start] and all(self.is_reload[one] for one in after)
 
     def output_chains(self) -> dict[tuple[int, ...], list[int]]:
         """Nodes that only produce outputs of the graph, keyed by the starts whose results they are.
 
-        Waits for copies to the host are among them: nothing needs them until backward does.
+        Waits that free memory are among them: nothing needs them before the output, or before backward.
         """
         output = self.compute_order[-1]
         chains: dict[tuple[int, ...], list[int]] = {}
@@ -117,11 +133,19 @@ class Dependencies:
             needs_more = self.release[number] > max((self.release[start] for start in self.after[number]), default=-1)
             if self.movable[number] and not needs_more and self.use[number] == self.rank[output]:
                 chains.setdefault(self.after[number], []).append(number)
-        for number in filter(self.is_offload_wait.__getitem__, range(len(self.needs))):
+        for number in filter(self.is_release.__getitem__, range(len(self.needs))):
             chains.setdefault(self.after[number], [number])
         return chains
 
-    def _look_back(self) -> tuple[list[int], list[tuple[int, ...]]]:
+    def _fed(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for start, is_start in enumerate(self.is_start):
+            if is_start and not self.is_reload[start] and self.is_fed(start):
+                for one in self.after[start]:
+                    found.setdefault(one, []).append(start)
+        return found
+
+    def _look_back(self, update_of: Mapping[int, int]) -> tuple[list[int], list[tuple[int, ...]]]:
         release = [0] * len(self.movable)
         after: list[tuple[int, ...]] = [()] * len(self.movable)
         for number, moves in enumerate(self.movable):
@@ -134,7 +158,7 @@ class Dependencies:
                     nearest |= dict.fromkeys((source,) if self.is_start[source] else after[source])
                 elif source in self.rank:
                     release[number] = max(release[number], self.rank[source] + 1)
-            after[number] = tuple(nearest)
+            after[number] = (update_of[number],) if number in update_of else tuple(nearest)
         return release, after
 
     def _look_ahead(self, following: dict[int, int]) -> list[int]:
@@ -145,3 +169,7 @@ class Dependencies:
                 slots = [use[user] if self.movable[user] else self.rank[user] for user in users]
                 use[number] = min(slots, default=use[number])
         return use
+
+
+def _is_release(node: fx.Node) -> bool:
+    return nodes.is_update_wait(node) or (nodes.is_copy_wait(node) and not nodes.is_reload(nodes.start_of(node)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,12 +116,17 @@ class Greedy:
         dependencies = self.problem.dependencies
         if dependencies.release[start] > slot:
             return False
-        gathers = dependencies.reads_inputs_alone(start) and not dependencies.is_reload[start]
+        if (dependencies.is_reload[start] or dependencies.is_fed(start)) and not self._is_ready(start):
+            return False  # compute would wait for what it reads
+        gathers = dependencies.is_fetch(start) and not dependencies.is_reload[start]
         if gathers and self.style.gathers == "in_time":
             return self._runs_dry(start, slot)
         if dependencies.is_reload[start] or (gathers and self.style.gathers != "at_once"):
             return self._latest.get(start, math.inf) < self.problem.compute_at[slot + 1]
         return self.builder.is_there(dependencies.after[start])
+
+    def _is_ready(self, start: int) -> bool:
+        return self.builder.is_there(self.problem.dependencies.after[start])
 
     def _runs_dry(self, start: int, slot: int) -> bool:
         """Whether a link, when the program next comes to start something, has less to do than fills it and one more."""
@@ -269,13 +274,27 @@ def latest_starts(problem: Problem) -> dict[int, float]:
     for start, link in problem.queues.link_of.items():
         starts.setdefault(link, []).append(start)
     latest: dict[int, float] = {}
-    for on_link in starts.values():
-        busy = _reserved(problem, [start for start in on_link if not dependencies.is_fetch(start)])
-        until = math.inf
-        gathers = [start for start in on_link if dependencies.is_fetch(start)]
-        for start in sorted(gathers, key=dependencies.use.__getitem__, reverse=True):
-            until = _back(min(until, problem.compute_at[dependencies.use[start]]), _hides(problem, start), busy)
-            latest[start] = until
+    # First gathers, and then the copies that bring what they send, on other links.
+    for reloads in (False, True):
+        for on_link in starts.values():
+            fetches = [start for start in on_link if dependencies.is_fetch(start)]
+            if any(dependencies.is_reload[start] for start in fetches) == reloads:
+                latest |= _latest_on(problem, on_link, fetches, latest)
+    return latest
+
+
+def _latest_on(
+    problem: Problem, on_link: Sequence[int], fetches: Sequence[int], known: Mapping[int, float]
+) -> dict[int, float]:
+    """The latest starts of one link, behind those of gathers that are known."""
+    dependencies = problem.dependencies
+    busy = _reserved(problem, [start for start in on_link if not dependencies.is_fetch(start)])
+    until = math.inf
+    latest: dict[int, float] = {}
+    for start in sorted(fetches, key=dependencies.use.__getitem__, reverse=True):
+        needed = [problem.compute_at[dependencies.use[start]]]
+        needed += [known[gather] for gather in dependencies.feeds.get(start, ()) if gather in known]
+        until = latest[start] = _back(min(until, *needed), _hides(problem, start), busy)
     return latest
 
 

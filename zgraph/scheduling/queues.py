@@ -43,7 +43,7 @@ class Queues:
         depth = dict[int, int]()  # length of the longest chain of collectives that each node depends on
         queued: dict[tuple[int, bool, int], list[int]] = {}
         for start in starts:
-            depth[start] = max((depth[before] + 1 for before in dependencies.after[start]), default=0)
+            depth[start] = max((depth.get(before, 0) + 1 for before in dependencies.after[start]), default=0)
             key = (work.lane[start], dependencies.reads_inputs_alone(start), depth[start])
             queued.setdefault(key, []).append(start)
         queues = sorted(map(tuple, queued.values()), key=lambda queue: not dependencies.reads_inputs_alone(queue[0]))

@@ -8,7 +8,7 @@ lane until its collective is done:
     group:0    [-----gather----]
 
 Copies to and from host and disk have lanes of their own, with queues like those of groups; a reader of their result
-waits for them.
+waits for them. So has the host, which updates what rests there beside compute: their waits name these updates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import fx
 from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.analysis.liveness import MemoryCurve, curve_of
 from zgraph.analysis.storages import Storage, storages_of
-from zgraph.graph import nodes
+from zgraph.graph import meta, nodes
 from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.scheduling.timeline import Sharing, Span, Timeline
 
@@ -67,6 +67,7 @@ class Work:
         capacities: capacity of each link.
         lane: lane of each node: an index into `lanes`, or one of the constants below.
         pending: for each node, the collectives and copies whose results it reads, directly or through views.
+        update_of: for waits for updates that run beside compute, these.
         sharing: how lanes slow each other down.
     """
 
@@ -78,6 +79,7 @@ class Work:
     capacities: Mapping[str, float]
     lane: list[int]
     pending: list[tuple[int, ...]]
+    update_of: Mapping[int, int]
     sharing: Sharing
 
     ON_COMPUTE = -1
@@ -91,6 +93,8 @@ class Work:
         us: list[float] = []
         lane: list[int] = []
         pending: list[tuple[int, ...]] = []
+        updates: dict[int | None, int] = {}
+        update_of: dict[int, int] = {}
         for number, node in enumerate(order):
             cost = _cost_of(node, costs)
             us.append(cost.us)
@@ -99,8 +103,14 @@ class Work:
             elif cost.lane is not None:
                 lane.append(lanes.setdefault(cost.lane, len(lanes)))
             else:
-                lane.append(cls.WAITS if nodes.is_wait(node) else cls.IN_NO_TIME)
+                lane.append(cls.WAITS if nodes.is_wait(node) or nodes.is_update_wait(node) else cls.IN_NO_TIME)
             behind: dict[int, None] = {}
+            if nodes.is_update_wait(node):
+                update_of[number] = updates[meta.beside(node)]
+                if lane[update_of[number]] >= 0:  # else it was costed as compute
+                    behind[update_of[number]] = None
+            elif meta.beside(node) is not None:
+                updates[meta.beside(node)] = number
             for source in node.all_input_nodes:
                 position = numbers.get(source, number)
                 if position >= number:
@@ -119,6 +129,7 @@ class Work:
             capacities=sharing.capacities(lanes),
             lane=lane,
             pending=pending,
+            update_of=update_of,
             sharing=sharing,
         )
 

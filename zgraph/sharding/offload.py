@@ -16,6 +16,7 @@ from zgraph.runtime.disk.folder import DiskFolder
 from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
 from zgraph.runtime.offload.host_pool import HostPool
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
+from zgraph.torch_compat.fake_values import fake_storage_key
 
 Tier = Literal["host", "disk"]
 T = TypeVar("T", bound=Tensor)
@@ -76,11 +77,13 @@ class Resting:
         options: the user's.
         pool: host memory.
         disk: what rests on disk; None: nothing does.
+        planned: where tensors without values are to rest, by their storages, which it keeps; None: there are values.
     """
 
     options: Offload
     pool: HostPool
     disk: DiskFolder | None = None
+    planned: dict[int, tuple[MemorySpace, Tensor]] | None = None
 
     @classmethod
     def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
@@ -99,6 +102,11 @@ class Resting:
         disk = None if options.path is None else lanes.disk(os.fspath(options.path), mesh.get_rank())
         return cls(options, lanes.pool, disk)
 
+    @classmethod
+    def on_paper(cls, options: Offload) -> Resting:
+        """Where the tensors of a plan, which have no values, are to rest: nothing is allocated, and no file made."""
+        return cls(options, HostPool(), planned={})
+
     @property
     def folder(self) -> str:
         """The folder of what rests on disk."""
@@ -106,6 +114,9 @@ class Resting:
 
     def space_of(self, tensor: Tensor) -> MemorySpace:  # asked in each call for every input
         """The memory space in which a local tensor lies."""
+        if self.planned is not None:
+            space, _ = self.planned.get(fake_storage_key(tensor), ("device", None))
+            return space
         if tensor.ndim and self.pool.holds(tensor):
             return "host"
         return "disk" if tensor.ndim and self.disk is not None and self.disk.is_on_disk(tensor) else "device"
@@ -133,31 +144,42 @@ class Resting:
                 if isinstance(value, Tensor) and value.ndim and self.space_of(_local(value)) != tier:
                     entries[key] = self._placed(value, tier, f"{names.get(id(parameter), 'state')}.{key}")
 
-    def check_budget(self, host_bytes: int, params_bytes: int) -> None:
+    def check_budget(self, params_bytes: int, state_bytes: int, step_bytes: int = 0) -> None:
         """Refuse a step that keeps more on the host than the budget allows.
 
         Args:
-            host_bytes: all that the step keeps there at its peak, on the rank with most.
-            params_bytes: parameters among them.
+            params_bytes, state_bytes: parameters, and state of the optimizer, that rest there, on the rank with most.
+            step_bytes: what the step keeps there beside them at most: activations.
 
         Raises:
             ValueError: says by how much, and what would make it fit.
         """
         budget = self.options.host_budget_bytes
+        host_bytes = params_bytes + state_bytes + step_bytes
         if budget is None or host_bytes <= budget:
             return
-        state_bytes = host_bytes - params_bytes
-        choices = {'optimizer="disk"': params_bytes, 'params="disk"': state_bytes, 'both on "disk"': 0}
+        activations = f" and {step_bytes} of activations" if step_bytes else ""
+        state = f"{',' if step_bytes else ' and'} {state_bytes} of the optimizer's state"
+        choices = {
+            'With optimizer="disk", and a path,': params_bytes + step_bytes,
+            'With params="disk", and a path,': state_bytes + step_bytes,
+            "Without offload_activations": params_bytes + state_bytes,
+            'With both on "disk", and a path,': step_bytes,
+            'With both on "disk", a path, and without offload_activations': 0,
+        }
         fits = next(name for name, left in choices.items() if left <= budget and left < host_bytes)
         raise ValueError(
-            f"zgraph.Offload: the step keeps {host_bytes} bytes on the host of each rank, {params_bytes} of parameters "
-            f"and {state_bytes} of the optimizer's state, and host_budget_bytes={budget}. With {fits}, and a path, "
-            f"{choices[fits]} bytes would be left there; or use more ranks, or a larger budget."
+            f"zgraph.Offload: the step keeps {host_bytes} bytes on the host of each rank, {params_bytes} of parameters"
+            f"{state}{activations}, and host_budget_bytes={budget}. {fits} {choices[fits]} bytes would be left there; "
+            f"or use more ranks, or host_budget_bytes={host_bytes}."
         )
 
     def _placed(self, tensor: T, tier: Tier | None, name: str) -> T:
         local = _local(tensor)
         if tier is None or local.is_meta or not local.ndim or self.space_of(local) == tier:
+            return tensor
+        if self.planned is not None:
+            self.planned[fake_storage_key(local)] = tier, local
             return tensor
         if tier == "disk":
             assert self.disk is not None

@@ -22,6 +22,7 @@ from zgraph.sharding.same_machine import agreed_machine
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import unit_class
+from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of
 from zgraph.torch_compat.modules import local_parameters, replace_parameter
 
@@ -318,7 +319,10 @@ def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Re
         (state.scope.resting for part in module.modules() if (state := state_of(part)) and state.scope.resting), None
     )
     if known is None or offload is None:
-        return known or (None if offload is None else Resting.of(offload, mesh))
+        if known is not None or offload is None:
+            return known
+        has_values = not any(is_fake(parameter) for parameter in module.parameters())
+        return Resting.of(offload, mesh) if has_values else Resting.on_paper(offload)
     if known.options != offload:
         raise ValueError(
             f"zgraph.shard: offload={offload}, but a part of the model was sharded with {known.options}; all parts of "

@@ -136,6 +136,16 @@ def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor]) -> N
                 meta.set_longest_bytes(node, lifted.longest_bytes(place, inputs[number]))
 
 
+def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
+    """Mark inputs that lie at rest between steps."""
+    state = sum(isinstance(value, Tensor) for _, _, value in lifted.state_entries())
+    handles = range(len(lifted.parameters), len(lifted.parameters) + len(lifted.handles))
+    given = graph.find_nodes(op="placeholder")[: handles.stop + len(lifted.buffers) + state]
+    for number, node in enumerate(given):
+        if number not in handles:
+            meta.set_kept(node, "parameters" if number < len(given) - state else "state")
+
+
 def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
     """Mark what allocates the optimizers' new state, which is there in all later steps, and where it will lie."""
     found = placements(graph)
@@ -148,6 +158,8 @@ def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
         for number in found.lies_in[node]:
             first = found.storages[number].first
             meta.tag_at_rest(first)
+            if first.op == "call_function":
+                meta.set_kept(first, "state")
             if rests_in is not None and value.ndim and first.op == "call_function":
                 meta.set_rest(first, rests_in, resting.folder if resting is not None else "")
                 meta.set_longest_bytes(first, lifted.longest_bytes(position, value))
@@ -208,6 +220,7 @@ class _Tracer:
         self.found["assumed"] = Assumed(guards, option_names, options, known.read)
         gm = clean(gm, [name_part(name) for name in names])
         _tag_resting(gm.graph, self.lifted, inputs)
+        _tag_kept(gm.graph, self.lifted)
         return gm
 
     def _run(self, *inputs: Any) -> list[Any]:

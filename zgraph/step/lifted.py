@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.compiler.frame_plan import FramePlan
+from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.graph.lanes import MemorySpace
 from zgraph.sharding.offload import Resting
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
@@ -200,11 +201,8 @@ class Lifted:
         """
         if self.resting is None or self.resting.options.host_budget_bytes is None:
             return
-        shards = dict.fromkeys(plan.graphs["step"].graph.find_nodes(op="placeholder")[: len(self.parameters)])
-        on_host = [entry for entry in plan.curve.ranges if entry.held and entry.space == "host"]
-        self.resting.check_budget(
-            plan.curve.peak_in("host"), sum(entry.bytes for entry in on_host if entry.node in shards)
-        )
+        host = next(line for line in ledger_of(plan.curve) if line.space == "host")
+        self.resting.check_budget(host.parameters, host.state, host.step)
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.

@@ -1,0 +1,157 @@
+"""Plans and explanations of steps whose parameters and optimizer state rest elsewhere: the ledger, and what fits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zgraph
+from tests.support.ranks import Ranks, worlds
+from zgraph.compiler.memory_ledger import SpaceUse
+from zgraph.passes import presets
+from zgraph.planned_step import Plan
+
+WIDTH, LAYERS = 64, 4
+PARAMETER_BYTES = LAYERS * WIDTH * WIDTH * 4
+COUNTS = LAYERS * 4  # bytes of the step counts, which stay on the device
+CPU = zgraph.Hardware.preset("cpu")
+HOST = zgraph.Offload(params="host", optimizer="host")
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def summed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def planned(world: int = 2, offload: zgraph.Offload | None = None, **options: Any) -> Plan:
+    given: dict[str, Any] = {"hardware": CPU, "optimizer_fn": adamw, **options}
+    given["step_fn"] = None if given["optimizer_fn"] is None else summed
+    return zgraph.plan(build, world_size=world, batch=lambda: (torch.zeros(8, WIDTH),), offload=offload, **given)
+
+
+def within(budget_bytes: int) -> zgraph.Pipeline:
+    return zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=CPU, budget_bytes=budget_bytes))
+
+
+def explained(offload: zgraph.Offload | None) -> tuple[int, tuple[SpaceUse, ...], tuple[SpaceUse, ...], str]:
+    """Of real ranks: nodes and ledger of the step, ledger of the first one, and what is printed."""
+    model = zgraph.shard(build(), offload=offload)
+    optimizer, report = adamw(model), zgraph.Report()
+
+    options = {"lowering": "fx", "report": report}
+    step: Any = zgraph.training_step(model, optimizer, options=options)(summed(model, optimizer))
+    for _ in range(2):
+        step(torch.zeros(8, WIDTH))
+    first, last = report.graphs[0], report.graphs[-1]
+    return last.nodes, last.ledger, first.ledger, str(zgraph.explain(model))
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    "tiers", [(None, "host"), ("host", "disk"), pytest.param((None, None), marks=pytest.mark.slow)]
+)
+def test_a_plan_keeps_the_books_that_real_ranks_do(ranks: Ranks, tiers: tuple[Any, Any], tmp_path: Path) -> None:
+    params, optimizer = tiers
+    path = tmp_path if "disk" in tiers else None
+    offload = zgraph.Offload(params=params, optimizer=optimizer, path=path) if any(tiers) else None
+    nodes, ledger, first, text = ranks.run(explained, offload)[0]
+    nowhere = None if path is None else tmp_path / "made by nobody"
+    found = planned(offload=None if offload is None else replace(offload, path=nowhere))
+    assert found.ledger == ledger and found.graphs[0].nodes == nodes
+    assert nowhere is None or not nowhere.exists()
+    at_rest = {line.space: (line.parameters, line.state) for line in ledger}
+    assert at_rest[params or "device"][0] == PARAMETER_BYTES // 2
+    assert at_rest[optimizer or "device"][1] == PARAMETER_BYTES + (0 if optimizer else COUNTS)
+    assert {line.space: line.state for line in first} == {space: state for space, (_, state) in at_rest.items()}
+    for line in ledger:
+        assert (f"memory of a rank, {line.space}: parameters " in text) == (line.together > 0)
+
+
+def test_the_ledger_follows_the_formulas_also_without_an_optimizer() -> None:
+    """Of which two moments are planned."""
+    for optimizer_fn, counts in ((adamw, COUNTS), (None, 0)):
+        found = planned(4, HOST, optimizer_fn=optimizer_fn)
+        shards = PARAMETER_BYTES // 4
+        device, host, disk = found.ledger
+        assert (host.parameters, host.state, host.step) == (shards, 2 * shards, 0)
+        assert (device.parameters, device.state, disk.together) == (0, counts, 0)
+        assert (found.peak_bytes, found.host_bytes, found.disk_bytes) == (device.together, 3 * shards, 0)
+        assert (found.parameter_bytes, found.moment_bytes) == (shards, 2 * shards + counts)
+        assert found.as_json()["memory"][1]["state"] == 2 * shards
+        assert "on the host: parameters 16.00 KiB" in str(found)
+
+
+def test_an_offload_of_shard_fn_is_planned_too() -> None:
+    by_itself = planned(shard_fn=functools.partial(zgraph.shard, offload=HOST))
+    assert by_itself.ledger == planned(offload=HOST).ledger
+    assert planned(offload=HOST, shard_fn=functools.partial(zgraph.shard, offload=HOST)).ledger == by_itself.ledger
+
+
+def test_what_the_host_may_not_keep_is_refused_with_what_would_fit() -> None:
+    needed = planned(4, HOST).host_bytes
+    found = planned(4, replace(HOST, host_budget_bytes=needed))
+    assert f"of host_budget_bytes={needed}" in str(found)
+    for optimizer_fn in (adamw, None):
+        with pytest.raises(ValueError, match=rf'With optimizer="disk", .* or host_budget_bytes={needed}\.'):
+            planned(4, replace(HOST, host_budget_bytes=needed - 1), optimizer_fn=optimizer_fn)
+    moved = zgraph.Offload(params="host", optimizer="disk", path="anywhere", host_budget_bytes=needed - 1)
+    assert planned(4, moved).host_bytes <= needed - 1
+
+
+def test_what_the_device_may_not_hold_is_refused_with_what_would_fit() -> None:
+    with pytest.raises(ValueError, match="smallest budget that it was found to fit into is") as error:
+        planned(offload=HOST, pipeline=within(1))
+    least = int(str(error.value).split("found to fit into is ")[1].split()[0])
+    assert planned(offload=HOST, pipeline=within(least)).step_bytes <= least
+
+
+def test_a_plan_says_what_would_make_it_fit() -> None:
+    """On a CPU what rests on the host takes the same memory."""
+    for offload in (None, HOST):
+        used = planned(offload=offload)
+        small = replace(CPU, memory_bytes=used.peak_bytes + used.host_bytes - 1)
+        found = planned(offload=offload, hardware=small)
+        assert not found.fits and not found.as_json()["fits"]
+        assert f"does not fit, by 1 bytes; what would help: a target with budget_bytes={used.step_bytes - 1}" in str(
+            found
+        )
+        assert 'an offload with optimizer="disk"' in str(found)
+        assert replace(found, hardware=CPU).fits
+    disk = zgraph.Offload(optimizer="disk", path="anywhere")
+    assert planned(offload=disk, hardware=small).fits
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"hardware": "h100"}, "not available on GPUs yet, and h100 has some"),
+        ({"shard_fn": lambda model: model}, "shard_fn shards nothing"),
+        (
+            {"shard_fn": functools.partial(zgraph.shard, offload=zgraph.Offload(params="host"))},
+            "write the same for both, or leave one out",
+        ),
+    ],
+)
+def test_an_offload_that_cannot_be_planned_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        planned(offload=HOST, **options)

@@ -1,0 +1,48 @@
+"""The memory ledger of a step: what one rank keeps on the device, on the host and on disk, at rest and in the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from zgraph.analysis.liveness import MemoryCurve
+from zgraph.graph import meta
+from zgraph.graph.lanes import MemorySpace
+
+SPACES: tuple[MemorySpace, ...] = get_args(MemorySpace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceUse:
+    """Bytes of one rank in one memory space.
+
+    Attributes:
+        space: "device", "host" or "disk".
+        parameters: at rest there, buffers included.
+        state: of optimizers, at rest there.
+        step: most that the step holds there beside them.
+    """
+
+    space: MemorySpace
+    parameters: int = 0
+    state: int = 0
+    step: int = 0
+
+    @property
+    def together(self) -> int:
+        return self.parameters + self.state + self.step
+
+
+def ledger_of(curve: MemoryCurve) -> tuple[SpaceUse, ...]:
+    """The ledger of a whole step, a line for each memory space; the step's inputs from outside do not count.
+
+    State that the first step makes counts as state where it will rest.
+    """
+    lines: list[SpaceUse] = []
+    for space in SPACES:
+        found = [entry for entry in curve.ranges if entry.space == space and (entry.held or space != "device")]
+        parameters = sum(entry.bytes for entry in found if meta.kept_as(entry.node) == "parameters")
+        state = sum(entry.bytes for entry in found if meta.kept_as(entry.node) == "state")
+        step = curve.peak_bytes if space == "device" else curve.peak_in(space) - parameters - state
+        lines.append(SpaceUse(space=space, parameters=parameters, state=state, step=step))
+    return tuple(lines)

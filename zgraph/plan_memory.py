@@ -1,0 +1,136 @@
+"""Memory of a planned cluster's ranks: where parameters and state rest, and what would make fit what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+
+from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.liveness import MemoryCurve
+from zgraph.compiler.memory_ledger import SPACES, SpaceUse
+from zgraph.graph.lanes import MemorySpace
+from zgraph.sharding.offload import Offload, Resting
+from zgraph.sharding.scope import state_of
+from zgraph.torch_compat.dtensor import local_of
+
+ADAM_MOMENTS = 2  # of each trained element, in its parameter's dtype
+
+
+def rest_on_paper(model: nn.Module, offload: Offload | None, machine: Hardware) -> Resting | None:
+    """Let a sharded model's parameters, which have no values, rest where they are to.
+
+    Args:
+        model: may have been sharded with an offload of its own.
+        offload: None: the model's own, if it has one.
+        machine: of each rank.
+
+    Raises:
+        ValueError: nothing is sharded, the model has another offload, or there is none on such a machine yet.
+    """
+    states = (state_of(part) for part in model.modules())
+    scopes = list(dict.fromkeys(state.scope for state in states if state is not None))
+    known = next((scope.resting for scope in scopes if scope.resting is not None), None)
+    options = known.options if known is not None else offload
+    if options is None:
+        return None
+    if not scopes:
+        raise ValueError(f"zgraph.plan: shard_fn shards nothing, and offload={offload}; shard, or leave offload out.")
+    if known is not None and offload is not None and known.options != offload:
+        raise ValueError(
+            f"zgraph.plan: offload={offload}, but shard_fn shards with {known.options}; write the same for both, or "
+            "leave one out."
+        )
+    if machine.backend == "nccl":
+        raise ValueError(
+            f"zgraph.plan: offload is not available on GPUs yet, and {machine.name} has some; pass the hardware of "
+            'CPUs, such as hardware="cpu", or leave offload out.'
+        )
+    resting = known or Resting.on_paper(options)
+    for scope in scopes:
+        scope.resting = resting
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            resting.place_parameter(parameter, name)
+    return resting
+
+
+def plan_ledger(
+    model: nn.Module, optimizer: optim.Optimizer | None, resting: Resting | None, curves: Sequence[MemoryCurve]
+) -> tuple[SpaceUse, ...]:
+    """What this rank keeps in each memory space.
+
+    Args:
+        model: sharded.
+        optimizer: with its state; None: two moments of each trained element stand for it.
+        resting: where these rest; None: on the device.
+        curves: of the step's frames.
+    """
+    found: dict[tuple[MemorySpace, bool], int] = {}  # by space, and whether it is state
+    tier = "device" if resting is None else resting.options.optimizer or "device"
+    for value in map(_local, (*model.parameters(), *model.buffers())):
+        space = "device" if resting is None else resting.space_of(value)
+        found[space, False] = found.get((space, False), 0) + _bytes(value)
+    for value, count in _state_of(model, optimizer):
+        space = tier if value.ndim else "device"
+        found[space, True] = found.get((space, True), 0) + count * _bytes(value)
+    return tuple(
+        SpaceUse(
+            space=space,
+            parameters=found.get((space, False), 0),
+            state=found.get((space, True), 0),
+            step=max((max(_alive(curve, space), default=0) for curve in curves), default=0),
+        )
+        for space in SPACES
+    )
+
+
+def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Hardware) -> str:
+    """What to do where a rank's memory does not hold all that it is to; "" where it does.
+
+    Args:
+        ledger: of the rank.
+        libraries_bytes: what libraries hold on the device besides.
+        machine: of the rank. Where the device is a CPU, what rests on the host takes its memory, too.
+    """
+    device, host, _ = ledger
+    in_memory = [device] if machine.backend == "nccl" else [device, host]
+    used = sum(line.together for line in in_memory) + libraries_bytes
+    too_much = used - machine.memory_bytes
+    if too_much <= 0:
+        return ""
+    ways: list[str] = []
+    if device.step > too_much:
+        ways.append(
+            f"a target with budget_bytes={device.step - too_much}, by which the step is planned, or refused if nothing "
+            "is found"
+        )
+    if machine.backend != "nccl":
+        parameters = sum(line.parameters for line in in_memory)
+        state = sum(line.state for line in in_memory)
+        freed = {'optimizer="disk"': state, 'params="disk"': parameters, 'both on "disk"': parameters + state}
+        ways += [f"an offload with {name}" for name, size in freed.items() if size >= too_much][:1]
+    ways.append("more ranks")
+    return f"does not fit, by {too_much} bytes; what would help: {', or '.join(ways)}"
+
+
+def _alive(curve: MemoryCurve, space: MemorySpace) -> Sequence[int]:
+    return curve.bytes_during if space == "device" else curve.bytes_in(space)
+
+
+def _state_of(model: nn.Module, optimizer: optim.Optimizer | None) -> Iterator[tuple[Tensor, int]]:
+    """Tensors of this rank, and how many such there are in the optimizer's state."""
+    if optimizer is None:
+        yield from ((_local(value), ADAM_MOMENTS) for value in model.parameters() if value.requires_grad)
+        return
+    for entries in optimizer.state.values():
+        yield from ((_local(value), 1) for value in entries.values() if isinstance(value, Tensor))
+
+
+def _local(value: Tensor) -> Tensor:
+    return local_of(value) if isinstance(value, DTensor) else value.detach()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

@@ -1,0 +1,276 @@
+"""The plan of a training step for a cluster: what it takes on each rank, to print and to read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.liveness import MemoryCurve
+from zgraph.compiler.graph_pass import Direction
+from zgraph.compiler.memory_ledger import SpaceUse
+from zgraph.plan_memory import what_would_fit
+from zgraph.reporting.export.folder import write_report
+from zgraph.reporting.summary import Report
+from zgraph.reporting.tables import Table, as_html, duration, size
+from zgraph.scheduling.timeline import Timeline
+
+GIB = 2**30
+LARGEST = 3  # storages that tables name at each frame's peak
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """One graph of the step.
+
+    Attributes:
+        direction: "forward", "backward", "inference" or "step".
+        nodes: of the final graph.
+        sent_bytes: by one rank, when it runs once.
+        timeline: on the simulator.
+    """
+
+    direction: Direction
+    nodes: int
+    sent_bytes: int
+    timeline: Timeline
+
+    @property
+    def exposed_us(self) -> float:
+        return sum(self.timeline.exposed_us.values())
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The part of the graph's time for which each lane is busy."""
+        return {str(lane): self.timeline.utilisation(lane) for lane in self.timeline.busy_us}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one training step will take on each rank of a cluster; `print` it.
+
+    Attributes:
+        world_size, hardware: of the cluster.
+        ledger: memory of the rank that holds most: at rest on the device, on the host and on disk, and the step's peak
+            beside that: activations, gathered parameters, gradients, copies of what rests elsewhere. Frames that a
+            graph break separates are counted one by one. State is what the planned optimizer keeps, else AdamW's two
+            moments.
+        cublas_bytes, communicator_bytes: beside tensors, on GPUs: workspaces in the allocator, buffers of NCCL outside.
+        graphs: in the order in which they were compiled.
+        curves: memory over each frame, forward and backward together.
+        compiled: what `report` writes.
+        optimizer: name of the optimizer whose step is planned with the rest; "" if none is.
+        host_budget_bytes: what a rank may keep on the host; None: any number.
+    """
+
+    world_size: int
+    hardware: Hardware
+    ledger: tuple[SpaceUse, ...]
+    cublas_bytes: int
+    communicator_bytes: int
+    graphs: tuple[PlannedGraph, ...]
+    curves: tuple[MemoryCurve, ...]
+    compiled: Report = field(default_factory=Report, repr=False, compare=False)
+    optimizer: str = ""
+    host_budget_bytes: int | None = None
+
+    @property
+    def parameter_bytes(self) -> int:
+        """At rest, buffers included, wherever that is."""
+        return sum(line.parameters for line in self.ledger)
+
+    @property
+    def moment_bytes(self) -> int:
+        """State of the optimizer, wherever it rests."""
+        return sum(line.state for line in self.ledger)
+
+    @property
+    def step_bytes(self) -> int:
+        """Peak of the step on the device, beside what rests there."""
+        return self._device.step
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of one rank's device: at rest, the step's peak, and what libraries hold; without the driver's context.
+
+        See `host_bytes` and `disk_bytes` for the rest of its memory.
+        """
+        return self._device.together + self._libraries
+
+    @property
+    def host_bytes(self) -> int:
+        return self.ledger[1].together
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.ledger[2].together
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank's memory holds all this; a CPU's holds what rests on the host, too."""
+        return not self._advice
+
+    @property
+    def _device(self) -> SpaceUse:
+        return self.ledger[0]
+
+    @property
+    def _libraries(self) -> int:
+        return self.cublas_bytes + self.communicator_bytes
+
+    @property
+    def _advice(self) -> str:
+        return what_would_fit(self.ledger, self._libraries, self.hardware)
+
+    @property
+    def sent_bytes(self) -> int:
+        """On the wire, by one rank in one step."""
+        return sum(graph.sent_bytes for graph in self.graphs)
+
+    @property
+    def step_us(self) -> float:
+        """The whole step; without the optimizer if none was planned."""
+        return sum(graph.timeline.step_us for graph in self.graphs)
+
+    def report(self, directory: str | Path) -> Path:
+        """Write the plan to a folder, as `zgraph.report` does for a compiled model; the folder of rank 0.
+
+        Args:
+            directory: where the folder of rank 0 goes.
+        """
+        return write_report(Path(directory), self.compiled, self.moment_bytes, self.world_size)
+
+    def __str__(self) -> str:
+        capacity, device = self.hardware.memory_bytes / GIB, self._device
+        lines = [
+            f"zgraph.plan for {self.world_size} ranks of {self.hardware.name}",
+            f"memory of a rank: parameters {size(device.parameters)}, {self._state} {size(device.state)}, "
+            f"peak of the step beside them {size(self.step_bytes)}; "
+            f"together {size(self.peak_bytes)} of {capacity:.0f} GiB",
+            *(
+                [f"  cuBLAS workspaces {size(self.cublas_bytes)}, NCCL communicators {size(self.communicator_bytes)}"]
+                if self.cublas_bytes
+                else []
+            ),
+            *(f"  {self._elsewhere(line)}" for line in self.ledger[1:] if line.together),
+            *([f"  {self._advice}"] if self._advice else []),
+            *(f"  {_peak(curve)}" for curve in self.curves if curve.nodes),
+            f"{self._title}: {self.step_us / 1e3:.2f} ms, {size(self.sent_bytes)} sent by each rank",
+        ]
+        for graph in self.graphs:
+            used = ", ".join(f"{lane} {share:.0%}" for lane, share in graph.busy.items())
+            lines.append(
+                f"  {graph.direction}: {graph.nodes} nodes, {graph.timeline.step_us / 1e3:.2f} ms, "
+                f"{size(graph.sent_bytes)} sent, {graph.exposed_us / 1e3:.2f} ms exposed; busy: {used}"
+            )
+        return "\n".join(lines)
+
+    def tables(self) -> list[Table]:
+        """The same, for a terminal or a notebook."""
+        memory = {
+            "parameters": self._device.parameters,
+            self._state: self._device.state,
+            "peak of the step beside them": self.step_bytes,
+            "cuBLAS workspaces": self.cublas_bytes,
+            "NCCL communicators": self.communicator_bytes,
+            "together": self.peak_bytes,
+            f"memory of {self.hardware.name}": self.hardware.memory_bytes,
+            **{
+                f"{kind}, {line.space}": count
+                for line in self.ledger[1:]
+                for kind, count in (("parameters", line.parameters), (self._state, line.state), ("step", line.step))
+            },
+        }
+        peaks = tuple(
+            (size(curve.peak_bytes), curve.nodes[curve.peak_position].name, ", ".join(curve.unknown))
+            for curve in self.curves
+            if curve.nodes
+        )
+        at_peak = [
+            (str(entry.node.name), size(entry.bytes), curve.nodes[curve.peak_position].name)
+            for curve in self.curves
+            for entry in curve.alive_at(curve.peak_position)[:LARGEST]
+        ]
+        graphs = [
+            (
+                graph.direction,
+                str(graph.nodes),
+                size(graph.sent_bytes),
+                duration(graph.timeline.step_us),
+                duration(graph.exposed_us),
+                ", ".join(f"{lane} {share:.0%}" for lane, share in graph.busy.items()),
+            )
+            for graph in self.graphs
+        ]
+        exposed_us = sum(graph.exposed_us for graph in self.graphs)
+        step = ("step", "", size(self.sent_bytes), duration(self.step_us), duration(exposed_us), "")
+        return [
+            Table(
+                f"memory of one of {self.world_size} ranks",
+                (),
+                tuple((name, size(count)) for name, count in memory.items() if count),
+            ),
+            Table("peak of each frame", ("bytes", "while this runs", "of unknown size"), peaks),
+            Table("largest at the peak", ("of node", "bytes", "while this runs"), tuple(at_peak)),
+            Table(
+                self._title,
+                ("graph", "nodes", "sent", "time", "exposed", "busy lanes"),
+                (*graphs, *([step] if len(graphs) > 1 else [])),
+            ),
+        ]
+
+    def _elsewhere(self, line: SpaceUse) -> str:
+        kinds = {"parameters": line.parameters, self._state: line.state, "the step beside them": line.step}
+        limit = f" of host_budget_bytes={self.host_budget_bytes}" if line.space == "host" else ""
+        return (
+            f"on {'the host' if line.space == 'host' else line.space}: "
+            f"{', '.join(f'{kind} {size(count)}' for kind, count in kinds.items() if count)}; together "
+            f"{size(line.together)}{limit if self.host_budget_bytes else ''}"
+        )
+
+    @property
+    def _state(self) -> str:
+        return f"state of {self.optimizer}" if self.optimizer else "AdamW's moments"
+
+    @property
+    def _title(self) -> str:
+        return f"step with {self.optimizer}" if self.optimizer else "step without optimizer"
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        names = ("world_size", "parameter_bytes", "moment_bytes", "cublas_bytes", "communicator_bytes", "step_bytes")
+        return {
+            **{
+                name: getattr(self, name)
+                for name in (*names, "peak_bytes", "host_bytes", "disk_bytes", "sent_bytes", "step_us")
+            },
+            "optimizer": self.optimizer or None,
+            "hardware": self.hardware.name,
+            "memory_bytes": self.hardware.memory_bytes,
+            "memory": [asdict(line) for line in self.ledger],
+            "host_budget_bytes": self.host_budget_bytes,
+            "fits": self.fits,
+            "graphs": [
+                {
+                    "direction": graph.direction,
+                    "nodes": graph.nodes,
+                    "sent_bytes": graph.sent_bytes,
+                    "step_us": graph.timeline.step_us,
+                    "exposed_us": graph.exposed_us,
+                    "busy": graph.busy,
+                }
+                for graph in self.graphs
+            ],
+        }
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables())
+
+
+def _peak(curve: MemoryCurve) -> str:
+    """One line: the peak of a frame, the node that runs then, and the largest storages alive."""
+    position = curve.peak_position
+    largest = ", ".join(f"{entry.node.name} {size(entry.bytes)}" for entry in curve.alive_at(position)[:LARGEST])
+    unknown = f"; without {', '.join(curve.unknown)}, whose size depends on data" if curve.unknown else ""
+    return f"peak {size(curve.peak_bytes)} while {curve.nodes[position].name} runs: {largest}{unknown}"

@@ -46,22 +46,29 @@ class Kept(zgraph.GraphPass):
 
 
 def steps_of(
-    at_rest: zgraph.Offload | None, stream: StreamStates | None = None, steps: int = 2, *, clips: bool = False
+    at_rest: zgraph.Offload | None,
+    stream: StreamStates | None = None,
+    steps: int = 2,
+    *,
+    clips: bool = False,
+    updates: int = 1,
+    optimizer_options: dict[str, bool] | None = None,
 ) -> tuple[list[fx.GraphModule], nn.Module, torch.optim.Optimizer]:
     """The final graphs of a first and of later steps of three layers; what they were called on."""
     torch.manual_seed(0)
     model = zgraph.shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))), offload=at_rest)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **(optimizer_options or {"fused": True}))
     found: list[fx.GraphModule] = []
     *rules, last = presets.default(bucket_bytes=1)
     passes = [*rules, stream or last, Kept(found)]
 
     def step(x: torch.Tensor) -> None:
-        model(x).sum().backward()
-        if clips:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(updates):
+            model(x).sum().backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
 
     options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
     whole: Any = zgraph.training_step(model, optimizer, options=options)(step)
@@ -91,6 +98,22 @@ def test_each_update_reads_copies_that_are_stored_once(clips: bool) -> None:
             assert all(nodes.is_reload(user) or nodes.is_store(user) for user in given.users)
     reloads = list(nodes.call_functions(graph, nodes.is_reload))
     assert len(reloads) == 3 + 2 + 3 * 3  # gathers of forward, and of backward, which needs no gradient of the input
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_was_stored_is_read_again_behind_the_wait_for_it(prefetch: int) -> None:
+    """A step of two updates: the second forward, and the second update, read what the first update has written."""
+    graphs, _, _ = steps_of(HOST, StreamStates(prefetch=prefetch, updates="streamed"), updates=2)
+    graph = graphs[-1].graph
+    stores: dict[object, list[fx.Node]] = {}
+    for store in nodes.call_functions(graph, nodes.is_store):
+        stores.setdefault(store.args[1], []).append(store)
+    assert [len(found) for found in stores.values()] == [2] * 9
+    again = [node for node in nodes.call_functions(graph, nodes.is_reload) if stores[node.args[0]][0] < node]
+    assert len(again) == 3 + 2 + 3 * 3  # gathers of forward and backward, and an update, as in the first half
+    for reload in again:
+        landed = nodes.wait_of(stores[reload.args[0]][0])
+        assert landed is not None and landed < reload
 
 
 def test_no_more_is_in_flight_than_was_asked_for() -> None:
@@ -143,6 +166,17 @@ def test_fused_updates_run_at_rest_beside_compute_until_their_wait(clips: bool) 
 
 def is_wait(node: fx.Node) -> bool:
     return nodes.is_update_wait(node)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_updates_that_are_not_fused_run_at_rest_where_they_stand(foreach: bool) -> None:
+    graphs, _, _ = steps_of(HOST, StreamStates(), steps=3, optimizer_options={"foreach": foreach})
+    graph = graphs[-1].graph
+    assert not any(meta.beside(node) is not None or nodes.is_store(node) for node in graph.nodes)
+    assert len(list(nodes.call_functions(graph, nodes.is_reload))) == 3 + 2  # of gathers alone
+    written = {argument for node in graph.nodes for argument in written_arguments(node)}
+    at_rest = [node for node in graph.find_nodes(op="placeholder") if meta.space(node) == "host"]
+    assert len(at_rest) == 3 * 3 and written.issuperset(at_rest)
 
 
 def test_what_rests_on_the_device_is_left_alone() -> None:

@@ -23,6 +23,7 @@ from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
@@ -122,11 +123,15 @@ def _check_pipeline(pipeline: Pipeline | None) -> None:
 
 
 def with_streams(pipeline: Pipeline | None) -> Pipeline:
-    """A pipeline that streams what rests elsewhere than on the device."""
+    """A pipeline that streams what rests elsewhere than on the device, also for what is gathered ahead."""
     found = pipeline or Pipeline(presets.default())
-    if any(isinstance(one, StreamStates) for one in found.passes):
+    streams = [one for one in found.passes if isinstance(one, StreamStates)]
+    ahead = [place for place, one in enumerate(found.passes) if isinstance(one, GatherAhead)]
+    if streams and (not ahead or found.passes.index(streams[0]) > ahead[-1]):
         return found
-    return Pipeline([*found.passes, StreamStates()], target=found.target, replay_all=found.replay_all)
+    end = ahead[-1] + 1 if streams else len(found.passes)
+    before = [one for one in found.passes[:end] if one not in streams]
+    return replace(found, passes=[*before, *(streams or [StreamStates()]), *found.passes[end:]])
 
 
 @dataclass(frozen=True)

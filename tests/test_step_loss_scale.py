@@ -115,18 +115,19 @@ def test_a_step_with_an_inf_is_skipped_in_the_graph(
 
 @worlds(2)
 @pytest.mark.parametrize(
-    ("script", "make", "at_rest"),
+    ("script", "make", "at_rest", "close"),
     [
-        (FromTheStart, adamw_fused, HOST),  # its state is made in a step that counts
+        (FromTheStart, adamw_fused, HOST, False),  # its state is made in a step that counts
         # The same lines on tensors that come from elsewhere, and go back.
-        *slow((Scaled, sgd, DISK), (OfTorch, adamw_fused, DISK), (Scaled, adamw_foreach, MIXED), (OfTorch, adam, HOST)),
-        *slow((FromTheStart, adam, DISK)),
+        *slow((Scaled, sgd, DISK, False), (OfTorch, adamw_fused, DISK, False), (Scaled, adamw_foreach, MIXED, False)),
+        *slow((OfTorch, adam, HOST, False), (FromTheStart, adam, DISK, False)),
+        *slow((Scaled, sgd, DISK, True)),  # compiles C++
     ],
 )
 def test_a_step_with_an_inf_changes_nothing_of_what_rests_elsewhere(
-    ranks: Ranks, script: type[Script], make: Any, at_rest: zgraph.Offload, tmp_path: Path
+    ranks: Ranks, script: type[Script], make: Any, at_rest: zgraph.Offload, close: bool, tmp_path: Path
 ) -> None:
-    setting = Setting(script, make, steps=7, at_rest=under(tmp_path, at_rest), activations=True)
+    setting = Setting(script, make, steps=7, at_rest=under(tmp_path, at_rest), activations=True, close=close)
     for reasons in ranks.run(compare, setting):
         assert kinds(reasons) == ["", "state"]
 

@@ -12,6 +12,8 @@ from torch import fx, nn
 import zgraph
 from tests.support.graphs import fake_world
 from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.resting import HOST, check_rests
+from tests.support.tiers import slow
 from zgraph.compiler.verify import Where, check_stores_landed
 from zgraph.errors import VerifyError
 from zgraph.graph import edits, meta, nodes
@@ -20,7 +22,6 @@ from zgraph.passes import StreamStates, presets
 from zgraph.torch_compat.operators import written_arguments
 
 STREAMED = StreamStates(updates="streamed")
-HOST = zgraph.Offload(params="host", optimizer="host")
 WHERE = Where(pass_name="a_test", direction="step")
 
 
@@ -208,6 +209,23 @@ def test_a_pipeline_without_the_pass_gets_it() -> None:
 
     step(torch.ones(2, 4))
     assert any(note.startswith("stream_states") for note in report.notes)
+
+
+@pytest.mark.parametrize("is_compiled", [False, *slow(True)])  # compiles an optimizer's step
+def test_a_plain_step_leaves_its_state_where_it_is_to_rest(is_compiled: bool) -> None:
+    model = zgraph.shard(nn.Linear(4, 4), offload=HOST)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1, momentum=0.9)  # of a model that has no part in it
+    step: Any = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        for parameter in other.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        step()
+        other.step()
+    check_rests(model, [optimizer])
+    with pytest.raises(AssertionError):
+        check_rests(model, [other])
 
 
 def test_a_read_before_the_store_has_landed_is_found() -> None:

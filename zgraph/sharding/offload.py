@@ -111,6 +111,7 @@ class Resting:
         """Move what `optimizer.step()` makes; a captured step has copies of it in its graph, and calls no hook."""
         watched = weakref.ref(self)
 
+        @torch.compiler.disable  # where an optimizer's step is compiled
         def settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
             resting = watched()
             if resting is not None:

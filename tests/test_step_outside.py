@@ -161,10 +161,10 @@ def test_tensors_that_the_function_names_are_inputs(
 @worlds(2)
 @pytest.mark.parametrize(
     ("script", "make", "at_rest", "close"),
+    # Averages without an offload are above, and an offload without averages in test_offload_state.py.
     [
-        (Averaged, adamw_fused, HOST, False),
-        # Other ways to average, other optimizers, and copies from disk.
-        *slow((Averaged, adamw_fused, DISK, False), (AveragedAtOnce, sgd, HOST, False)),
+        *slow((Averaged, adamw_fused, HOST, False), (Averaged, adamw_fused, DISK, False)),
+        *slow((AveragedAtOnce, sgd, HOST, False)),
         *slow((AveragedAtOnce, adamw_fused, DISK, False), (Smoothed, adamw_fused, HOST, False)),
         *slow((OneByOne, sgd, DISK, False), (Taught, sgd, MIXED, False), (ByList, sgd, DISK, False)),
         *slow((Averaged, sgd, MIXED, True)),  # compiles C++

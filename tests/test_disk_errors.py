@@ -52,14 +52,25 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def test_a_path_must_be_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_made_in_one_that_exists(tmp_path: Path) -> None:
+    for _ in range(2):  # as of two ranks
+        with DiskFolder(tmp_path / "new"):
+            assert [path.name for path in tmp_path.iterdir()] == ["new"]
     with pytest.raises(
-        zgraph.DiskError, match=r"rank 1: .*/none cannot be used: No such file .*give a folder that exists"
+        zgraph.DiskError, match=rf"rank 1: .*/none/new cannot be made: there is no folder {tmp_path}/none; make that"
     ):
-        DiskFolder(tmp_path / "none", rank=1)
+        DiskFolder(tmp_path / "none" / "new", rank=1)
+
+
+def test_a_path_must_be_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(zgraph.DiskError, match=r"/file is not a directory; give a folder"):
         DiskFolder(tmp_path / "file")
+    with pytest.raises(zgraph.DiskError, match=r"/file/new cannot be used: Not a directory; give a folder, or the"):
+        DiskFolder(tmp_path / "file" / "new")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(zgraph.DiskError, match=rf"/link cannot be made: there is no folder {tmp_path}/gone;"):
+        DiskFolder(tmp_path / "link")
 
     def denied(*_: object, **__: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")

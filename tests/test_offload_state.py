@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from covertable import make
 from torch import nn
 
 import zgraph
@@ -15,12 +16,11 @@ from tests.support.judges.replicated import whole
 from tests.support.memory.allocations import counted
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, every_world, worlds
-from tests.support.whole_steps import Case, Loop, compare, train
+from tests.support.resting import DISK, HOST, MIXED, SHARDS, STATE, under
+from tests.support.tiers import slow
+from tests.support.whole_steps import Case, Loop, assert_same, compare, train
 from zgraph.sharding.scope import state_of
 
-HOST = zgraph.Offload(params="host", optimizer="host")
-STATE = zgraph.Offload(optimizer="host")
-SHARDS = zgraph.Offload(params="host")
 CASES = {
     "stage 3": Case(at_rest=HOST, clip="torch", schedule=True),
     "stage 0": Case(at_rest=HOST, stage=0, optimizer="sgd", clip="zgraph", accumulation=3, no_sync=True),
@@ -58,6 +58,79 @@ DISK_CASES = {
 def test_a_step_on_state_of_a_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
     at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
     assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))
+
+
+# --- any two features -------------------------------------------------------------------------------------------------
+
+
+LEVELS: dict[str, list[Any]] = {
+    "at_rest": [HOST, DISK, MIXED, STATE],  # what stands first is met most often
+    "optimizer": ["adamw_fused", "sgd", "adamw_foreach", "adam"],
+    "stage": [3, 2, 1, 0],
+    "precision": ["fp32", "bf16", "autocast"],
+    "window": ["one batch", "accumulation", "no_sync"],
+    "plan": ["rules", "planned", "frugal"],
+    "clip": ["torch", "none", "zgraph"],
+    "offload": [False, True],
+    "loco": [False, True],
+    "resume": [False, True],
+    "frozen": [False, True],
+    "checkpointed": [False, True],
+}
+
+
+def case_of(window: str, plan: str, at_rest: zgraph.Offload, **levels: Any) -> Case:
+    micro_batches = {} if window == "one batch" else {"accumulation": 2, "no_sync": window == "no_sync"}
+    return Case(at_rest=at_rest, planned=plan == "planned", frugal=plan == "frugal", **micro_batches, **levels)
+
+
+PAIRS = [case_of(**dict(zip(LEVELS, row, strict=True))) for row in make([*LEVELS.values()])]
+
+
+def name_of(case: Case) -> str:
+    """What is not as it is by default."""
+    plain = asdict(Case())
+    changed = {name: value for name, value in asdict(case).items() if value != plain[name]}
+    rests = case.at_rest
+    where = "" if rests is None else f"{rests.params}-{rests.optimizer}"
+    return "-".join(
+        [where, *(name if value is True else f"{value}" for name, value in changed.items() if name != "at_rest")]
+    )
+
+
+@worlds(2)
+@pytest.mark.slow  # each compiles two graphs; the tables above have the most common of them
+@pytest.mark.parametrize("case", [pytest.param(case, id=name_of(case)) for case in PAIRS])
+def test_any_two_features_step_as_the_plain_loop(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    ranks.run(compare, replace(case, at_rest=under(tmp_path, case.at_rest)))
+
+
+# --- without a captured step ------------------------------------------------------------------------------------------
+
+
+def in_three_calls(case: Case) -> None:
+    """Forward and backward compiled, and a plain step of the optimizer."""
+    found = train(replace(case, compiled=True, on_shards=True), whole_step=False)
+    assert_same(found, train(replace(case, at_rest=None, offload=False), whole_step=False))
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(at_rest=HOST, clip="zgraph", resume=True),
+        # The same with other features.
+        *slow(
+            Case(at_rest=DISK, precision="bf16", optimizer="sgd", accumulation=2, no_sync=True, stage=2),
+            Case(at_rest=MIXED, offload=True, optimizer="adam", precision="autocast", schedule=True),
+            Case(at_rest=DISK, offload=True, planned=True, resume=True, frozen=True, clip="torch"),
+            Case(at_rest=STATE, stage=1, optimizer="adamw_foreach", accumulation=2, no_sync=True, offload=True),
+        ),
+    ],
+    ids=name_of,
+)
+def test_a_compiled_model_and_a_step_on_shards_equal_the_plain_loop(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    ranks.run(in_three_calls, replace(case, at_rest=under(tmp_path, case.at_rest)))
 
 
 def close() -> None:

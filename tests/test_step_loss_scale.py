@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, optim
 
 import zgraph
 from tests.support.ranks import Ranks, worlds
+from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import slow
 
@@ -108,6 +110,25 @@ def test_a_step_with_an_inf_is_skipped_in_the_graph(
     ranks: Ranks, script: type[Script], make: Any, stage: int, close: bool
 ) -> None:
     for reasons in ranks.run(compare, Setting(script, make, stage=stage, close=close, steps=7)):
+        assert kinds(reasons) == ["", "state"]
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("script", "make", "at_rest", "close"),
+    [
+        (FromTheStart, adamw_fused, HOST, False),  # its state is made in a step that counts
+        # The same lines on tensors that come from elsewhere, and go back.
+        *slow((Scaled, sgd, DISK, False), (OfTorch, adamw_fused, DISK, False), (Scaled, adamw_foreach, MIXED, False)),
+        *slow((OfTorch, adam, HOST, False), (FromTheStart, adam, DISK, False)),
+        *slow((Scaled, sgd, DISK, True)),  # compiles C++
+    ],
+)
+def test_a_step_with_an_inf_changes_nothing_of_what_rests_elsewhere(
+    ranks: Ranks, script: type[Script], make: Any, at_rest: zgraph.Offload, close: bool, tmp_path: Path
+) -> None:
+    setting = Setting(script, make, steps=7, at_rest=under(tmp_path, at_rest), activations=True, close=close)
+    for reasons in ranks.run(compare, setting):
         assert kinds(reasons) == ["", "state"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import zgraph
 from tests.support.ranks import Ranks, worlds
+from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import slow
 
@@ -153,6 +155,25 @@ def test_tensors_that_the_function_names_are_inputs(
     ranks: Ranks, script: type[Script], make: Any, stage: int, close: bool
 ) -> None:
     for reasons in ranks.run(compare, Setting(script, make, stage=stage, close=close)):
+        assert kinds(reasons) == ["", "state"]
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("script", "make", "at_rest", "close"),
+    # Averages without an offload are above, and an offload without averages in test_offload_state.py.
+    [
+        *slow((Averaged, adamw_fused, HOST, False), (Averaged, adamw_fused, DISK, False)),
+        *slow((AveragedAtOnce, sgd, HOST, False)),
+        *slow((AveragedAtOnce, adamw_fused, DISK, False), (Smoothed, adamw_fused, HOST, False)),
+        *slow((OneByOne, sgd, DISK, False), (Taught, sgd, MIXED, False), (ByList, sgd, DISK, False)),
+        *slow((Averaged, sgd, MIXED, True)),  # compiles C++
+    ],
+)
+def test_averages_follow_what_rests_elsewhere(
+    ranks: Ranks, script: type[Script], make: Any, at_rest: zgraph.Offload, close: bool, tmp_path: Path
+) -> None:
+    for reasons in ranks.run(compare, Setting(script, make, at_rest=under(tmp_path, at_rest), close=close)):
         assert kinds(reasons) == ["", "state"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +17,10 @@ import zgraph
 from tests.support.combinations import shared_folder
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
+from tests.support.resting import DISK, HOST, MIXED, STATE, under
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
+from tests.support.tiers import slow
 from zgraph.dialect import ahead
 
 P = zgraph.passes
@@ -125,6 +128,21 @@ AHEAD = Setting(Clipped, adamw_fused, more=(P.GatherAhead(),))
 )
 def test_what_is_gathered_ahead_is_taken(ranks: Ranks, setting: Setting, gathers: int) -> None:
     for found in ranks.run(gathers_of, setting):
+        assert found == (["", "state"], gathers)
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("setting", "gathers"),
+    [
+        (replace(AHEAD, at_rest=DISK), 1),
+        # Others with costs, another stage, and updates that run beside compute.
+        *slow((replace(AHEAD, target=SLOW, at_rest=HOST), MEMBERS), (replace(AHEAD, at_rest=STATE, stage=2), 1)),
+        *slow((replace(AHEAD, script=Two, at_rest=MIXED), 1), (replace(AHEAD, make=sgd, at_rest=HOST, stage=1), 1)),
+    ],
+)
+def test_what_rests_elsewhere_is_gathered_ahead(ranks: Ranks, setting: Setting, gathers: int, tmp_path: Path) -> None:
+    for found in ranks.run(gathers_of, replace(setting, at_rest=under(tmp_path, setting.at_rest))):
         assert found == (["", "state"], gathers)
 
 
@@ -245,6 +263,20 @@ def test_replicas_of_several_shards_step(ranks: Ranks, setting: Setting) -> None
         assert kinds(reasons) == ["", "state"]
 
 
+@worlds(4)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(Setting(Hybrid, adamw_fused, at_rest=HOST), id="host"),
+        pytest.param(Setting(Hybrid, adamw_fused, stage=2, at_rest=DISK, activations=True), id="disk, stage 2"),
+        pytest.param(Setting(Hybrid, Lion, at_rest=DISK, target=TARGET), id="disk, own, planned"),
+    ],
+)
+def test_replicas_step_on_what_rests_elsewhere(ranks: Ranks, setting: Setting, tmp_path: Path) -> None:
+    for reasons in ranks.run(compare, replace(setting, at_rest=under(tmp_path, setting.at_rest))):
+        assert kinds(reasons) == ["", "state"]
+
+
 # --- compiled by Inductor ---------------------------------------------------------------------------------------------
 
 
@@ -267,4 +299,33 @@ def test_replicas_of_several_shards_step(ranks: Ranks, setting: Setting) -> None
 )
 def test_a_step_compiled_by_inductor_is_close(ranks: Ranks, setting: Setting) -> None:
     for reasons in ranks.run(compare, replace(setting, close=True, steps=4)):
+        assert kinds(reasons) == ["", "state"]
+
+
+class Halved(Windowed):
+    """Parameters travel, and are read, as bfloat16."""
+
+    def sharded(self) -> dict[str, Any]:
+        return {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+# Inductor's updates run in islands, which read and write where tensors rest, or copies of what rests on disk.
+@worlds(2)
+@pytest.mark.slow  # compiles C++
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(Setting(Windowed, sgd, at_rest=HOST, activations=True), id="host, no_sync"),
+        pytest.param(Setting(Halved, sgd, at_rest=DISK, activations=True, bound=3e-2), id="disk, bf16, no_sync"),
+        pytest.param(Setting(Autocast, sgd, stage=2, at_rest=MIXED, bound=3e-2), id="both, autocast"),
+        pytest.param(Setting(Windowed, sgd, preset={"compression": P.LoCo()}, at_rest=DISK), id="disk, loco, no_sync"),
+        pytest.param(Setting(InTurn, sgd, at_rest=DISK, target=TARGET), id="disk, in turn, planned"),
+        pytest.param(Setting(Clipped, sgd, at_rest=DISK, more=(P.GatherAhead(),)), id="disk, ahead"),
+        pytest.param(Setting(Clipped, Lion, at_rest=HOST, target=TARGET, frugal=True), id="host, own, frugal"),
+        pytest.param(Setting(Stored, sgd, at_rest=DISK, activations=True), id="disk, resumed"),
+    ],
+)
+def test_a_compiled_step_on_what_rests_elsewhere_is_close(ranks: Ranks, setting: Setting, tmp_path: Path) -> None:
+    at_rest = under(tmp_path, setting.at_rest)
+    for reasons in ranks.run(compare, replace(setting, at_rest=at_rest, close=True, steps=5)):
         assert kinds(reasons) == ["", "state"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn, optim
 import zgraph
 from tests.support.combinations import shared_folder
 from tests.support.ranks import Ranks, worlds
+from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import slow
 
@@ -196,6 +198,24 @@ def test_several_optimizers_step_as_in_the_plain_loop(
         assert kinds(reasons) == ["", "state"]
 
 
+@worlds(2)
+@pytest.mark.parametrize(
+    ("script", "make", "at_rest"),
+    [
+        (Two, adamw_fused, MIXED),  # one of them fused, the other not
+        # What they write is read again in the same step: from disk, and where it rests.
+        *slow((Adversaries, adamw_fused, DISK), (OftenJudged, sgd, DISK), (Evaluated, sgd, DISK)),
+        *slow((Scaled, adamw_fused, HOST), (Evaluated, adamw_fused, HOST), (OftenJudged, adam_foreach, MIXED)),
+    ],
+)
+def test_several_optimizers_step_on_what_rests_elsewhere(
+    ranks: Ranks, script: type[Script], make: Any, at_rest: zgraph.Offload, tmp_path: Path
+) -> None:
+    setting = Setting(script, make, steps=7, at_rest=under(tmp_path, at_rest), activations=True)
+    for reasons in ranks.run(compare, setting):
+        assert kinds(reasons) == ["", "state"]
+
+
 class Stored(Two):
     """Goes on from a checkpoint of zgraph's, which holds both optimizers."""
 
@@ -224,10 +244,10 @@ class NotStored(Two):
         pass
 
 
-def resumed() -> list[bool]:
+def resumed(at_rest: zgraph.Offload | None) -> list[bool]:
     found: list[list[Tensor]] = []
     for kind in (Stored, NotStored):
-        script = kind(Setting(kind, adamw_fused))
+        script = kind(Setting(kind, adamw_fused, at_rest=at_rest))
         step = zgraph.training_step(script.model, script.optimizers(), options={"lowering": "fx"})(script.step)
         for number in range(6):
             step(*script.arguments(number))
@@ -237,8 +257,11 @@ def resumed() -> list[bool]:
 
 
 @worlds(2)
-def test_several_optimizers_go_on_from_a_checkpoint(ranks: Ranks) -> None:
-    for equal in ranks.run(resumed):
+@pytest.mark.parametrize("at_rest", [None, *slow(DISK)])  # of one optimizer: test_offload_state.py
+def test_several_optimizers_go_on_from_a_checkpoint(
+    ranks: Ranks, at_rest: zgraph.Offload | None, tmp_path: Path
+) -> None:
+    for equal in ranks.run(resumed, under(tmp_path, at_rest)):
         assert equal and all(equal)
 
 

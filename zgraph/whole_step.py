@@ -25,6 +25,7 @@ from zgraph.passes.memory.schedule_copies import ScheduleCopies
 from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import ScheduleOverlap
+from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
@@ -124,12 +125,19 @@ def _check_pipeline(pipeline: Pipeline | None) -> None:
 
 
 def with_streams(pipeline: Pipeline | None) -> Pipeline:
-    """A pipeline that streams what rests elsewhere than on the device, by costs if it goes by costs."""
+    """A pipeline that streams what rests elsewhere than on the device, also for what is gathered ahead.
+
+    By costs if it goes by costs.
+    """
     found = pipeline or Pipeline(presets.default())
-    if any(isinstance(one, StreamStates) for one in found.passes):
-        return found
-    by_costs = [ScheduleCopies()] if any(isinstance(one, ScheduleOverlap) for one in found.passes) else []
-    return Pipeline([*found.passes, StreamStates(), *by_costs], target=found.target, replay_all=found.replay_all)
+    passes = [*found.passes]
+    if not any(isinstance(one, StreamStates) for one in passes):
+        by_costs = any(isinstance(one, ScheduleOverlap) for one in passes)
+        passes += [StreamStates(), *([ScheduleCopies()] if by_costs else [])]
+    end = max((place + 1 for place, one in enumerate(passes) if isinstance(one, GatherAhead)), default=0)
+    early = [one for one in passes[:end] if isinstance(one, StreamStates | ScheduleCopies)]
+    passes = [*(one for one in passes[:end] if one not in early), *early, *passes[end:]]
+    return replace(found, passes=passes)
 
 
 @dataclass(frozen=True)

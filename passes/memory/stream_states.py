@@ -249,11 +249,11 @@ def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
     """Wait for what goes back when copies of later uses have started, before it is read again, or at the end."""
-    read_again: dict[fx.Node, fx.Node] = {}  # by the start of what was stored last
+    read_again: dict[fx.Node, fx.Node] = {}  # the first read, by the start of what was stored last before it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:
         if visit.resting in last_store:
-            read_again[last_store[visit.resting]] = cast(fx.Node, visit.reload)
+            read_again.setdefault(last_store[visit.resting], cast(fx.Node, visit.reload))
         if visit.store is not None:
             last_store[visit.resting] = visit.store
     batches: dict[fx.Node, list[fx.Node]] = {}

@@ -12,6 +12,8 @@ from torch import fx, nn
 import zgraph
 from tests.support.graphs import fake_world
 from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.resting import HOST, check_rests
+from tests.support.tiers import slow
 from zgraph.compiler.verify import Where, check_stores_landed
 from zgraph.errors import VerifyError
 from zgraph.graph import edits, meta, nodes
@@ -20,7 +22,6 @@ from zgraph.passes import StreamStates, presets
 from zgraph.torch_compat.operators import written_arguments
 
 STREAMED = StreamStates(updates="streamed")
-HOST = zgraph.Offload(params="host", optimizer="host")
 WHERE = Where(pass_name="a_test", direction="step")
 
 
@@ -46,22 +47,29 @@ class Kept(zgraph.GraphPass):
 
 
 def steps_of(
-    at_rest: zgraph.Offload | None, stream: StreamStates | None = None, steps: int = 2, *, clips: bool = False
+    at_rest: zgraph.Offload | None,
+    stream: StreamStates | None = None,
+    steps: int = 2,
+    *,
+    clips: bool = False,
+    updates: int = 1,
+    optimizer_options: dict[str, bool] | None = None,
 ) -> tuple[list[fx.GraphModule], nn.Module, torch.optim.Optimizer]:
     """The final graphs of a first and of later steps of three layers; what they were called on."""
     torch.manual_seed(0)
     model = zgraph.shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))), offload=at_rest)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **(optimizer_options or {"fused": True}))
     found: list[fx.GraphModule] = []
     *rules, last = presets.default(bucket_bytes=1)
     passes = [*rules, stream or last, Kept(found)]
 
     def step(x: torch.Tensor) -> None:
-        model(x).sum().backward()
-        if clips:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(updates):
+            model(x).sum().backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
 
     options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
     whole: Any = zgraph.training_step(model, optimizer, options=options)(step)
@@ -91,6 +99,22 @@ def test_each_update_reads_copies_that_are_stored_once(clips: bool) -> None:
             assert all(nodes.is_reload(user) or nodes.is_store(user) for user in given.users)
     reloads = list(nodes.call_functions(graph, nodes.is_reload))
     assert len(reloads) == 3 + 2 + 3 * 3  # gathers of forward, and of backward, which needs no gradient of the input
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_was_stored_is_read_again_behind_the_wait_for_it(prefetch: int) -> None:
+    """A step of two updates: the second forward, and the second update, read what the first update has written."""
+    graphs, _, _ = steps_of(HOST, StreamStates(prefetch=prefetch, updates="streamed"), updates=2)
+    graph = graphs[-1].graph
+    stores: dict[object, list[fx.Node]] = {}
+    for store in nodes.call_functions(graph, nodes.is_store):
+        stores.setdefault(store.args[1], []).append(store)
+    assert [len(found) for found in stores.values()] == [2] * 9
+    again = [node for node in nodes.call_functions(graph, nodes.is_reload) if stores[node.args[0]][0] < node]
+    assert len(again) == 3 + 2 + 3 * 3  # gathers of forward and backward, and an update, as in the first half
+    for reload in again:
+        landed = nodes.wait_of(stores[reload.args[0]][0])
+        assert landed is not None and landed < reload
 
 
 def test_no_more_is_in_flight_than_was_asked_for() -> None:
@@ -145,6 +169,17 @@ def is_wait(node: fx.Node) -> bool:
     return nodes.is_update_wait(node)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_updates_that_are_not_fused_run_at_rest_where_they_stand(foreach: bool) -> None:
+    graphs, _, _ = steps_of(HOST, StreamStates(), steps=3, optimizer_options={"foreach": foreach})
+    graph = graphs[-1].graph
+    assert not any(meta.beside(node) is not None or nodes.is_store(node) for node in graph.nodes)
+    assert len(list(nodes.call_functions(graph, nodes.is_reload))) == 3 + 2  # of gathers alone
+    written = {argument for node in graph.nodes for argument in written_arguments(node)}
+    at_rest = [node for node in graph.find_nodes(op="placeholder") if meta.space(node) == "host"]
+    assert len(at_rest) == 3 * 3 and written.issuperset(at_rest)
+
+
 def test_what_rests_on_the_device_is_left_alone() -> None:
     graphs, _, _ = steps_of(None, StreamStates())
     assert not any(map(nodes.is_copy_start, graphs[-1].graph.nodes))
@@ -174,6 +209,23 @@ def test_a_pipeline_without_the_pass_gets_it() -> None:
 
     step(torch.ones(2, 4))
     assert any(note.startswith("stream_states") for note in report.notes)
+
+
+@pytest.mark.parametrize("is_compiled", [False, *slow(True)])  # compiles an optimizer's step
+def test_a_plain_step_leaves_its_state_where_it_is_to_rest(is_compiled: bool) -> None:
+    model = zgraph.shard(nn.Linear(4, 4), offload=HOST)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1, momentum=0.9)  # of a model that has no part in it
+    step: Any = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        for parameter in other.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        step()
+        other.step()
+    check_rests(model, [optimizer])
+    with pytest.raises(AssertionError):
+        check_rests(model, [other])
 
 
 def test_a_read_before_the_store_has_landed_is_found() -> None:

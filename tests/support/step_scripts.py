@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn, optim
 import zgraph
 from tests.support.combinations import off
 from tests.support.judges.replicated import whole
+from tests.support.resting import check_rests
 from zgraph.codegen.cuda_graph import Recorder
 from zgraph.options import CompileOptions
 from zgraph.whole_step import TrainingStep
@@ -52,6 +53,8 @@ class Setting:
         frugal: plan as if for a budget of one byte, so that backward makes again whatever it can.
         more: passes behind those of the preset, for the captured step alone.
         recorder: makes what records the captured step on this device; None: nothing does.
+        at_rest: where parameters and optimizer state rest of the captured step, whose plain loop has all on the device.
+        activations: the captured step keeps all that backward needs on the host.
     """
 
     script: type[Script]
@@ -66,6 +69,8 @@ class Setting:
     frugal: bool = False
     more: tuple[zgraph.GraphPass, ...] = ()
     recorder: Callable[[], Recorder] | None = None
+    at_rest: zgraph.Offload | None = None
+    activations: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,9 @@ class Script:
     def __init__(self, setting: Setting) -> None:
         torch.manual_seed(0)
         self.setting = setting
-        self.model: Any = zgraph.shard(self.build(), zero_stage=setting.stage, **self.sharded())
+        self.model: Any = zgraph.shard(
+            self.build(), zero_stage=setting.stage, offload=setting.at_rest, **self.sharded()
+        )
         self.called: Any = self.model
         parameters = list(self.model.parameters())
         groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": LR / 2}]
@@ -133,7 +140,7 @@ class Script:
 def compare(setting: Setting) -> list[str]:
     """Run a script both ways; the reasons of the graphs that the captured one needed."""
     ours, report = _run(setting, captured=True)
-    theirs, _ = _run(setting, captured=False)
+    theirs, _ = _run(replace(setting, at_rest=None, activations=False), captured=False)
     assert list(ours) == list(theirs)
     for name, expected in theirs.items():
         found = ours[name]
@@ -163,6 +170,9 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
     passes = [replace(one, min_numel=8) if hasattr(one, "min_numel") else one for one in passes]
     if setting.frugal:
         passes = [Frugal() if isinstance(one, P.ChooseLifetimes) else one for one in passes]
+    if setting.activations:
+        place = next(number for number, one in enumerate(passes) if isinstance(one, P.ChooseLifetimes))
+        passes.insert(place + 1, P.OffloadActivations(least_bytes=1))
     more = setting.more if captured else ()
     pipeline = zgraph.Pipeline([*passes, *more], target=setting.target, replay_all=dist.get_rank() == 0)
     options: dict[str, Any] = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
@@ -176,6 +186,8 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
         found = function(*script.arguments(number))
         metrics |= {f"{key} of step {number}": value for key, value in found.items()}
         script.advance(number)
+    if setting.at_rest is not None:
+        check_rests(script.model, script.optimizers())
     return metrics | script.left(), report
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zgraph
 from tests.support import models
 from tests.support.judges.replicated import whole
+from tests.support.resting import check_rests
 from tests.support.step_scripts import Frugal
 
 P = zgraph.passes
@@ -63,9 +64,11 @@ class Case:
     zero_first: bool = False
     compiled: bool = False
     resume: bool = False
+    on_shards: bool = False  # the plain loop's optimizer steps on local shards
     checkpointed: bool = False
     lowering: str = "fx"
-    frugal: bool = False
+    planned: bool = False  # by costs
+    frugal: bool = False  # by costs, under a budget that nothing fits
     offload: bool = False  # every activation; if frugal what costs choose
     at_rest: zgraph.Offload | None = None  # of parameters and optimizer state
     streamed: bool = False  # updates of what rests on the host run on copies
@@ -73,7 +76,8 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         compression = P.CompressGradients(method=P.LoCo(), min_numel=64) if self.loco else None
-        passes = P.presets.planned(bucket_bytes=4096) if self.frugal else P.presets.default(bucket_bytes=4096)
+        has_costs = self.frugal or self.planned
+        passes = (P.presets.planned if has_costs else P.presets.default)(bucket_bytes=4096)
         if self.frugal:
             frugal = Frugal(offload_least_bytes=1 if self.offload else None)
             passes = [frugal if isinstance(one, P.ChooseLifetimes) else one for one in passes]
@@ -89,7 +93,7 @@ class Case:
         if compression is not None:
             place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))
             passes.insert(place, compression)
-        target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if self.frugal else None
+        target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if has_costs else None
         return {
             "lowering": self.lowering,
             "pipeline": zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0),
@@ -183,6 +187,8 @@ def train(case: Case, *, whole_step: bool, steps: int = STEPS) -> Outcome:
     else:
         # Compression exists in compiled graphs alone.
         function = loop.plain(options if case.compiled or case.loco else None)
+        if case.on_shards:
+            zgraph.step_on_shards(loop.optimizer)
     torch.manual_seed(7 + dist.get_rank())
     metrics: list[dict[str, Any]] = []
     for number in range(steps):
@@ -191,6 +197,8 @@ def train(case: Case, *, whole_step: bool, steps: int = STEPS) -> Outcome:
         found = function(*loop.batch(number))
         metrics.append({key: _number(value) for key, value in found.items()})
         loop.advance()
+    if case.at_rest is not None:
+        check_rests(loop.model, [loop.optimizer])
     return Outcome(
         metrics=metrics,
         parameters={name: whole(parameter.detach()) for name, parameter in loop.model.named_parameters()},
@@ -252,5 +260,5 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 def compare(case: Case) -> int:
     """Run a case both ways, the plain one on the device alone; the number of graphs that the captured one needed."""
     found = train(case, whole_step=True)
-    assert_same(found, train(replace(case, at_rest=None), whole_step=False))
+    assert_same(found, train(replace(case, at_rest=None, offload=False), whole_step=False))
     return found.graphs

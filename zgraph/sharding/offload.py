@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zgraph.graph.lanes import MemorySpace
 from zgraph.runtime.disk.folder import DiskFolder
@@ -29,7 +31,8 @@ class Offload:
     Attributes:
         params: "host", "disk", or None for the device.
         optimizer: the same for the optimizer's state: moments, and whatever else it keeps for each element.
-        path: folder for what rests on disk, one for each training; each rank writes to files of its own in it.
+        path: folder for what rests on disk, made in a folder that exists; each rank writes to a file of its own in it,
+            which is gone when the process is.
         host_budget_bytes: the most that a rank may keep on the host; a step that would keep more is refused before it
             runs. None: no limit.
 
@@ -78,12 +81,14 @@ class Resting:
         pool: host memory.
         disk: what rests on disk; None: nothing does.
         planned: where tensors without values are to rest, by their storages, which it keeps; None: there are values.
+        roots: what was sharded, by calls of `zgraph.shard`.
     """
 
     options: Offload
     pool: HostPool
     disk: DiskFolder | None = None
     planned: dict[int, tuple[MemorySpace, Tensor]] | None = None
+    roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
 
     @classmethod
     def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
@@ -100,7 +105,23 @@ class Resting:
         lanes = lanes_of(torch.device(mesh.device_type))
         assert isinstance(lanes, ThreadLanes)
         disk = None if options.path is None else lanes.disk(os.fspath(options.path), mesh.get_rank())
-        return cls(options, lanes.pool, disk)
+        found = cls(options, lanes.pool, disk)
+        if options.optimizer is not None:
+            found._follow_steps()
+        return found
+
+    def _follow_steps(self) -> None:
+        """Move what `optimizer.step()` makes; a captured step has copies of it in its graph, and calls no hook."""
+        watched = weakref.ref(self)
+
+        @torch.compiler.disable  # where an optimizer's step is compiled
+        def settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+            resting = watched()
+            if resting is not None:
+                named = (entry for root in resting.roots for entry in root.named_parameters())
+                resting.settle(optimizer, {id(parameter): name for name, parameter in named})
+
+        weakref.finalize(self, register_optimizer_step_post_hook(settle).remove)
 
     @classmethod
     def on_paper(cls, options: Offload) -> Resting:
@@ -133,16 +154,17 @@ class Resting:
         """Move the state of an optimizer to where it is to rest, unless it is there already.
 
         Args:
-            optimizer: any; numbers, and tensors without dimensions, stay.
-            names: of its parameters, by their ids.
+            optimizer: any; numbers, and tensors without dimensions, stay, as does state of other models.
+            names: of the model's parameters, by their ids.
         """
         tier = self.options.optimizer
         if tier is None:
             return
         for parameter, entries in optimizer.state.items():
-            for key, value in entries.items():
+            name = names.get(id(parameter))
+            for key, value in entries.items() if name is not None else ():
                 if isinstance(value, Tensor) and value.ndim and self.space_of(_local(value)) != tier:
-                    entries[key] = self._placed(value, tier, f"{names.get(id(parameter), 'state')}.{key}")
+                    entries[key] = self._placed(value, tier, f"{name}.{key}")
 
     def check_budget(self, params_bytes: int, state_bytes: int, step_bytes: int = 0) -> None:
         """Refuse a step that keeps more on the host than the budget allows.

@@ -108,6 +108,8 @@ def shard(
     scope = Scope()
     scope.machine = agreed_machine(mesh)
     scope.resting = _resting(module, mesh, offload)
+    if scope.resting is not None:
+        scope.resting.roots.add(module)
     for part in module.modules():
         known = state_of(part)
         if known is not None:

@@ -87,14 +87,14 @@ class DiskFolder:
     runs, may use the same folder at once. In a forked process the tensors can be read; the folder is the parent's.
 
     Args:
-        path: a folder that exists, on a disk with room.
+        path: a folder, on a disk with room; made if only the last part of the path is missing.
         rank: named in errors.
         rate: bytes per second that reads, and writes, are slowed down to, for tests and simulations; None: what comes.
         staging_bytes: most memory for transfers from and to buffers that are not aligned; at least 8 KiB. Results of
             `start_read` come beside it: as many are in memory as are started.
 
     Raises:
-        DiskError: the path is missing, not a directory, not writable, or its disk is full.
+        DiskError: the path cannot be made, is not a directory, not writable, or its disk is full.
         ValueError: an option is out of range.
 
     Warns:

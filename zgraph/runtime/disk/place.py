@@ -21,12 +21,12 @@ _PREFIX = ".zgraph-disk"
 
 
 def open_anonymous(folder: Path, who: str) -> int:
-    """Open a new file without a name in a folder, for reading and writing.
+    """Open a new file without a name in a folder, for reading and writing; makes the folder if it is missing.
 
     Raises:
-        DiskError: the folder is missing, none, or not one to write to.
+        DiskError: the path is not a folder, or not one to write to, or the folder that it is to lie in is missing.
     """
-    check(folder, who)
+    ensure(folder, who)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -36,13 +36,28 @@ def open_anonymous(folder: Path, who: str) -> int:
     return _open_and_remove(folder, who)
 
 
-def check(folder: Path, who: str) -> None:
-    """Raise a DiskError for a path that is not a folder."""
+def ensure(folder: Path, who: str) -> None:
+    """Make a folder unless it is there. Not those above it: of a disk that is not mounted they are missing.
+
+    Raises:
+        DiskError: the path is something else, or its folder cannot be made.
+    """
     try:
-        mode = folder.stat().st_mode
+        with contextlib.suppress(FileExistsError):  # another rank's, perhaps of this moment
+            folder.mkdir()
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    except FileNotFoundError as error:
+        above = folder.resolve() if folder.is_symlink() else folder.absolute().parent
+        raise DiskError(
+            f"{who}: {folder} cannot be made: there is no folder {above}; make that, or mount the disk that is to be "
+            "used"
+        ) from error
     except OSError as error:
-        raise DiskError(f"{who}: {folder} cannot be used: {error.strerror}; give a folder that exists") from error
-    if not stat.S_ISDIR(mode):
+        raise DiskError(
+            f"{who}: {folder} cannot be used: {error.strerror}; give a folder, or the path of a new one in a folder, "
+            f"which this process (user id {os.geteuid()}) may write to"
+        ) from error
+    if not is_folder:
         raise DiskError(f"{who}: {folder} is not a directory; give a folder on the disk that is to be used")
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Literal, Never
 
 from zgraph.compiler.graph_pass import GraphPass
+from zgraph.compiler.pipeline import Pipeline
 from zgraph.compiler.target import Target
 from zgraph.compression.low_rank import LowRank
 from zgraph.compression.methods import BlockMethod, CompressionMethod, TwoHop
@@ -23,6 +24,7 @@ from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
+from zgraph.passes.step.start_delayed_updates import StartDelayedUpdates
 
 
 def default(
@@ -79,6 +81,23 @@ def planned(
     _refuse("planned", unknown)
     bucketed = _bucketed(bucket_bytes, compression, gather_compression, offload_activations)
     return [*bucketed, ScheduleOverlap(), StreamStates()]
+
+
+def with_streams(pipeline: Pipeline | None, *, delays: bool = False) -> Pipeline:
+    """A pipeline that streams what rests elsewhere than on the device.
+
+    Args:
+        pipeline: the user's; None: `default`.
+        delays: the optimizer steps on gradients of the call before, as early as it may.
+    """
+    found = pipeline or Pipeline(default())
+    passes = [*found.passes]
+    if not any(isinstance(one, StreamStates) for one in passes):
+        passes.append(StreamStates())
+    if delays and not any(isinstance(one, StartDelayedUpdates) for one in passes):
+        place = next(number for number, one in enumerate(passes) if isinstance(one, StreamStates))
+        passes.insert(place, StartDelayedUpdates())
+    return Pipeline(passes, target=found.target, replay_all=found.replay_all)
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:

@@ -31,15 +31,21 @@ class Offload:
         path: folder for what rests on disk, one for each training; each rank writes to files of its own in it.
         host_budget_bytes: the most that a rank may keep on the host; a step that would keep more is refused before it
             runs. None: no limit.
+        delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
+            forward and backward then compute with parameters that lack the latest update, so that it may run beside
+            them. This changes results. None: each call applies its own gradients.
 
     Raises:
         ValueError: an option, or a combination, cannot be honoured.
+
+    Source of delayed updates: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, section 5.2.
     """
 
     params: Tier | None = None
     optimizer: Tier | None = None
     path: str | os.PathLike[str] | None = None
     host_budget_bytes: int | None = None
+    delayed_update_after: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("params", "optimizer"):
@@ -66,6 +72,22 @@ class Offload:
                 f"zgraph.Offload: host_budget_bytes={self.host_budget_bytes} holds nothing; write a positive number of "
                 "bytes, or leave it out."
             )
+        self._check_delay()
+
+    def _check_delay(self) -> None:
+        after = self.delayed_update_after
+        if after is None:
+            return
+        if type(after) is not int or after < 0:
+            raise ValueError(
+                f"zgraph.Offload: delayed_update_after={after!r} is not a number of calls; write how many are to "
+                "update at once before the first that does not: 40, for example, or 0."
+            )
+        if self.optimizer is None:
+            raise ValueError(
+                f"zgraph.Offload: delayed_update_after={after} without an optimizer that rests elsewhere, beside whose "
+                'step nothing would run; write optimizer="host", or leave delayed_update_after out.'
+            )
 
 
 @dataclass(eq=False)
@@ -76,11 +98,13 @@ class Resting:
         options: the user's.
         pool: host memory.
         disk: what rests on disk; None: nothing does.
+        has_step: whether a `zgraph.training_step` has been made for the model.
     """
 
     options: Offload
     pool: HostPool
     disk: DiskFolder | None = None
+    has_step: bool = False
 
     @classmethod
     def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
@@ -98,6 +122,10 @@ class Resting:
         assert isinstance(lanes, ThreadLanes)
         disk = None if options.path is None else lanes.disk(os.fspath(options.path), mesh.get_rank())
         return cls(options, lanes.pool, disk)
+
+    def lacks_step(self) -> bool:
+        """Whether updates are to be delayed, and nothing has been made that does."""
+        return self.options.delayed_update_after is not None and not self.has_step
 
     @property
     def folder(self) -> str:

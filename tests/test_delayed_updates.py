@@ -14,9 +14,12 @@ import zgraph
 from tests.support.judges.replicated import whole
 from tests.support.late_updates import LateSteps
 from tests.support.ranks import Ranks, worlds
+from tests.support.step_gate import Lion
+from tests.support.step_scripts import LR, Net
 from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
 from zgraph.whole_step import TrainingStep
 
+P = zgraph.passes
 STEPS = 5
 
 
@@ -95,6 +98,63 @@ def close() -> None:
 @pytest.mark.slow  # compiles islands
 def test_a_compiled_delayed_step_is_close_to_the_plain_lines(ranks: Ranks) -> None:
     ranks.run(close)
+
+
+# --- several optimizers -----------------------------------------------------------------------------------------------
+
+
+def several(passes: tuple[zgraph.GraphPass, ...], stage: int, delayed: bool) -> list[Any]:
+    """Losses and parameters of a fused optimizer and a user's own; in every third call some have no gradients.
+
+    The second optimizer steps by a loss that reads what the first one has updated.
+    """
+    torch.manual_seed(0)
+    model: Any = zgraph.shard(Net(), zero_stage=stage, offload=late(2) if delayed else None)
+    first, *others = model.parameters()
+    optimizers = [torch.optim.AdamW(others, lr=LR, fused=True), Lion([first])]
+
+    def step(x: Tensor, side: bool) -> Tensor:
+        found = x.new_zeros(())
+        for optimizer in optimizers:
+            loss = (model(x, side) - x[:, :3]).square().mean()
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            found = found + loss.detach()
+        return found
+
+    oracles = [] if delayed else [LateSteps(optimizer, 2) for optimizer in optimizers]
+    called: Any = step
+    if delayed:
+        pipeline = zgraph.Pipeline([*zgraph.passes.presets.default(bucket_bytes=64), *passes])
+        called = zgraph.training_step(model, optimizers, options={"lowering": "fx", "pipeline": pipeline})(step)
+    found: list[Any] = []
+    for number in range(8):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + torch.distributed.get_rank()))
+        found.append(number_of(called(x, number % 3 != 0)))
+    for waiting in oracles or [called]:
+        waiting.flush()
+    return [*found, *(whole(parameter.detach()) for parameter in model.parameters())]
+
+
+def same_of_several(passes: tuple[zgraph.GraphPass, ...], stage: int) -> None:
+    ours, theirs = (several(passes, stage, delayed) for delayed in (True, False))
+    for found, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected)), (found, expected)
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("passes", "stage"),
+    [
+        pytest.param((), 3, id="stage 3"),
+        # With passes that move updates and gathers of their own.
+        pytest.param((P.UpdateAsReduced(),), 2, id="as reduced", marks=pytest.mark.slow),
+        pytest.param((P.GatherAhead(),), 1, id="ahead", marks=pytest.mark.slow),
+    ],
+)
+def test_several_optimizers_step_late(ranks: Ranks, passes: tuple[zgraph.GraphPass, ...], stage: int) -> None:
+    ranks.run(same_of_several, passes, stage)
 
 
 # --- resumed ----------------------------------------------------------------------------------------------------------

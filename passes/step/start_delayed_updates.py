@@ -38,10 +38,14 @@ class StartDelayedUpdates(GraphPass):
         if not moved:
             ctx.note(self, "no fused update is delayed")
             return False
+        behind: dict[fx.Node, fx.Node] = {}  # by what they wait for, the last that was put there
         for node in moved:
-            last = _behind_reader(max([*_sources(node, before), _last_input(gm.graph)]))
-            if last < node and last.next is not node:
-                last.append(node)
+            needed = _behind_reader(max([*_sources(node, before), _last_input(gm.graph)]))
+            last = behind.get(needed, needed)
+            if last < node:
+                behind[needed] = node
+                if last.next is not node:
+                    last.append(node)
         changed = order != list(gm.graph.nodes)
         ctx.note(self, f"{sum(map(is_fused, moved))} updates start as soon as their parameters have been read")
         return changed

@@ -247,8 +247,11 @@ def test_what_waits_is_applied_once_and_before_what_comes_later(ranks: Ranks) ->
 # --- loss scale -------------------------------------------------------------------------------------------------------
 
 
-def scaled(fused: bool, infinite: tuple[int, ...], delayed: bool) -> list[Any]:
-    """Losses, scales and parameters of a training in which some calls have an inf on one rank."""
+def scaled(fused: bool, infinite: tuple[int, ...], folder: str, delayed: bool) -> list[Any]:
+    """Losses, scales and parameters of a training in which some calls have an inf on one rank.
+
+    A checkpoint is saved and loaded behind one of them.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     model = zgraph.shard(model, zero_stage=2, offload=late(1) if delayed else None)
@@ -277,13 +280,18 @@ def scaled(fused: bool, infinite: tuple[int, ...], delayed: bool) -> list[Any]:
         loss = called(x)
         if isinstance(applied, LateSteps) and applied.calls == taken:
             applied.skip()
+        if delayed and number == infinite[-1]:
+            saved = zgraph.save_checkpoint(folder, model, optimizer, step=number)
+            for entries in optimizer.state.values():
+                entries.clear()
+            zgraph.load_checkpoint(saved, model, optimizer)
         found += [number_of(loss), scaler.get_scale()]
     applied.flush()
     return [*found, *(whole(parameter.detach()) for parameter in model.parameters())]
 
 
-def same_scaled(fused: bool, infinite: tuple[int, ...]) -> int:
-    ours, theirs = (scaled(fused, infinite, delayed) for delayed in (True, False))
+def same_scaled(fused: bool, infinite: tuple[int, ...], folder: str) -> int:
+    ours, theirs = (scaled(fused, infinite, folder, delayed) for delayed in (True, False))
     for found, expected in zip(ours, theirs, strict=True):
         same = torch.equal(found, expected) if isinstance(found, Tensor) else str(found) == str(expected)
         assert same, (found, expected)
@@ -293,8 +301,43 @@ def same_scaled(fused: bool, infinite: tuple[int, ...]) -> int:
 @worlds(2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("infinite", [(3, 4, 6), (0, 1)])
-def test_a_step_with_an_inf_stays_skipped(ranks: Ranks, fused: bool, infinite: tuple[int, ...]) -> None:
-    assert all(ranks.run(same_scaled, fused, infinite))
+def test_a_step_with_an_inf_stays_skipped(ranks: Ranks, fused: bool, infinite: tuple[int, ...], tmp_path: Path) -> None:
+    assert all(ranks.run(same_scaled, fused, infinite, str(tmp_path)))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def on_host(budget_bytes: int | None) -> tuple[int, str, int]:
+    """Bytes that later calls keep on the host, what a budget says, and calls that have run by then."""
+    at_rest = replace(late(1), host_budget_bytes=budget_bytes)
+    model = zgraph.shard(nn.Linear(8, 8, bias=False), offload=at_rest)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    report = zgraph.Report()
+
+    @zgraph.training_step(model, optimizer, options={"lowering": "fx", "report": report})
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        for _ in range(3):
+            step(torch.ones(2, 8))
+    except ValueError as error:
+        return 0, str(error), step.calls
+    peak = report.graphs[-1].peak
+    assert peak is not None
+    return peak.host_bytes, "", step.calls
+
+
+@worlds(2)
+def test_gradients_that_wait_count_on_the_host_from_the_first_call(ranks: Ranks) -> None:
+    nbytes = 3 * 4 * 8 * 4  # two moments and a gradient, of four rows of eight numbers
+    assert ranks.run(on_host, nbytes) == [(nbytes, "", 3)] * 2
+    for _, error, calls in ranks.run(on_host, nbytes - 1):
+        assert f"keeps {nbytes} bytes on the host" in error
+        assert calls == 0
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

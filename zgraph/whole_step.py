@@ -307,10 +307,10 @@ class TrainingStep(Generic[P, R]):
             )
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
-        options = self._options
+        options, delays = self._options, self._delays(lifted)
         if lifted.resting is not None:
-            options = replace(options, pipeline=presets.with_streams(options.pipeline, delays=self._delays(lifted)))
-        take = partial(capture, self.function, lifted, args, kwargs, outside, delays=self._delays(lifted))
+            options = replace(options, pipeline=presets.with_streams(options.pipeline, delays=delays))
+        take = partial(capture, self.function, lifted, args, kwargs, outside, delays=delays)
         captured = take(decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":
             # The step that makes the optimizer's state, or whose gradients are the first to wait, runs once.
@@ -321,7 +321,8 @@ class TrainingStep(Generic[P, R]):
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
         recorder = None if captured.state else self._recorder  # what makes state runs once
         recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
-        program = FrameCompiler(frame, options, on_plan=lifted.check_host).compile_step(captured.gm, recorded)
+        check = partial(lifted.check_host, delays=delays)
+        program = FrameCompiler(frame, options, on_plan=check).compile_step(captured.gm, recorded)
         variant = _Variant(conditions, captured, program)
         self._variants.append(variant)
         return variant

@@ -37,9 +37,36 @@ def refuse_pending(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: di
 
 
 def guard(optimizer: optim.Optimizer) -> None:
-    """Let plain steps of an optimizer be refused while gradients wait."""
-    if refuse_pending not in step_hooks(optimizer):
-        optimizer.register_step_pre_hook(refuse_pending)
+    """Let plain steps of an optimizer be refused while gradients wait, and loads bring gradients that do."""
+    if refuse_pending in step_hooks(optimizer):
+        return
+    optimizer.register_step_pre_hook(refuse_pending)
+    load = _Load()
+    optimizer.register_load_state_dict_pre_hook(load.take)
+    optimizer.register_load_state_dict_post_hook(load.give)
+
+
+class _Load:
+    """Loads what waits for parameters that have no other state yet: torch's Adam would look for its own entries."""
+
+    def __init__(self) -> None:
+        self.alone: dict[int, dict[str, Tensor]] = {}
+        self.indices: list[int] = []
+
+    def take(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state dict without these entries."""
+        state: dict[int, dict[str, Any]] = state_dict["state"]
+        self.alone = {index: own for index, own in state.items() if own and all(key in KEYS for key in own)}
+        self.indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        return {**state_dict, "state": {index: own for index, own in state.items() if index not in self.alone}}
+
+    def give(self, optimizer: optim.Optimizer) -> None:
+        """Put them where they belong."""
+        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for index, parameter in zip(self.indices, own, strict=True):
+            if index in self.alone:
+                optimizer.state[parameter].update(self.alone[index])
+        self.alone = {}
 
 
 def apply_pending(optimizer: optim.Optimizer) -> bool:

@@ -21,6 +21,7 @@ from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
+from zgraph.passes.step.start_delayed_updates import StartDelayedUpdates
 from zgraph.passes.step.update_as_reduced import UpdateAsReduced
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "ScheduleOverlap",
     "SinkWaits",
     "SplitUpdates",
+    "StartDelayedUpdates",
     "StreamStates",
     "TensorMethod",
     "TwoHop",

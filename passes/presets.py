@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal, Never
 
 from zgraph.compiler.graph_pass import GraphPass
+from zgraph.compiler.pipeline import Pipeline
 from zgraph.compiler.target import Target
 from zgraph.compression.low_rank import LowRank
 from zgraph.compression.methods import BlockMethod, CompressionMethod, TwoHop
@@ -22,8 +23,10 @@ from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
+from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
+from zgraph.passes.step.start_delayed_updates import StartDelayedUpdates
 
 
 def default(
@@ -80,6 +83,27 @@ def planned(
     _refuse("planned", unknown)
     bucketed = _bucketed(bucket_bytes, compression, gather_compression, offload_activations)
     return [*bucketed, ScheduleOverlap(), StreamStates(), ScheduleCopies()]
+
+
+def with_streams(pipeline: Pipeline | None, *, delays: bool = False) -> Pipeline:
+    """A pipeline that streams what rests elsewhere than on the device, also for what is gathered ahead.
+
+    Args:
+        pipeline: the user's; None: `default`. Copies go by costs if it does.
+        delays: the optimizer steps on gradients of the call before, as early as it may.
+    """
+    found = pipeline or Pipeline(default())
+    passes = [*found.passes]
+    if not any(isinstance(one, StreamStates) for one in passes):
+        by_costs = any(isinstance(one, ScheduleOverlap) for one in passes)
+        passes += [StreamStates(), *([ScheduleCopies()] if by_costs else [])]
+    end = max((place + 1 for place, one in enumerate(passes) if isinstance(one, GatherAhead)), default=0)
+    early = [one for one in passes[:end] if isinstance(one, StreamStates | ScheduleCopies)]
+    passes = [*(one for one in passes[:end] if one not in early), *early, *passes[end:]]
+    if delays and not any(isinstance(one, StartDelayedUpdates) for one in passes):
+        place = next(number for number, one in enumerate(passes) if isinstance(one, StreamStates))
+        passes.insert(place, StartDelayedUpdates())
+    return replace(found, passes=passes)
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:

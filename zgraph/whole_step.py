@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, repeat
 from operator import is_not
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -19,13 +20,10 @@ from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
+from zgraph.optimizers import pending_gradients
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
-from zgraph.passes.memory.schedule_copies import ScheduleCopies
-from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
-from zgraph.passes.schedule_overlap import ScheduleOverlap
-from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
@@ -86,7 +84,12 @@ def training_step(
     optimizers = (optimizer,) if isinstance(optimizer, optim.Optimizer) else tuple(optimizer)
     for one in optimizers:
         check_optimizer(one)
-    Lifted.of(module, optimizers)
+    resting = Lifted.of(module, optimizers).resting
+    if resting is not None:
+        resting.has_step = True
+        if resting.options.delayed_update_after is not None:
+            for one in optimizers:
+                pending_gradients.guard(one)
 
     def decorate(function: Callable[P, R]) -> TrainingStep[P, R]:
         check_function(function, optimizers)
@@ -124,22 +127,6 @@ def _check_pipeline(pipeline: Pipeline | None) -> None:
             )
 
 
-def with_streams(pipeline: Pipeline | None) -> Pipeline:
-    """A pipeline that streams what rests elsewhere than on the device, also for what is gathered ahead.
-
-    By costs if it goes by costs.
-    """
-    found = pipeline or Pipeline(presets.default())
-    passes = [*found.passes]
-    if not any(isinstance(one, StreamStates) for one in passes):
-        by_costs = any(isinstance(one, ScheduleOverlap) for one in passes)
-        passes += [StreamStates(), *([ScheduleCopies()] if by_costs else [])]
-    end = max((place + 1 for place, one in enumerate(passes) if isinstance(one, GatherAhead)), default=0)
-    early = [one for one in passes[:end] if isinstance(one, StreamStates | ScheduleCopies)]
-    passes = [*(one for one in passes[:end] if one not in early), *early, *passes[end:]]
-    return replace(found, passes=passes)
-
-
 @dataclass(frozen=True)
 class _Variant:
     conditions: guards.Conditions
@@ -152,6 +139,7 @@ class TrainingStep(Generic[P, R]):
 
     Attributes:
         function: the function as it was written, which may be called in between.
+        calls: how many calls have returned; `zgraph.Offload.delayed_update_after` counts them.
 
     Args:
         recorder: of the device; None: each step runs operator by operator.
@@ -172,6 +160,23 @@ class TrainingStep(Generic[P, R]):
         self._limit, self._recorder = recompile_limit, recorder
         self._variants: list[_Variant] = []
         self._lifted: Lifted | None = None
+        self.calls = 0
+
+    def flush(self) -> None:
+        """Apply the gradients of the last call if updates are delayed, as before the weights are exported.
+
+        The next call then applies none. Every rank calls it. Without pending gradients it does nothing.
+        """
+        for optimizer in self._optimizers:
+            pending_gradients.apply_pending(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training needs besides model and optimizer: {"calls": int}. Gradients are the optimizer's."""
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on counting where the saved training was."""
+        self.calls = int(state_dict["calls"])
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(Any, self)._call(args, kwargs)
@@ -209,6 +214,7 @@ class TrainingStep(Generic[P, R]):
         result = self._finish(lifted, variant.captured, list(outputs))
         if variant.captured.state:
             lifted.settle()
+        self.calls += 1
         return result
 
     # --- before -------------------------------------------------------------------------------------------------------
@@ -252,6 +258,7 @@ class TrainingStep(Generic[P, R]):
         tensors: list[Tensor],
     ) -> guards.Conditions:
         return guards.Conditions(
+            updates=("one call late" if self._delays(lifted) else "at once",),
             arguments=guards.of_arguments(leaves, tree),
             modes=self._modules.conditions(),
             trainable=tuple(requires_grad_of(lifted.held)),
@@ -263,6 +270,22 @@ class TrainingStep(Generic[P, R]):
             spaces=lifted.spaces(tensors),
             ambient=guards.ambient(),
         )
+
+    def _delays(self, lifted: Lifted) -> bool:
+        """Whether this call applies the gradients of the one before.
+
+        Raises:
+            ZgraphError: there are such gradients, and updates are not to be delayed.
+        """
+        after = None if lifted.resting is None else lifted.resting.options.delayed_update_after
+        waits = any(pending_gradients.GRADIENT in layout.keys for layout in self._states)
+        if after is None and waits:
+            raise ZgraphError(
+                "zgraph.training_step: gradients wait in the optimizer's state, left by a training with "
+                "delayed_update_after, and this model's zgraph.Offload has none; call flush() of this step, which "
+                "applies them, or write the option."
+            )
+        return waits or (after is not None and self.calls >= after)
 
     # --- compile ------------------------------------------------------------------------------------------------------
 
@@ -284,20 +307,22 @@ class TrainingStep(Generic[P, R]):
             )
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
-        options = self._options
+        options, delays = self._options, self._delays(lifted)
         if lifted.resting is not None:
-            options = replace(options, pipeline=with_streams(options.pipeline))
-        captured = capture(self.function, lifted, args, kwargs, outside, decompose=options.lowering == "inductor")
+            options = replace(options, pipeline=presets.with_streams(options.pipeline, delays=delays))
+        take = partial(capture, self.function, lifted, args, kwargs, outside, delays=delays)
+        captured = take(decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":
-            # The step that makes the optimizer's state runs once.
+            # The step that makes the optimizer's state, or whose gradients are the first to wait, runs once.
             options = replace(options, lowering="fx")
-            captured = capture(self.function, lifted, args, kwargs, outside)
+            captured = take()
         _check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
         recorder = None if captured.state else self._recorder  # what makes state runs once
         recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
-        program = FrameCompiler(frame, options, on_plan=lifted.check_host).compile_step(captured.gm, recorded)
+        check = partial(lifted.check_host, delays=delays)
+        program = FrameCompiler(frame, options, on_plan=check).compile_step(captured.gm, recorded)
         variant = _Variant(conditions, captured, program)
         self._variants.append(variant)
         return variant
@@ -340,11 +365,16 @@ class TrainingStep(Generic[P, R]):
         makers = dict.fromkeys(number for number, *_ in (*captured.state, *captured.constants))
         skipped = {number for number in makers if flags.get(number)}
         for number, parameter, key, value in made:
-            if number not in skipped:
+            if number not in skipped or key in pending_gradients.KEYS:
                 states[number][parameter][key] = value
         for number, position, key, constant in captured.constants:
             if number not in skipped:
                 states[number][parameters[position].tensor][key] = constant
+        for number, position, key in captured.applied:
+            parameter = parameters[position].tensor
+            del states[number][parameter][key]
+            if not states[number][parameter]:
+                del states[number][parameter]
         for number in captured.steps:
             note_step(self._optimizers[number])
         return tree_unflatten(leaves, captured.tree)

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
+import torch
 from torch import Tensor, fx
 
 from zgraph.analysis.hazards import hazards
@@ -18,6 +19,8 @@ from zgraph.passes.common.updates import split_call
 from zgraph.passes.common.visits import Visit, bytes_of, is_fused, plan_split, plan_visits
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.operators import written_arguments
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,13 @@ class StreamStates(GraphPass):
         graph = gm.graph
         for node in list(graph.nodes):
             split_call(node, plan_split(node, self.in_flight_bytes))
+        kept = _store_pending(graph)
         order = list(graph.nodes)
         placed = placements(graph)
         planned = plan_visits(order, placed)
         visits = [visit for visit in planned if not self._stays(visit)]
         made = plan_new_state(order, placed)
-        if not planned and not made:
+        if not planned and not made and not kept:
             ctx.note(self, "everything rests on the device")
             return False
         for visit in visits:
@@ -87,6 +91,7 @@ class StreamStates(GraphPass):
         outgoing = [(visit.last_write, visit.store) for visit in visits if visit.last_write and visit.store]
         for value, last in made:
             outgoing.append((last, _move_out(graph, value, last, placed)))
+        outgoing += kept
         _prefetch(order, visits, self.prefetch, self.in_flight_bytes)
         _write_behind(graph, outgoing, visits, self.stores_in_flight)
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
@@ -97,13 +102,35 @@ class StreamStates(GraphPass):
         ctx.note(self, f"{brought} bytes are brought to the device in {len(visits)} copies, {stored} bytes go back")
         if at_rest:
             ctx.note(self, f"{len(at_rest)} calls update where their tensors rest, {beside} of them beside compute")
-        return bool(visits or made or beside)
+        return bool(visits or made or kept or beside)
 
     def _stays(self, visit: Visit) -> bool:
         """Whether an update runs where its tensors rest."""
         resting = visit.resting
         is_on_host = meta.space(resting) == "host" and meta.tensor_value(resting).device.type == "cpu"
         return self.updates == "at_rest" and visit.is_update and is_on_host
+
+
+def _store_pending(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Let gradients that the next call applies be stored where they rest, over those that this one has applied.
+
+    Returns:
+        Each store behind what was computed last before it, which stores that stand together share.
+    """
+    found: list[tuple[fx.Node, fx.Node]] = []
+    for node in list(graph.nodes):
+        if meta.delayed(node) != "keep" or node.target is not aten.copy_.default or node.users:
+            continue
+        resting, fresh = cast("tuple[fx.Node, fx.Node]", node.args[:2])
+        if meta.space(resting) not in ("host", "disk"):
+            continue
+        with graph.inserting_before(node):
+            start = meta.create(graph, store_op(), (fresh, resting), like=node, name=f"store_{resting.name}")
+        meta.set_lane(start, DISK if meta.space(resting) == "disk" else DEVICE_TO_HOST)
+        graph.erase_node(node)
+        is_next = bool(found) and found[-1][1].next is start
+        found.append((found[-1][0] if is_next else start, start))
+    return found
 
 
 def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[fx.Node, fx.Node]]:
@@ -287,6 +314,8 @@ def _update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int) 
     later = sorted(updates)
     for number, update in enumerate(later):
         limit = later[number + in_flight] if number + in_flight < len(later) else nodes.output_of(graph)
+        if meta.delayed(update):  # holds no gradient of this call
+            limit = nodes.output_of(graph)
         written = list(dict.fromkeys(written_arguments(update)))
         read = [node for node in update.all_input_nodes if node not in written and _is_tensor(node)]
         meta.set_beside(update, number)

@@ -80,6 +80,10 @@ def _with_a_folder() -> dict[str, Any]:
     return {"Net": Net, "batches": [_tokens() for _ in range(2)]}
 
 
+def _with_many_batches() -> dict[str, Any]:
+    return {"Net": Net, "batches": [_tokens() for _ in range(43)]}
+
+
 def _training() -> dict[str, Any]:
     given = _sharded()
     given["model"] = torch.compile(given["model"], backend="zgraph")
@@ -215,6 +219,18 @@ def _nothing(names: dict[str, Any]) -> None:
 
 def _stepped(names: dict[str, Any]) -> None:
     assert all(parameter in names["opt"].state for parameter in names["model"].parameters())
+
+
+def _flushed(names: dict[str, Any]) -> None:
+    """Three of the calls were delayed."""
+    assert names["step"].calls == len(names["batches"])
+    for state in names["opt"].state.values():
+        assert int(state["step"]) == len(names["batches"])
+        assert "pending_grad" not in state
+
+
+def _counting(names: dict[str, Any]) -> None:
+    assert names["step"].state_dict() == names["extra"]["step"]
 
 
 def _stepped_whole(names: dict[str, Any]) -> None:
@@ -358,6 +374,8 @@ SETTINGS = [
     # offload.md
     Setting("hardware = zgraph.calibrate()", _sharded, _train),
     Setting('offload = zgraph.Offload(params="host"', _with_a_folder, _stepped),
+    Setting('offload = zgraph.Offload(optimizer="host"', _with_many_batches, _flushed),
+    Setting('extra = {"step": step.state_dict()}', None, _counting),
     Setting("model = zgraph.shard(model.eval(), offload=", _generating, _generated),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),

@@ -46,6 +46,7 @@ from zgraph.passes import (
     ScheduleOverlap,
     SinkWaits,
     SplitUpdates,
+    StartDelayedUpdates,
     StreamStates,
     UpdateAsReduced,
 )
@@ -159,8 +160,10 @@ class OfStep:
         build: the model; three layers.
         clips: whether gradients are clipped before the update.
         foreach: whether the update is one call for all parameters.
+        fused: whether it is a kernel of torch's for all of them.
         at_rest: where parameters and optimizer state rest.
         target: what passes plan for, if they do.
+        calls: of the step; the last graph is shown.
     """
 
     about: str
@@ -169,14 +172,17 @@ class OfStep:
     build: Callable[[], nn.Module] = three
     clips: bool = False
     foreach: bool = True
+    fused: bool = False
     at_rest: zgraph.Offload | None = None
     target: zgraph.Target | None = None
+    calls: int = 1
 
     def texts(self) -> tuple[str, str]:
         """The graph before, and the graph after."""
         with fake_world(2):
             model = zgraph.shard(self.build(), zero_stage=3, offload=self.at_rest)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=self.foreach)
+            many = {"fused": True} if self.fused else {"foreach": self.foreach}
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **many)
 
             def step(x: Tensor) -> None:
                 model(x).sum().backward()
@@ -188,10 +194,10 @@ class OfStep:
             texts: list[str] = []
             shown = Shown(texts=texts) if self.graph_pass.phase == "graph" else ShownJoint(texts=texts)
             pipeline = Pipeline([*self.before, shown, self.graph_pass, shown], target=self.target)
-            zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})(step)(
-                torch.zeros(2, 4)
-            )
-        before, after = texts
+            whole = zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})(step)
+            for _ in range(self.calls):
+                whole(torch.zeros(2, 4))
+        before, after = texts[-2:]
         return before, "unchanged\n" if before == after else after
 
 
@@ -424,6 +430,22 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         before=(*LOWERED, SplitUpdates(), ScheduleOverlap(), StreamStates()),
         build=one,
         target=zgraph.Target(hardware=SLOW_COPIES),
+    ),
+    OfStep(
+        about="updates of gradients that waited go behind the last gather of their weight",
+        graph_pass=StartDelayedUpdates(),
+        before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts()),
+        fused=True,
+        at_rest=zgraph.Offload(optimizer="host", delayed_update_after=0),
+        calls=2,
+    ),
+    OfStep(
+        about="an update that is not fused stays",
+        graph_pass=StartDelayedUpdates(),
+        before=(*LOWERED, SplitUpdates()),
+        build=one,
+        at_rest=zgraph.Offload(optimizer="host", delayed_update_after=0),
+        calls=2,
     ),
     Case(
         about="what forward saves leaves for the host where it is made",

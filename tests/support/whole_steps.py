@@ -175,9 +175,22 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
-def train(case: Case, *, whole_step: bool, steps: int = STEPS) -> Outcome:
-    """Run a loop; as one graph, or as the plain lines."""
+def train(
+    case: Case,
+    *,
+    whole_step: bool,
+    steps: int = STEPS,
+    prepare: Callable[[Loop], None] = lambda loop: None,
+    finish: Callable[[Any], None] = lambda function: None,
+) -> Outcome:
+    """Run a loop; as one graph, or as the plain lines.
+
+    Args:
+        prepare: is given the loop before its first step.
+        finish: is given the function behind the last one.
+    """
     loop = Loop(case)
+    prepare(loop)
     options = case.options()
     report = zgraph.Report()
     if whole_step:
@@ -197,6 +210,7 @@ def train(case: Case, *, whole_step: bool, steps: int = STEPS) -> Outcome:
         found = function(*loop.batch(number))
         metrics.append({key: _number(value) for key, value in found.items()})
         loop.advance()
+    finish(function)
     if case.at_rest is not None:
         check_rests(loop.model, [loop.optimizer])
     return Outcome(

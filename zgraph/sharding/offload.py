@@ -35,15 +35,21 @@ class Offload:
             which is gone when the process is.
         host_budget_bytes: the most that a rank may keep on the host; a step that would keep more is refused before it
             runs. None: no limit.
+        delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
+            forward and backward then compute with parameters that lack the latest update, so that it may run beside
+            them. This changes results. None: each call applies its own gradients.
 
     Raises:
         ValueError: an option, or a combination, cannot be honoured.
+
+    Source of delayed updates: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, section 5.2.
     """
 
     params: Tier | None = None
     optimizer: Tier | None = None
     path: str | os.PathLike[str] | None = None
     host_budget_bytes: int | None = None
+    delayed_update_after: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("params", "optimizer"):
@@ -70,6 +76,22 @@ class Offload:
                 f"zgraph.Offload: host_budget_bytes={self.host_budget_bytes} holds nothing; write a positive number of "
                 "bytes, or leave it out."
             )
+        self._check_delay()
+
+    def _check_delay(self) -> None:
+        after = self.delayed_update_after
+        if after is None:
+            return
+        if type(after) is not int or after < 0:
+            raise ValueError(
+                f"zgraph.Offload: delayed_update_after={after!r} is not a number of calls; write how many are to "
+                "update at once before the first that does not: 40, for example, or 0."
+            )
+        if self.optimizer is None:
+            raise ValueError(
+                f"zgraph.Offload: delayed_update_after={after} without an optimizer that rests elsewhere, beside whose "
+                'step nothing would run; write optimizer="host", or leave delayed_update_after out.'
+            )
 
 
 @dataclass(eq=False)
@@ -82,6 +104,7 @@ class Resting:
         disk: what rests on disk; None: nothing does.
         planned: where tensors without values are to rest, by their storages, which it keeps; None: there are values.
         roots: what was sharded, by calls of `zgraph.shard`.
+        has_step: whether a `zgraph.training_step` has been made for the model.
     """
 
     options: Offload
@@ -89,6 +112,7 @@ class Resting:
     disk: DiskFolder | None = None
     planned: dict[int, tuple[MemorySpace, Tensor]] | None = None
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
+    has_step: bool = False
 
     @classmethod
     def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
@@ -127,6 +151,10 @@ class Resting:
     def on_paper(cls, options: Offload) -> Resting:
         """Where the tensors of a plan, which have no values, are to rest: nothing is allocated, and no file made."""
         return cls(options, HostPool(), planned={})
+
+    def lacks_step(self) -> bool:
+        """Whether updates are to be delayed, and nothing has been made that does."""
+        return self.options.delayed_update_after is not None and not self.has_step
 
     @property
     def folder(self) -> str:

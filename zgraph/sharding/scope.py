@@ -142,11 +142,18 @@ class Scope:
 
     @torch.compiler.assume_constant_result
     def check_optimizers(self) -> None:
-        """Refuse to train when an optimizer still steps the parameters that `shard` replaced.
+        """Refuse to train when an optimizer still steps the parameters that `shard` replaced, or cannot step late.
 
         Raises:
-            ZgraphError: names the first such parameter.
+            ZgraphError: names the first such parameter; or says that nobody delays updates.
         """
+        if torch.is_grad_enabled() and self.resting is not None and self.resting.lacks_step():
+            raise_through_dynamo(
+                f"zgraph.Offload: delayed_update_after={self.resting.options.delayed_update_after}, but the model "
+                "trains without zgraph.training_step, which alone can delay updates; decorate the lines of the loop "
+                "first, or leave delayed_update_after out.",
+                ZgraphError,
+            )
         replaced, self.replaced = self.replaced, []
         for name, reference in replaced:
             old = reference()

@@ -61,6 +61,8 @@ class Captured:
         skips: numbers of optimizers for which a flag is returned at the end that is set where the step was skipped.
         cleared: positions of parameters whose gradients from before the step do not matter.
         steps: numbers of the optimizers that step.
+        applied: (number, position, key) of entries of the optimizers' state that were gradients of the call before, and
+            that no others have replaced.
     """
 
     gm: fx.GraphModule
@@ -76,6 +78,7 @@ class Captured:
     skips: tuple[int, ...]
     cleared: frozenset[int]
     steps: tuple[int, ...]
+    applied: tuple[tuple[int, int, str], ...]
 
 
 def capture(
@@ -86,6 +89,7 @@ def capture(
     outside: Outside | None = None,
     *,
     decompose: bool = False,
+    delays: bool = False,
 ) -> Captured:
     """Run a step on fake values and return it as a graph; model, optimizers and arguments stay as they are.
 
@@ -95,18 +99,19 @@ def capture(
         args, kwargs: of the call; tensors and numbers in lists, tuples and dicts.
         outside: what it reads from outside; its tensors may be written, too.
         decompose: take operators apart as Inductor needs it.
+        delays: let optimizers step on the gradients of the call before, and keep those of this one.
 
     Raises:
         ZgraphError: the function does what a graph cannot hold; says where and what to write.
     """
     outside = outside or Outside([], [], {})
-    tracer = _Tracer(function, lifted, args, kwargs, outside)
+    tracer = _Tracer(function, lifted, args, kwargs, outside, delays=delays)
     try:
         try:
             gm = tracer.trace(decompose)
         except data_dependent_errors():
             # Optimizers such as RAdam decide by the number of the step, which is then looked at before each call.
-            tracer = _Tracer(function, lifted, args, kwargs, outside, asks=True)
+            tracer = _Tracer(function, lifted, args, kwargs, outside, asks=True, delays=delays)
             gm = tracer.trace(decompose)
     except data_dependent_errors() as error:
         reader = tracer.watch.reader
@@ -177,8 +182,9 @@ class _Tracer:
         outside: Outside,
         *,
         asks: bool = False,
+        delays: bool = False,
     ) -> None:
-        self.function, self.lifted, self.outside = function, lifted, outside
+        self.function, self.lifted, self.outside, self.delays = function, lifted, outside, delays
         self.shared: set[int] = set()
         self.present: list[Tensor] = []
         self.told: list[tuple[GradScaler, optim.Optimizer, list[Tensor]]] = []
@@ -230,7 +236,7 @@ class _Tracer:
         outside = [pair for place, pair in enumerate(every) if len(held) + place not in self.shared]
         options = [next(given) for _ in self.options.values]
         self.watch.known.begin(self.present, [*held, *(traced for _, traced in every)])
-        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside)
+        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside, delays=self.delays)
         self.watch.stand_ins = stand_ins.by_id()
         scopes = self.lifted.scopes()
         self.watch.accumulates = lambda: any(scope.accumulating for scope in scopes)
@@ -315,6 +321,9 @@ class _Tracer:
             "grads": tuple(position for position, _ in grads),
             "cleared": frozenset(stand_ins.cleared),
             "steps": tuple(number for number, one in enumerate(stand_ins.optimizers) if one.stepped),
+            "applied": tuple(
+                (number, *place) for number, one in enumerate(stand_ins.optimizers) for place in one.applied
+            ),
         }
         return outputs
 

@@ -193,8 +193,12 @@ class Lifted:
             for one in self.optimizers:
                 self.resting.settle(one.optimizer, names)
 
-    def check_host(self, plan: FramePlan) -> None:
+    def check_host(self, plan: FramePlan, *, delays: bool = False) -> None:
         """Refuse a step, before it has run, that keeps more on the host than it may.
+
+        Args:
+            plan: of the step.
+            delays: whether gradients wait for the next call in it, as they may in later steps.
 
         Raises:
             ValueError: says what would make it fit.
@@ -202,7 +206,19 @@ class Lifted:
         if self.resting is None or self.resting.options.host_budget_bytes is None:
             return
         host = next(line for line in ledger_of(plan.curve) if line.space == "host")
-        self.resting.check_budget(host.parameters, host.state, host.step)
+        waiting = 0
+        if not delays and self.resting.options.delayed_update_after is not None:
+            waiting = self._waiting_bytes()
+        self.resting.check_budget(host.parameters, host.state + waiting, host.step)
+
+    def _waiting_bytes(self) -> int:
+        """Bytes on the host of gradients that wait for the next call."""
+        if self.resting is None or self.resting.options.optimizer != "host":
+            return 0
+        stepped = (position for one in self.optimizers for position in dict.fromkeys(one.positions()))
+        trained = [position for position in stepped if self.parameters[position].tensor.requires_grad]
+        shards = ((position, local(self.parameters[position].tensor)) for position in trained)
+        return sum(self.longest_bytes(position, shard) for position, shard in shards if shard.ndim)
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.

@@ -52,11 +52,14 @@ class StandIns:
         tensors: Sequence[Tensor],
         options: Sequence[Any],
         outside: Sequence[tuple[Tensor, Tensor]],
+        *,
+        delays: bool = False,
     ) -> StandIns:
         """Make them from the traced inputs, which are in the order of `Lifted.tensors` and of `OptionInputs`.
 
         Args:
             outside: tensors from outside, each with its traced input.
+            delays: whether optimizers step on the gradients of the call before.
         """
         given = iter(tensors)
         shards = [next(given) for _ in lifted.parameters]
@@ -65,7 +68,8 @@ class StandIns:
         buffers = [next(given) for _ in lifted.buffers]
         scopes, numbers = lifted.scopes(), iter(options)
         optimizers = [
-            TracedOptimizer.of(one, watch, parameters, shards, scopes, given, numbers) for one in lifted.optimizers
+            TracedOptimizer.of(one, watch, parameters, shards, scopes, given, numbers, delays=delays)
+            for one in lifted.optimizers
         ]
         others = [
             (tensor, _leaf(traced, tensor) if isinstance(tensor, DTensor) or tensor.requires_grad else traced)

@@ -32,7 +32,6 @@ from zgraph.sharding.offload import Offload
 from zgraph.sharding.shard import shard
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world, groups_of_ranks, is_distributed_ready
-from zgraph.whole_step import with_streams
 
 
 def plan(
@@ -93,7 +92,7 @@ def plan(
         pipeline = replace(pipeline, target=Target(hardware=machine))
     # No lowering is needed, but fx costs nothing: what runs has no values.
     report = Report(keep_passes=True)
-    options = CompileOptions(pipeline=with_streams(pipeline), lowering="fx", report=report)
+    options = CompileOptions(pipeline=presets.with_streams(pipeline), lowering="fx", report=report)
     known = PassContext(machine=machine, planned_backend=machine.backend)
     costs = CostModel(machine)
     graphs: list[PlannedGraph] = []

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import zgraph
 from tests.support import models
@@ -52,6 +53,17 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return self.model(input_ids=tokens, labels=labels).loss
+
+
+class Chunk(nn.Module):
+    """A stage of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timestep = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.timestep(x))
 
 
 def _tokens() -> tuple[Tensor, Tensor]:
@@ -221,6 +233,26 @@ def _stepped(names: dict[str, Any]) -> None:
     assert all(parameter in names["opt"].state for parameter in names["model"].parameters())
 
 
+def _a_pipeline() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pp", "dp"))
+    chunk = zgraph.shard(Chunk(), mesh["dp"])
+    stage = PipelineStage(chunk, dist.get_rank(), RANKS, torch.device("cpu"), group=mesh["pp"].get_group())
+    parameters = list(chunk.parameters())
+    return {
+        "mesh": mesh,
+        "chunks": [chunk],
+        "schedule": ScheduleGPipe(stage, 2, loss_fn=F.mse_loss),
+        "parameters": parameters,
+        "optimizer": torch.optim.AdamW(parameters),
+        "batches": [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(3)],
+    }
+
+
+def _equal_replicas(names: dict[str, Any]) -> None:
+    names["replicas"].check_equal()
+    assert all(len(names["optimizer"].state[parameter]) for parameter in names["parameters"])
+
+
 def _flushed(names: dict[str, Any]) -> None:
     """Three of the calls were delayed."""
     assert names["step"].calls == len(names["batches"])
@@ -358,6 +390,7 @@ SETTINGS = [
     Setting('mesh  = init_device_mesh("cpu", (2, 4)', _unsharded, _sharded_inside, on="eight ranks"),
     Setting('with torch.device("meta"):', lambda: {"Net": models.Attending, "mesh": _mesh()}, _materialized),
     Setting("scaler = zgraph.GradScaler", _with_a_batch, _reduced),
+    Setting('replicas = zgraph.Replicas(mesh["pp"]', _a_pipeline, _equal_replicas),
     # training-step.md
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),

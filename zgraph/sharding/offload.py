@@ -138,14 +138,14 @@ class Resting:
         """Move what `optimizer.step()` makes; a captured step has copies of it in its graph, and calls no hook."""
         watched = weakref.ref(self)
 
-        @torch.compiler.disable  # where an optimizer's step is compiled
         def settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
             resting = watched()
             if resting is not None:
                 named = (entry for root in resting.roots for entry in root.named_parameters())
                 resting.settle(optimizer, {id(parameter): name for name, parameter in named})
 
-        weakref.finalize(self, register_optimizer_step_post_hook(settle).remove)
+        hook = cast(Any, torch.compiler.disable(settle))  # where an optimizer's step is compiled
+        weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
 
     @classmethod
     def on_paper(cls, options: Offload) -> Resting:

@@ -216,6 +216,8 @@ def tried(way: str, layers: int, width: int, gib: float | None, timeout_s: float
 
 def largest(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """The largest model that trains; layers are doubled, and then bisected to an eighth."""
+    if options.exactly:
+        return tried(way, options.layers, options.width, options.gib, options.timeout_s, STEPS)
     best: dict[str, Any] | None = None
     low, high = 0, options.layers
     while (found := tried(way, high, options.width, options.gib, options.timeout_s, STEPS)) is not None:
@@ -237,6 +239,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=1.5, help="limit of memory")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=4, help="of the first try")
+    parser.add_argument("--exactly", action="store_true", help="try that many layers alone")
     parser.add_argument("--ways", default="plain,zgraph", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one try")
     parser.add_argument("--step", action="store_true", help="train zgraph's largest without a limit, too")

@@ -12,12 +12,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.graphs import Traced, apply, by_rank, copy_of, fake_world, inputs_for, mlp, tensors_in, traced
+from tests.support.graphs import Traced, apply, by_rank, fake_world, inputs_for, mlp, tensors_in, traced
 from tests.support.judges.lockstep import assert_same_results, run_together
 from tests.support.tiers import slow
 from zgraph import Hardware
 from zgraph.dialect.sum_ranks import sum_pieces
 from zgraph.graph import meta, nodes
+from zgraph.graph.edits import copy_of
 from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, CompressGradients, LoCo, LowerGathers, LowerReductions, TwoHop
 from zgraph.passes.common.reduction_algorithms import Reduction, choose_algorithm

@@ -21,7 +21,6 @@ from tests.support.graphs import (
     Twice,
     apply,
     by_rank,
-    copy_of,
     deep,
     fake_world,
     inputs_for,
@@ -35,6 +34,7 @@ from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Direction
 from zgraph.graph import dataflow, meta, nodes, traits
+from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits
 

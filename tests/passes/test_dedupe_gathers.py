@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from tests.support.graphs import Drawing, Traced, Twice, apply, by_rank, copy_of, fake_world, mlp, traced
+from tests.support.graphs import Drawing, Traced, Twice, apply, by_rank, fake_world, mlp, traced
 from tests.support.judges.lockstep import assert_same_results
 from zgraph import Pipeline, PreconditionError
 from zgraph.graph import meta, nodes, operator_arguments
+from zgraph.graph.edits import copy_of
 from zgraph.passes import DedupeGathers, LowerGathers
 
 aten = torch.ops.aten

@@ -15,7 +15,6 @@ from tests.support.graphs import (
     Traced,
     apply,
     by_rank,
-    copy_of,
     deep,
     fake_world,
     mlp,
@@ -25,6 +24,7 @@ from tests.support.graphs import (
 from tests.support.judges.lockstep import assert_same_results
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.graph import meta, nodes
+from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, HoistStarts, LowerGathers, LowerReductions, SinkWaits
 

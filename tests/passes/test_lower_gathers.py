@@ -17,7 +17,6 @@ from tests.support.graphs import (
     Traced,
     apply,
     by_rank,
-    copy_of,
     fake_world,
     mlp,
     names_of,
@@ -26,6 +25,7 @@ from tests.support.graphs import (
 from tests.support.judges.lockstep import assert_same_results
 from zgraph import Pipeline, PreconditionError
 from zgraph.graph import meta, nodes, operator_arguments
+from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
 

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 from torch.testing import FileCheck
 
-from tests.support.graphs import Autocast, Drawing, Traced, apply, by_rank, copy_of, fake_world, mlp, traced
+from tests.support.graphs import Autocast, Drawing, Traced, apply, by_rank, fake_world, mlp, traced
 from tests.support.judges.lockstep import assert_same_results
 from tests.support.tiers import slow
 from zgraph import Pipeline, PreconditionError
 from zgraph.graph import meta, nodes, traits
+from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
 

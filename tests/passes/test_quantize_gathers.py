@@ -27,7 +27,6 @@ from tests.support.graphs import (
     Traced,
     apply,
     by_rank,
-    copy_of,
     deep,
     fake_world,
     mlp,
@@ -53,6 +52,7 @@ from zgraph.codegen.kernels import reference
 from zgraph.compiler.verify import Where, check_gathers_released
 from zgraph.compression.methods import BlockMethod, RngKey
 from zgraph.graph import meta, nodes, traits
+from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
 from zgraph.graph.traffic import transfers
 from zgraph.passes import (

@@ -17,7 +17,7 @@ import zgraph
 from tests.support import models
 from tests.support.compiled import with_fx
 from tests.support.costs import cost_by_size, cost_of
-from tests.support.graphs import Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
+from tests.support.graphs import Drawing, Traced, apply, by_rank, deep, fake_world, mlp, names_of, traced
 from tests.support.judges.event_machine import peak_bytes, replay
 from tests.support.judges.lockstep import assert_same_results
 from tests.support.judges.replicated import whole
@@ -28,6 +28,7 @@ from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.graph import nodes
+from zgraph.graph.edits import copy_of
 from zgraph.graph.lanes import Lane
 from zgraph.graph.text import graph_text
 from zgraph.passes import (

@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
 import zgraph
-from tests.support.graphs import Drawing, Traced, apply, by_rank, copy_of, deep, fake_world, mlp, names_of, traced
+from tests.support.graphs import Drawing, Traced, apply, by_rank, deep, fake_world, mlp, names_of, traced
 from tests.support.judges.lockstep import assert_same_results
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.graph import meta, nodes
+from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions, SinkWaits, presets
 from zgraph.passes.sink_waits import carries_mean

@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 
 import zgraph
-from tests.support.graphs import fake_world
+from tests.support.graphs import KeepEach, fake_world
 from tests.support.hash_seeds import printed_under_two_hash_seeds
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import StartDelayedUpdates, StreamStates, presets
 
@@ -27,20 +27,6 @@ aten = torch.ops.aten
 def world() -> Iterator[None]:
     with fake_world(2):
         yield
-
-
-class Kept(zgraph.GraphPass):
-    """Keeps a copy of each step's graph."""
-
-    graphs: list[fx.GraphModule]
-    name = "kept"
-
-    def __init__(self, graphs: list[fx.GraphModule]) -> None:
-        object.__setattr__(self, "graphs", graphs)
-
-    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
-        self.graphs.append(edits.copy_of(gm))
-        return False
 
 
 def steady(
@@ -65,7 +51,7 @@ def steady(
         optimizer.step()
         optimizer.zero_grad()
 
-    pipeline = zgraph.Pipeline([*rules, *ends, Kept(found), *([] if streams else [stream])])
+    pipeline = zgraph.Pipeline([*rules, *ends, KeepEach(found), *([] if streams else [stream])])
     options: dict[str, Any] = {"lowering": "fx", "pipeline": pipeline, "report": report}
     whole: Any = zgraph.training_step(model, optimizer, options=options)(step)
     for _ in range(3):
@@ -128,7 +114,7 @@ def test_other_updates_stay(fused: bool, at_rest: zgraph.Offload) -> None:
     notes: list[str] = []
     moved = steady(2, StartDelayedUpdates(), fused=fused, at_rest=at_rest, notes=notes)
     assert notes and all("no fused update is delayed" in note for note in notes)
-    assert graph_text(moved.graph) == graph_text(steady(2, Kept([]), fused=fused, at_rest=at_rest).graph)
+    assert graph_text(moved.graph) == graph_text(steady(2, KeepEach([]), fused=fused, at_rest=at_rest).graph)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -10,13 +10,13 @@ import torch
 from torch import fx, nn
 
 import zgraph
-from tests.support.graphs import fake_world
+from tests.support.graphs import KeepEach, fake_world
 from tests.support.hash_seeds import printed_under_two_hash_seeds
 from tests.support.resting import HOST, check_rests
 from tests.support.tiers import slow
 from zgraph.compiler.verify import Where, check_stores_landed
 from zgraph.errors import VerifyError
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import StreamStates, presets
 from zgraph.torch_compat.operators import written_arguments
@@ -30,20 +30,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[None]:
     """Two ranks, or as many as the test says."""
     with fake_world(getattr(request, "param", 2)):
         yield
-
-
-class Kept(zgraph.GraphPass):
-    """Keeps a copy of each step's graph."""
-
-    graphs: list[fx.GraphModule]
-    name = "kept"
-
-    def __init__(self, graphs: list[fx.GraphModule]) -> None:
-        object.__setattr__(self, "graphs", graphs)
-
-    def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
-        self.graphs.append(edits.copy_of(gm))
-        return False
 
 
 def steps_of(
@@ -61,7 +47,7 @@ def steps_of(
     optimizer = torch.optim.AdamW(model.parameters(), **(optimizer_options or {"fused": True}))
     found: list[fx.GraphModule] = []
     *rules, last = presets.default(bucket_bytes=1)
-    passes = [*rules, stream or last, Kept(found)]
+    passes = [*rules, stream or last, KeepEach(found)]
 
     def step(x: torch.Tensor) -> None:
         for _ in range(updates):

@@ -19,11 +19,12 @@ from torch import Tensor, fx, nn
 
 import zgraph
 from tests.support.costs import cost_of
-from tests.support.graphs import Traced, apply, copy_of, fake_world, traced
+from tests.support.graphs import Traced, apply, fake_world, traced
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.graph import meta
+from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
 from zgraph.passes import (
     BucketCollectives,

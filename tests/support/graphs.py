@@ -25,6 +25,7 @@ from zgraph.compiler.pipeline import Pipeline
 from zgraph.compiler.target import Target
 from zgraph.compiler.verify import Snapshot, Where, verify
 from zgraph.graph import meta
+from zgraph.graph.edits import copy_of
 from zgraph.passes import ChooseLifetimes, DedupeGathers
 from zgraph.runtime.groups import separate_reductions
 from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, wait_op
@@ -150,19 +151,24 @@ class Keep(GraphPass):
         return False
 
 
+@dataclass(frozen=True, eq=False)
+class KeepEach(GraphPass):
+    """Keeps a copy of each graph it sees in a list, one behind the other."""
+
+    graphs: list[fx.GraphModule]
+    name: ClassVar[str] = "keep_each"
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        self.graphs.append(copy_of(gm))
+        return False
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeepJoint(Keep):
     """The same, before the partition."""
 
     name: ClassVar[str] = "keep_joint"
     phase: ClassVar[Phase] = "joint"
-
-
-def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph to be changed freely; values in the nodes' meta are shared."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
 
 
 def traced(

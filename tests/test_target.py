@@ -75,6 +75,6 @@ def test_a_preset_says_where_hardware_goes(preset: str) -> None:
 
 
 def test_planned_passes_differ_from_the_default_in_what_decides_the_order() -> None:
-    *planned, overlap, streams = presets.planned(bucket_bytes=77)
+    *planned, overlap, streams, copies = presets.planned(bucket_bytes=77)
     assert [*planned, streams] == [*presets.default(bucket_bytes=77)[:-4], presets.default()[-1]]
-    assert (overlap.name, streams.name) == ("schedule_overlap", "stream_states")
+    assert (overlap.name, streams.name, copies.name) == ("schedule_overlap", "stream_states", "schedule_copies")

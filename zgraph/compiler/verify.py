@@ -202,7 +202,7 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
             number = meta.beside(node)
             filled = {buffer: start for buffer, start in filled.items() if meta.beside(start) != number}
         elif node.op == "call_function":
-            for source in node.all_input_nodes:
+            for source in () if traits.is_view(node) else node.all_input_nodes:  # who reads the view is looked at
                 start = filled.get(_buffer_of(source))
                 if start is None or not (regions := regions or Regions(list(graph.nodes))).overlap(
                     source, written_arguments(start)

@@ -262,11 +262,14 @@ def _network(graph: fx.Graph, known: Prediction, frame: str) -> networkx.DiGraph
         return None
 
 
+def _is_update_beside(node: fx.Node) -> bool:
+    return bool(written_arguments(node)) and not nodes.is_update_wait(node) and meta.beside(node) is not None
+
+
 def _copies(graph: fx.Graph, timeline: Timeline | None) -> Iterator[LaneCopies]:
     by_lane: dict[str, list[fx.Node]] = {}
-    for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or meta.beside(node) is not None):
-        if not nodes.is_update_wait(node):
-            by_lane.setdefault(str(meta.lane(node) or HOST_UPDATES), []).append(node)
+    for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or _is_update_beside(node)):
+        by_lane.setdefault(str(meta.lane(node) or HOST_UPDATES), []).append(node)
     for lane, starts in by_lane.items():
         size = sum(map(_carried_bytes, starts))
         if timeline is None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import zgraph
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
+from zgraph import passes as P
 from zgraph.errors import ZgraphError
 
 CHUNKS = 2
@@ -176,7 +177,7 @@ def on_one_rank(chunks: int, dp: int) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def trained(
-    synced: bool, zero_stage: int | None, *, compiled: bool = False
+    synced: bool, zero_stage: int | None, compile_options: dict[str, Any] | None = None, **shard: Any
 ) -> tuple[dict[str, Tensor], list[float], list[Tensor]]:
     """Chunks of this rank of two stages, or, sharded and compiled, of its data-parallel part of one."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
@@ -185,10 +186,10 @@ def trained(
     chunks = [Chunk(number) for number in numbers]
     if zero_stage is not None:
         for chunk in chunks:
-            zgraph.shard(chunk, mesh["dp"], zero_stage=zero_stage)
+            zgraph.shard(chunk, mesh["dp"], zero_stage=zero_stage, **shard)
     forwards: Any = chunks
-    if compiled:
-        forwards = [torch.compile(chunk, backend="zgraph", options={"lowering": "fx"}) for chunk in chunks]
+    if compile_options is not None:
+        forwards = [torch.compile(chunk, backend="zgraph", options=compile_options) for chunk in chunks]
     stages: Any = [  # torch names its list's type for subclasses alone
         PipelineStage(forward, number, CHUNKS * world, torch.device("cpu"), group=mesh["pp"].get_group())
         for number, forward in zip(numbers, forwards, strict=True)
@@ -234,14 +235,41 @@ def test_a_pipeline_trains_like_one_model_with_one_embedding(ranks: Ranks, zero_
     assert_equals_one_model(ranks.run(trained, True, zero_stage), dp=1)
 
 
-def compiled(zero_stage: int) -> tuple[dict[str, Tensor], list[float], list[Tensor]]:
-    return trained(True, zero_stage, compiled=True)
-
-
 @worlds(4)
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_stages_may_be_sharded_and_compiled(ranks: Ranks, zero_stage: int) -> None:
-    assert_equals_one_model(ranks.run(compiled, zero_stage), dp=2)
+    assert_equals_one_model(ranks.run(trained, True, zero_stage, {"lowering": "fx"}), dp=2)
+
+
+def crossed(name: str) -> tuple[list[Tensor], list[float]]:
+    zero_stage, lowering, compressed, shard = CROSSED[name]
+    pipeline = P.presets.default(compression=P.LoCo() if compressed else None)
+    small = P.CompressGradients(method=P.LoCo(), min_numel=16)
+    pipeline = [small if isinstance(one, P.CompressGradients) else one for one in pipeline]
+    options: dict[str, Any] = {"lowering": lowering, "pipeline": zgraph.Pipeline(pipeline)}
+    _, norms, times = trained(True, zero_stage, options, **shard)
+    return times, norms
+
+
+BF16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+CROSSED: dict[str, tuple[int, str, bool, dict[str, Any]]] = {
+    "stage 3, bf16": (3, "fx", False, BF16),
+    "stage 0, LoCo": (0, "fx", True, {}),
+    "stage 2, LoCo, bf16, Inductor": (2, "inductor", True, BF16),
+    "stage 3, Inductor": (3, "inductor", False, {}),
+}
+
+
+@worlds(4)
+@pytest.mark.parametrize("name", CROSSED)
+def test_replicas_stay_equal_whatever_rounds_their_gradients(ranks: Ranks, name: str) -> None:
+    """And near the model with one embedding: gradients lose digits in bf16, and most of them in codes of four bits."""
+    expected, norms = on_one_rank(CHUNKS * 2, 2)
+    for times, found_norms in ranks.run(crossed, name):
+        assert found_norms == pytest.approx(norms, rel=0.2)
+        for time in times:
+            assert torch.equal(time, times[0])
+            torch.testing.assert_close(time, expected["time"], atol=0.1, rtol=0)
 
 
 @worlds(2)

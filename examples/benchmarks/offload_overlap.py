@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
 WARM_UP_STEPS = 2
 PLANNED, AT_ONCE, RECOMPUTE, BY_RULES = "planned", "without prefetch", "recompute only", "by rules"
 DEVICE = "on the device"
-RESTS = {
+RESTS: dict[str, tuple[zgraph.Offload | None, Literal["at_rest", "streamed"]]] = {
     DEVICE: (None, "at_rest"),
     "state, updated there": (zgraph.Offload(optimizer="host"), "at_rest"),
     "all, updated there": (zgraph.Offload(params="host", optimizer="host"), "at_rest"),
@@ -81,7 +81,7 @@ def build(
     report = zgraph.Report()
     passes = presets.planned(offload_activations=way != RECOMPUTE and at_rest is None)
     if at_rest is not None:
-        stream: Any = StreamStates(updates=updates)  # pyright: ignore[reportArgumentType]
+        stream = StreamStates(updates=updates)
         kept = [one for one in passes if way != BY_RULES or not isinstance(one, ScheduleCopies)]
         passes = [stream if isinstance(one, StreamStates) else one for one in kept]
     target = zgraph.Target(hardware=hardware, budget_bytes=budget_bytes, time_kernels=True)

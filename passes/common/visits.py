@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from torch import fx
 
@@ -12,7 +11,7 @@ from zgraph.analysis.liveness import Placements
 from zgraph.analysis.storages import storage_bytes
 from zgraph.graph import meta, nodes
 from zgraph.passes.common.updates import Updates, lists_of
-from zgraph.torch_compat.operators import written_arguments
+from zgraph.torch_compat.operators import overwritten, written_arguments
 
 
 @dataclass(eq=False)
@@ -100,7 +99,7 @@ def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Co
     visit: Visit | None = None
     stored = False
     for use in uses:
-        writes = any(argument in aliases for argument in _written(use))
+        writes = any(argument in aliases for argument in overwritten(use))
         is_update = use in updates or meta.delayed(use) is not None
         kind = (meta.part(use), "gather" if _carries(use) else "update" if is_update else "read")
         if visit is None or kind != known:
@@ -113,15 +112,6 @@ def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Co
             visit.last_write = use
     if visit is not None:
         yield visit
-
-
-def _written(use: fx.Node) -> list[fx.Node]:
-    """What a use writes to. A fused update writes to gradients, its second list, only to undo a scale."""
-    written = list(written_arguments(use))
-    if not is_fused(use) or use.kwargs.get("grad_scale") is not None:
-        return written
-    gradients = dict.fromkeys(cast("list[fx.Node]", use.args[1]))
-    return [node for node in written if node not in gradients]
 
 
 def _carries(node: fx.Node) -> bool:

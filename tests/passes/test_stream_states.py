@@ -236,6 +236,21 @@ def test_a_read_before_an_update_beside_compute_has_ended_is_found() -> None:
         check_stores_landed(graph, WHERE)
 
 
+def test_views_and_gradients_may_be_touched_beside_an_update() -> None:
+    """A view reads nothing, but who reads it does; gradients are read by an update, not written."""
+    graphs, _, _ = steps_of(HOST, StreamStates())
+    graph = graphs[-1].graph
+    update: Any = next(node for node in graph.nodes if meta.beside(node) is not None)
+    with graph.inserting_after(update):
+        view = meta.create(graph, torch.ops.aten.view.default, (update.args[0][0], [-1]), like=update, name="view")
+        graph.call_function(torch.ops.aten.sin.default, (update.args[1][0],))
+    check_stores_landed(graph, WHERE)
+    with graph.inserting_after(view):
+        reader = graph.call_function(torch.ops.aten.sin.default, (view,))
+    with pytest.raises(VerifyError, match=f"{reader.name} reads what {update.name} is writing to"):
+        check_stores_landed(graph, WHERE)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

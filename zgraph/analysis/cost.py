@@ -24,7 +24,7 @@ from zgraph.graph.traffic import SizeOf, transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_size, group_stride
 from zgraph.torch_compat.fake_values import size_expression
-from zgraph.torch_compat.operators import argument_of, flop_formula, written_arguments
+from zgraph.torch_compat.operators import flop_formula, overwritten, written_arguments
 
 aten = torch.ops.aten
 
@@ -225,7 +225,7 @@ class CostModel:
 
     def _updated_bytes(self, node: fx.Node) -> Any:
         """Bytes that an update of lists of tensors reads and writes, on the rank with most rows of each parameter."""
-        written = dict.fromkeys(_written(node))
+        written = dict.fromkeys(overwritten(node))
         given = [*node.args, *node.kwargs.values()]
         lists = [cast("list[fx.Node]", one) for one in given if isinstance(one, list | tuple) and one]
         total: Any = 0
@@ -242,7 +242,7 @@ class CostModel:
 
     def _kernel(self, node: fx.Node) -> NodeCost:
         """Cost of a kernel that reads its inputs and writes its results, or else what it updates, once."""
-        results = tensors_of(node) or [value for one in _written(node) for value in tensors_of(one)]
+        results = tensors_of(node) or [value for one in overwritten(node) for value in tensors_of(one)]
         moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
         if nodes.is_cast_shards(node):  # ranks have different numbers of rows: all count the longest shard
             shards = cast("list[fx.Node]", node.args[0])
@@ -347,13 +347,6 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
     """Flops of a grouped matrix product, one product for each expert, by the total rows, columns or inner elements."""
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """What a call writes to. Fused updates may scale gradients in place, and then write these, too."""
-    grads = None if argument_of(node, "grad_scale") is not None else argument_of(node, "grads")
-    kept = cast("list[fx.Node]", grads or [])
-    return [one for one in written_arguments(node) if one not in kept]
 
 
 def _copy_lane(node: fx.Node) -> Lane | None:

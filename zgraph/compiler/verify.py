@@ -14,7 +14,7 @@ from zgraph.compiler.graph_pass import Direction, Fact
 from zgraph.errors import VerifyError
 from zgraph.graph import dataflow, meta, nodes, operator_arguments, traits
 from zgraph.graph.text import neighbourhood
-from zgraph.torch_compat.operators import is_higher_order, written_arguments
+from zgraph.torch_compat.operators import is_higher_order, overwritten, written_arguments
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
             for source in () if traits.is_view(node) else node.all_input_nodes:  # who reads the view is looked at
                 start = filled.get(_buffer_of(source))
                 if start is None or not (regions := regions or Regions(list(graph.nodes))).overlap(
-                    source, written_arguments(start)
+                    source, overwritten(start)
                 ):
                     continue
                 raise where.error(
@@ -214,7 +214,7 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
                     node,
                 )
             if nodes.is_copy_start(node) or meta.beside(node) is not None:
-                filled |= {_buffer_of(kept): node for kept in written_arguments(node)}
+                filled |= {_buffer_of(kept): node for kept in overwritten(node)}
 
 
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:

@@ -144,14 +144,15 @@ class Replicas:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         counted = [parameter for parameter in everything if id(parameter) not in self._again]
         norm = clip_grad_norm_(counted, math.inf, norm_type)  # the norm alone: nothing is longer than that
-        local = (local_of(norm) if isinstance(norm, DTensor) else norm).float().reshape(1)
+        # Stages may differ in dtypes, and one that has replicas alone, counted elsewhere, has a norm on the CPU.
+        local = _local(norm).to(_local(everything[0]).device, torch.float64).reshape(1)
         norms = self._exchange(lambda name: start_all_gather(local, dist.get_world_size(self._group), name))
         total = torch.linalg.vector_norm(norms, norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in everything:
             if parameter.grad is not None:
                 _local(parameter.grad).mul_(scale)
-        return total
+        return total.to(_local(norm).dtype)
 
     def check_equal(self) -> None:
         """Compare the bits of all replicas.

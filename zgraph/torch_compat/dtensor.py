@@ -63,8 +63,8 @@ def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
 def own_placements() -> Generator[None]:
     """Let DTensor find placements anew, and forget what it finds here.
 
-    2.11 - 2.13: caches of `ShardingPropagator` compare arguments, and a symbolic number with one of another trace, for
-    which there is no proxy.
+    Caches of `ShardingPropagator` (2.11 - 2.13) compare arguments, and fail on a symbolic number of another trace,
+    which has no proxy in this one.
     """
     _forget_placements()
     try:

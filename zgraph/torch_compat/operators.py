@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +39,16 @@ def argument_of(node: fx.Node, name: str) -> object:
         if argument.name == name:
             return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
     return None
+
+
+def overwritten(node: fx.Node) -> list[fx.Node]:
+    """What a node's call writes to.
+
+    Fused updates declare that they write to gradients, too, but do so only to divide out a scale.
+    """
+    grads = None if argument_of(node, "grad_scale") is not None else argument_of(node, "grads")
+    kept = cast("list[fx.Node]", grads or [])
+    return [one for one in written_arguments(node) if one not in kept]
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:

@@ -18,6 +18,7 @@ from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Net
 from tests.support.tiers import slow
 from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
+from zgraph.optimizers.pending_gradients import GRADIENT, SKIP, apply_pending, has_pending
 from zgraph.whole_step import TrainingStep
 
 P = zgraph.passes
@@ -422,3 +423,12 @@ def test_what_cannot_be_delayed_is_refused(ranks: Ranks) -> None:
     for in_one_call, left in ranks.run(refused):
         assert "calls optimizer.step() twice, and its updates are delayed" in in_one_call
         assert "gradients wait in the optimizer's state" in left
+
+
+@pytest.mark.parametrize(("found_inf", "left"), [(1.0, 1.0), (0.0, 0.75)])
+def test_a_flush_applies_no_step_that_a_scaler_has_skipped(found_inf: float, left: float) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.25)
+    optimizer.state[parameter] = {GRADIENT: torch.ones(3), SKIP: torch.tensor(found_inf)}
+    assert apply_pending(optimizer) and not has_pending(optimizer) and not apply_pending(optimizer)
+    assert parameter.tolist() == [left] * 3 and parameter.grad is None

@@ -13,7 +13,7 @@ from zgraph.analysis.cost import costs_of
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.target import sharing_of
 from zgraph.graph.lanes import Lane
-from zgraph.passes import presets
+from zgraph.passes import GatherAhead, presets
 
 CPU = Hardware.preset("cpu")
 
@@ -78,3 +78,19 @@ def test_planned_passes_differ_from_the_default_in_what_decides_the_order() -> N
     *planned, overlap, streams, copies = presets.planned(bucket_bytes=77)
     assert [*planned, streams] == [*presets.default(bucket_bytes=77)[:-4], presets.default()[-1]]
     assert (overlap.name, streams.name, copies.name) == ("schedule_overlap", "stream_states", "schedule_copies")
+
+
+def test_what_streams_comes_last_and_by_costs_where_the_rest_goes_by_costs() -> None:
+    def ends(pipeline: Pipeline | None, **options: bool) -> list[str]:
+        return [one.name for one in presets.with_streams(pipeline, **options).passes[-3:]]
+
+    target = Target(hardware=CPU)
+    bare = presets.planned()[:-2]
+    assert ends(Pipeline(bare, target=target)) == ["schedule_overlap", "stream_states", "schedule_copies"]
+    ahead = Pipeline([*presets.planned(), GatherAhead()], target=target)
+    assert ends(ahead) == ["gather_ahead", "stream_states", "schedule_copies"]
+    assert presets.with_streams(ahead).target == target
+    *_, before, streams = ends(Pipeline([*presets.default()[:-1], GatherAhead()]))
+    assert (before, streams) == ("gather_ahead", "stream_states")
+    *_, before, streams = ends(None, delays=True)
+    assert (before, streams) == ("start_delayed_updates", "stream_states")

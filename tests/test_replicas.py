@@ -201,7 +201,8 @@ def trained(
     norms: list[float] = []
     for every_x, every_time in batches():
         x, time = (rows.chunk(mesh.size(1))[mesh.get_local_rank("dp")] for rows in (every_x, every_time))
-        first = (x, time) if rank == 0 else ()
+        # torch 2.12 sends a gradient back for every tensor that a stage passes on.
+        first = (x, time.requires_grad_()) if rank == 0 else ()
         more: dict[str, Any] = {"target": x} if rank == world - 1 else {}
         schedule.step(*first, **more)
         if synced:

@@ -46,4 +46,6 @@ def zgraph(
             '@zgraph.training_step(model, opt, options={"cuda_graph": True}) above the function that holds the lines '
             "of the step."
         )
-    return FrameCompiler(Frame.of_dynamo(gm), parsed).compile(gm, example_inputs)
+    frame = Frame.of_dynamo(gm)
+    frame.check_batch()
+    return FrameCompiler(frame, parsed).compile(gm, example_inputs)

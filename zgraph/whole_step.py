@@ -191,6 +191,7 @@ class TrainingStep(Generic[P, R]):
                     "zgraph.training_step: the step begins while a window of zgraph.no_sync is open; close the window "
                     "with a forward and backward outside of no_sync first."
                 )
+            scope.check_batch(leaves)
         parameters = lifted.held
         has_gradient = tuple(map(is_not, gradients_of(parameters), repeat(None)))
         lifted.settle()

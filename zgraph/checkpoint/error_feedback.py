@@ -76,8 +76,9 @@ def tensors_of(module: nn.Module, *, copies: bool) -> Tensors:
 
 def _division(param: ShardedParam) -> dict[str, int | bool]:
     """Sizes that decide which rank keeps the error of which elements."""
-    layout = param.spec.layout
-    return {
+    layout, split = param.spec.layout, param.spec.split
+    parts: dict[str, int | bool] = {} if split is None else {"tensor_parallel": split.size}
+    return parts | {
         "ranks": param.sharded.device_mesh.size(),
         "group": layout.world,
         "replicas": layout.num_replicas,
@@ -222,6 +223,8 @@ def _part(
     here = _division(param)
     numel, chunks = fact["numel"], fact["chunks"]
     way: Literal["own", "cut", "mean"] = "own"
+    if division != here and "tensor_parallel" in (division | here):
+        return None  # each rank's part of the parameter has other elements
     if division != here and _is_low_rank(fact):
         if here["ranks"] == 1:
             return None  # nothing is sent

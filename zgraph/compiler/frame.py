@@ -12,12 +12,12 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.hardware import Hardware
-from zgraph.errors import ZgraphWarning
+from zgraph.errors import ZgraphError, ZgraphWarning
 from zgraph.graph.lanes import MemorySpace
 from zgraph.runtime.handle import name_of
 from zgraph.sharding.scope import Scope, scope_behind
 from zgraph.torch_compat.dtensor import local_of
-from zgraph.torch_compat.dynamo import compile_id, dynamo_example, recompile_reason
+from zgraph.torch_compat.dynamo import compile_id, dynamo_example, raise_through_dynamo, recompile_reason
 from zgraph.torch_compat.groups import is_distributed_ready
 
 
@@ -64,6 +64,19 @@ class Frame:
         """Parameter names by the position of their handle among the inputs."""
         names = {position: name_of(value) for position, value in enumerate(self.inputs)}
         return {position: name for position, name in names.items() if name != "?"}
+
+    def check_batch(self) -> None:
+        """Check that the ranks of a tensor-parallel group compile their first frame for the same batch.
+
+        Raises:
+            ZgraphError: they do not.
+        """
+        for scope in self.scopes():
+            if scope.same_batch is not None:
+                try:
+                    scope.same_batch.check(self.inputs)
+                except ZgraphError as error:
+                    raise_through_dynamo(str(error), ZgraphError)
 
     def warn_if_replicas_drift(self) -> None:
         """Warn where several ranks train something that is not sharded."""

@@ -18,6 +18,8 @@ from zgraph.runtime.handle import name_of
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, state_behind
 from zgraph.sharding.dry_run_load import COMPILED
+from zgraph.sharding.meshes.same_batch import SameBatch
+from zgraph.sharding.meshes.tensor_split import TensorSplit
 from zgraph.sharding.offload import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, is_in_backward
 from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
@@ -31,13 +33,14 @@ class ParamSpec:
     """Options of one parameter, as its markers need them; equal for equal blocks.
 
     Attributes:
-        layout: how it lies on the mesh.
+        layout: how it, or this rank's part of it, lies on the mesh.
         dtype: dtype of the sharded parameter.
         device_type: device type of the mesh that it was sharded on.
         compute_dtype: dtype in which it is gathered and read.
         wire_dtype: dtype in which its gradient travels; None: the gradient's own.
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
         reduction: "mean" or "sum".
+        split: how it lies on a tensor-parallel axis, before zgraph shards this rank's part; None: there is no such axis.
         ignored: read as it is and not reduced; replicated in name only, since each rank keeps its own values.
     """
 
@@ -48,7 +51,13 @@ class ParamSpec:
     wire_dtype: torch.dtype | None
     mean_dtype: torch.dtype | None
     reduction: str
+    split: TensorSplit | None = None
     ignored: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self.layout.shape if self.split is None else self.split.shape
 
 
 class Scope:
@@ -67,6 +76,7 @@ class Scope:
         report: `zgraph.Report` of what was compiled for these modules, only stored here; None: nothing was.
         machine: hardware of all ranks, as far as the names of GPUs tell; None: unknown.
         resting: memory of what these modules offload; None: everything rests on the device.
+        same_batch: compares what the ranks of a tensor-parallel group are given; None: there is none, or nobody asks.
         clocks: of each `zgraph.Metrics` that watches these modules, only stored here.
         handle_of: while a whole step is traced: what stands for the handle of a parameter that is read. The shards
             are the modules' parameters at that time, as ever. None: no step is traced.
@@ -84,6 +94,7 @@ class Scope:
         self.report: object = None
         self.machine: Hardware | None = None
         self.resting: Resting | None = None
+        self.same_batch: SameBatch | None = None
         self.clocks: list[Any] = []
         self.handle_of: Callable[[ShardedParam], Tensor] | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
@@ -91,6 +102,16 @@ class Scope:
         # do in the replicated model. In a compiled graph the pass dedupe_gathers does this.
         self.gathered: dict[ShardedParam, Tensor] | None = None
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+
+    @no_frames_inside
+    def check_batch(self, inputs: Any) -> None:
+        """Check that the ranks of a tensor-parallel group run their first forward on the same batch.
+
+        Raises:
+            ZgraphError: they do not.
+        """
+        if self.same_batch is not None and self.same_batch.is_due and not torch.compiler.is_compiling():
+            self.same_batch.check(tree_flatten(inputs)[0])
 
     @no_frames_inside
     def begin(self) -> None:
@@ -222,7 +243,7 @@ class ShardedParam:
                 "zgraph.shard and before the first forward, or load a checkpoint into it.",
                 ZgraphError,
             )
-        shape = spec.layout.shape
+        shape = spec.shape
         if (parameter.shape, parameter.dtype, parameter.device.type) != (shape, spec.dtype, spec.device_type):
             raise_through_dynamo(
                 f"zgraph: {self.name} was sharded as {list(shape)} {spec.dtype} on {spec.device_type} and is now "

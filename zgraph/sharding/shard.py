@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import attach_state
+from zgraph.sharding.meshes.check_mesh import check_mesh
+from zgraph.sharding.meshes.same_batch import SameBatch
+from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
 from zgraph.sharding.offload import Offload, Resting
 from zgraph.sharding.same_machine import agreed_machine
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import unit_class
+from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of
 from zgraph.torch_compat.modules import local_parameters, replace_parameter
@@ -52,6 +56,7 @@ def shard(
     units: Iterable[Unit] | None = None,
     ignored: Iterable[Ignored] = (),
     offload: Offload | None = None,
+    check_batch: bool = True,
 ) -> nn.Module:
     """Shard a module's parameters over a mesh, in place, so that `forward` gathers what it reads.
 
@@ -60,6 +65,10 @@ def shard(
     tensor in `param_dtype`. Its gradient is averaged over the ranks, in rank order, and arrives in `.grad`, sharded.
     All this holds with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a
     process group makes a second group of the same ranks, for reductions.
+
+    Parameters that are DTensors of a tensor-parallel axis (torch's `parallelize_module`) are sharded over `mesh`, another
+    axis of the same mesh, in addition. At rest all parameters of such a model lie on both axes; in forward these read as
+    the DTensors that they were before.
 
     To give parts of a model other options, call it on them first; a later call on the model leaves them as they are.
 
@@ -89,6 +98,8 @@ def shard(
             values, and their gradients are not reduced.
         offload: where shards and the optimizer's state rest between uses, see `zgraph.Offload`; one for all parts of a
             model. None: on the device.
+        check_batch: of a tensor-parallel model: compare, in the first forward, a checksum of the inputs over the ranks of
+            each tensor-parallel group, which compute one batch together. False: their inputs are parts of it.
 
     Returns:
         `module`.
@@ -96,10 +107,12 @@ def shard(
     Raises:
         ValueError: an option or the model cannot be honoured; the message says which and what to do.
     """
-    mesh = _check_mesh(mesh, module)
+    mesh = check_mesh(mesh, module)
     _check_options(zero_stage, reduction, param_dtype=param_dtype, reduce_dtype=reduce_dtype, mean_dtype=mean_dtype)
     ignored_ids = _ignored_ids(ignored)
-    found = _find_parameters(module, mesh)
+    axis = tensor_axis(_on_other_axes(module), mesh)
+    at_rest = mesh_at_rest(mesh, axis)
+    found = _find_parameters(module, at_rest)
     unit_names = _unit_names(module, units)
 
     _check_untied(found, module)
@@ -110,6 +123,7 @@ def shard(
     scope.resting = _resting(module, mesh, offload)
     if scope.resting is not None:
         scope.resting.roots.add(module)
+    scope.same_batch = SameBatch(axis) if axis is not None and check_batch else None
     for part in module.modules():
         known = state_of(part)
         if known is not None:
@@ -128,8 +142,11 @@ def shard(
     for entry in found:
         is_ignored = id(entry.parameter) in ignored_ids
         stage = 0 if is_ignored or entry.parameter.ndim == 0 else zero_stage
+        split = None if axis is None else TensorSplit.of(entry.name, entry.parameter, axis)
+        shape = tuple(entry.parameter.shape) if split is None else split.part_shape
         spec = ParamSpec(
-            layout=ShardLayout(tuple(entry.parameter.shape), stage, replica_group, gather_group),
+            layout=ShardLayout(shape, stage, replica_group, gather_group),
+            split=split,
             dtype=entry.parameter.dtype,
             device_type=mesh.device_type,
             compute_dtype=(
@@ -141,7 +158,7 @@ def shard(
             ignored=is_ignored,
         )
         scope.has_windows = scope.has_windows or (stage < 3 and not is_ignored)
-        _place(entry, spec, mesh, scope.resting)
+        _place(entry, spec, mesh, at_rest, scope.resting)
         scope.replaced.append((entry.name, weakref.ref(entry.parameter)))
         _assign_to_unit(entry, spec, module, unit_names)
     for name, part in module.named_modules():
@@ -153,49 +170,8 @@ def shard(
         if own or state.params or part is module:
             base = getattr(type(part), "_zgraph_base", type(part))
             part.__class__ = unit_class(base, own)
-    _broadcast_buffers(module, mesh)
+    _broadcast_buffers(module, at_rest)
     return module
-
-
-def _device_type_of(group: dist.ProcessGroup | None) -> str:
-    on_cuda = group is not None and torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
-    return "cuda" if on_cuda else "cpu"
-
-
-def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
-    if mesh is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "zgraph.shard: no process group; start the script with torchrun and call "
-                "torch.distributed.init_process_group first. On one device leave zgraph.shard out: "
-                'torch.compile(model, backend="zgraph") works without it.'
-            )
-        first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
-        # With meta parameters only: the device on which the process group works.
-        device_type = first.device.type if first is not None else _device_type_of(dist.group.WORLD)
-        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(
-            f'zgraph.shard: mesh is a {type(mesh).__name__}; write init_device_mesh("cpu", (world_size,)), or '
-            'DeviceMesh.from_group(group, "cpu") where you have a process group.'
-        )
-    if mesh.ndim > 2:
-        axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise ValueError(
-            f"zgraph.shard: the mesh has {mesh.ndim} axes {axes}; zgraph shards over one, and replicates over one "
-            f"more at most. Pass one or two of them, such as mesh[{axes[-2:]!r}]."
-        )
-    if dist.get_world_size() % mesh.size():
-        raise ValueError(
-            f"zgraph.shard: a mesh of {mesh.size()} ranks {mesh.mesh.tolist()} does not divide the world of "
-            f"{dist.get_world_size()}; start torchrun with a multiple of {mesh.size()} ranks, or make another mesh."
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"zgraph.shard: rank {dist.get_rank()} is not part of the mesh {mesh.mesh.tolist()}; call shard only on "
-            "the mesh's own ranks, with a mesh whose size fits the world."
-        )
-    return mesh
 
 
 def _check_options(zero_stage: int, reduction: str, **dtypes: torch.dtype | None) -> None:
@@ -222,6 +198,19 @@ def _ignored_ids(ignored: Iterable[Ignored]) -> dict[int, None]:
     return ids
 
 
+def _on_other_axes(module: nn.Module) -> Iterator[tuple[str, DeviceMesh]]:
+    """Names and tensor-parallel meshes of parameters, whether they were sharded before or not."""
+    for prefix, part in module.named_modules():
+        state = state_of(part)
+        for attribute, parameter in local_parameters(part).items():
+            known = None if state is None else state.by_attribute.get(attribute)
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if known is not None and known.spec.split is not None:
+                yield name, known.spec.split.mesh
+            elif known is None and isinstance(parameter, DTensor):
+                yield name, parameter.device_mesh
+
+
 def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
     """Find every parameter that is still to be sharded, with its places, in the order of `named_parameters`."""
     sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
@@ -231,8 +220,9 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
             if parameter is None:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if isinstance(parameter, DTensor):
-                _check_sharded_before(name, part, attribute, parameter, mesh)
+            state = state_of(part)
+            if isinstance(parameter, DTensor) and state is not None and attribute in state.by_attribute:
+                _check_sharded_before(name, parameter, mesh)
                 continue
             if parameter.is_complex():
                 raise ValueError(
@@ -263,17 +253,12 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
     ]
 
 
-def _check_sharded_before(name: str, part: nn.Module, attribute: str, parameter: DTensor, mesh: DeviceMesh) -> None:
-    state = state_of(part)
-    if state is None or attribute not in state.by_attribute:
-        raise ValueError(
-            f"zgraph.shard: {name} is a DTensor already ({list(parameter.placements)} on {parameter.device_mesh}); "
-            "tensor-parallel parameters are not supported together with zgraph.shard yet. Shard the plain module."
-        )
+def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
     if parameter.device_mesh != mesh:
         raise ValueError(
             f"zgraph.shard: {name} was sharded on {parameter.device_mesh}, not on {mesh}; one model needs one mesh, or "
-            "clipping and fused optimizers cannot work on it."
+            "clipping and fused optimizers cannot work on it. Shard a tensor-parallel model as a whole, or only parts of "
+            "which something is tensor-parallel."
         )
 
 
@@ -333,14 +318,20 @@ def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Re
     return known
 
 
-def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, resting: Resting | None) -> None:
+def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh, resting: Resting | None) -> None:
     """Replace the parameter by its DTensor, wherever it is read."""
-    placements = spec.layout.placements(mesh.ndim)
+    placements = placements_at_rest(spec.layout, mesh.ndim, spec.split)
+    shape, part = entry.parameter.shape, entry.parameter.detach()
+    stride = part.stride()
+    if isinstance(part, DTensor):
+        part = local_of(part)
     with torch.no_grad():
-        if spec.ignored:
-            distributed = DTensor.from_local(entry.parameter.detach(), mesh, placements, run_check=False)
-        else:
-            distributed = distribute_tensor(entry.parameter.detach(), mesh, placements)
+        if not spec.ignored and spec.split is not None and spec.split.dim is not None:
+            # Each rank of the tensor-parallel axis has another part, of which the first one along `mesh` has the values.
+            part = local_of(distribute_tensor(part, mesh, spec.layout.placements(mesh.ndim)))
+        elif not spec.ignored:
+            part = local_of(distribute_tensor(part, at_rest, placements))
+        distributed = DTensor.from_local(part, at_rest, placements, run_check=False, shape=shape, stride=stride)
     if resting is not None:
         distributed = resting.place_parameter(distributed, entry.name)
     sharded = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad)

@@ -25,7 +25,7 @@ from zgraph.torch_compat.modules import local_parameters, tree_flatten, tree_unf
 
 @no_frames_inside
 def gather(param: ShardedParam, scope: Scope) -> Tensor:
-    """The unsharded parameter, through its marker.
+    """The unsharded parameter, through its marker; of a tensor-parallel one this rank's part.
 
     Raises:
         ZgraphError: the parameter is no longer what `shard` made of it.
@@ -44,6 +44,12 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     if param not in share:  # by identity: parts sharded one by one may have parameters of equal names
         share[param] = _unshard(parameter, handle, spec, window)
     return share[param]
+
+
+@no_frames_inside
+def _as_read(part: Tensor, param: ShardedParam) -> Tensor:
+    """What the module reads: a DTensor where the parameter is tensor-parallel."""
+    return part if param.spec.split is None else param.spec.split.as_read(part)
 
 
 @no_frames_inside
@@ -123,6 +129,7 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
     outermost = not scope.active
     if outermost:
         scope.check_optimizers()
+        scope.check_batch((args, kwargs))
         scope.begin()
     before: list[tuple[ModuleState, dict[str, Tensor] | None]] = []
     try:
@@ -130,8 +137,9 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
         unsharded: list[Tensor] = []
         for param in state.params:
-            tensor = gather(param, scope)
-            unsharded.append(tensor)
+            part = gather(param, scope)
+            unsharded.append(part)
+            tensor = _as_read(part, param)
             for site, attribute in param.sites:
                 site_state: ModuleState = getattr(site, STATE)
                 before.append((site_state, site_state.unsharded))
@@ -158,7 +166,8 @@ def _read_property(attribute: str) -> property:
             return state.unsharded[attribute]
         if state.scope.active and attribute in state.by_attribute:
             # Read by a module other than its owner, such as nn.MultiheadAttention and its out_proj.
-            return gather(state.by_attribute[attribute], state.scope)
+            param = state.by_attribute[attribute]
+            return _as_read(gather(param, state.scope), param)
         return local_parameters(module)[attribute]
 
     return property(read)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from zgraph.torch_compat.operators import OpOverload
 
@@ -140,3 +140,19 @@ def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_t
 
     placements = [_NormPartial(norm_type) if is_split else Replicate() for is_split in split]
     return DTensor.from_local(norms, mesh, placements, run_check=False)
+
+
+def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh of the axes of several, as FSDP2 makes it beside tensor parallelism (`_concatenate`, 2.13).
+
+    Raises:
+        RuntimeError: they overlap, or are slices of different meshes.
+    """
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Placement of what another axis has split into so many parts on this dim before (`_StridedShard`, 2.11 - 2.13)."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)

@@ -1,0 +1,56 @@
+"""Checks of the mesh that `zgraph.shard` is given."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zgraph.torch_compat.groups import backend_of
+
+
+def _device_type_of(group: dist.ProcessGroup | None) -> str:
+    on_cuda = group is not None and torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
+    return "cuda" if on_cuda else "cpu"
+
+
+def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
+    """The mesh to shard over; one axis of all ranks if none is given.
+
+    Raises:
+        ValueError: this rank cannot shard over it.
+    """
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "zgraph.shard: no process group; start the script with torchrun and call "
+                "torch.distributed.init_process_group first. On one device leave zgraph.shard out: "
+                'torch.compile(model, backend="zgraph") works without it.'
+            )
+        first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
+        # With meta parameters only: the device on which the process group works.
+        device_type = first.device.type if first is not None else _device_type_of(dist.group.WORLD)
+        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f'zgraph.shard: mesh is a {type(mesh).__name__}; write init_device_mesh("cpu", (world_size,)), or '
+            'DeviceMesh.from_group(group, "cpu") where you have a process group.'
+        )
+    if mesh.ndim > 2:
+        axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ValueError(
+            f"zgraph.shard: the mesh has {mesh.ndim} axes {axes}; zgraph shards over one, and replicates over one "
+            f"more at most. Pass one or two of them, such as mesh[{axes[-2:]!r}]."
+        )
+    if dist.get_world_size() % mesh.size():
+        raise ValueError(
+            f"zgraph.shard: a mesh of {mesh.size()} ranks {mesh.mesh.tolist()} does not divide the world of "
+            f"{dist.get_world_size()}; start torchrun with a multiple of {mesh.size()} ranks, or make another mesh."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"zgraph.shard: rank {dist.get_rank()} is not part of the mesh {mesh.mesh.tolist()}; call shard only on "
+            "the mesh's own ranks, with a mesh whose size fits the world."
+        )
+    return mesh

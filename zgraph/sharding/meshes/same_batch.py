@@ -1,0 +1,68 @@
+"""A check that ranks of one tensor-parallel group are given the same batch, which they compute together."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ZgraphError
+from zgraph.torch_compat.collectives import all_gather
+from zgraph.torch_compat.fake_values import is_fake, without_fake_mode
+from zgraph.torch_compat.groups import is_fake_world
+
+
+class SameBatch:
+    """Compares checksums of the first batch over a tensor-parallel axis; all of its ranks run that forward together.
+
+    Args:
+        mesh: [T] ranks of the axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.is_due = mesh.size() > 1
+
+    def check(self, inputs: Iterable[object]) -> None:
+        """Compare the inputs of the first call; later calls return at once.
+
+        Raises:
+            ZgraphError: on all ranks of the group; the inputs differ.
+        """
+        if not self.is_due:
+            return
+        given = [one for one in inputs if isinstance(one, Tensor) and not isinstance(one, DTensor)]
+        if any(is_fake(one) or one.is_meta for one in given) or is_fake_world():
+            return
+        self.is_due = False
+        group = self.mesh.get_group()
+        with torch.no_grad(), without_fake_mode():
+            own = torch.tensor([_checksum(given)], dtype=torch.int64, device=self.mesh.device_type)
+            every = own.new_empty(self.mesh.size())
+            all_gather(every, own, group)
+            sums = every.tolist()
+        if len(set(sums)) > 1:
+            members = dist.get_process_group_ranks(group)
+            of_ranks = ", ".join(f"rank {rank}: {found:08x}" for rank, found in zip(members, sums, strict=True))
+            raise ZgraphError(
+                f"zgraph: the ranks of one tensor-parallel group {members} were given different batches (checksums "
+                f"{of_ranks}), and compute each batch together. Choose the batch by the data-parallel rank: "
+                'DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank()). If each is meant to hold a '
+                "part of one batch, write zgraph.shard(..., check_batch=False)."
+            )
+
+
+def _checksum(tensors: Iterable[Tensor]) -> int:
+    """CRC-32 of shapes, dtypes and values."""
+    found = 0
+    for tensor in tensors:
+        found = zlib.crc32(f"{list(tensor.shape)} {tensor.dtype}".encode(), found)
+        if tensor.layout == torch.strided and tensor.numel():
+            values = tensor.detach().cpu().contiguous().reshape(-1)
+            found = zlib.crc32(values.view(torch.uint8).numpy(), found)
+    return found

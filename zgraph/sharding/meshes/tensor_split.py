@@ -1,0 +1,159 @@
+"""Tensor parallelism: what its axis leaves of a parameter to each rank, and how zgraph's own axes divide that further.
+
+`parallelize_module` makes DTensors on a `tp` axis. zgraph shards the part of each rank over its own axes, as FSDP2
+does, so that at rest the parameter is a DTensor on all of these axes. In forward the part is gathered, and is the same
+DTensor on `tp` again: compute, and its collectives, stay DTensor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from zgraph.runtime.shard_layout import ShardLayout
+from zgraph.torch_compat.dtensor import joined_mesh, strided_shard
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """How a parameter lies on a tensor-parallel axis.
+
+    Attributes:
+        shape: of the whole parameter.
+        mesh: [T] ranks of the axis.
+        placement: `Shard` or `Replicate`; None for a plain parameter, of which all ranks hold the same.
+    """
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    placement: Placement | None
+
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, mesh: DeviceMesh) -> TensorSplit:
+        """Look at a parameter of a model that is parallelized over a mesh.
+
+        Raises:
+            ValueError: it lies there in a way that zgraph cannot divide further.
+        """
+        shape = tuple(parameter.shape)
+        if not isinstance(parameter, DTensor):
+            return cls(shape, mesh, None)
+        (placement,) = parameter.placements
+        if isinstance(placement, Replicate):
+            return cls(shape, mesh, placement)
+        if type(placement) is not Shard:
+            raise ValueError(
+                f"zgraph.shard: {name} lies as {placement} on the tensor-parallel mesh {mesh}; zgraph divides "
+                "Shard and Replicate further. Give its module another style in parallelize_module."
+            )
+        dim = placement.dim % len(shape)
+        if shape[dim] % mesh.size():
+            raise ValueError(
+                f"zgraph.shard: {name} of shape {list(shape)} is split on dim {dim} over {mesh.size()} ranks, which "
+                f"then hold parts of different sizes; use a size that {mesh.size()} divides, or leave its module out of "
+                "parallelize_module."
+            )
+        return cls(shape, mesh, Shard(dim))
+
+    @property
+    def size(self) -> int:
+        """Ranks of the axis."""
+        return self.mesh.size()
+
+    @property
+    def dim(self) -> int | None:
+        """The tensor's dim that the axis splits; None where all of its ranks hold the same."""
+        return self.placement.dim if isinstance(self.placement, Shard) and self.size > 1 else None
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of each rank's part, which zgraph gathers and reduces."""
+        return tuple(rows // self.size if dim == self.dim else rows for dim, rows in enumerate(self.shape))
+
+    def as_read(self, part: Tensor) -> Tensor:
+        """What the module reads in forward, from this rank's gathered part: a DTensor on the axis, if it was one."""
+        if self.placement is None:
+            return part
+        return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)
+
+
+def placements_at_rest(layout: ShardLayout, ndim: int, split: TensorSplit | None) -> tuple[Placement, ...]:
+    """Placements of a parameter on zgraph's axes, and on the tensor-parallel one behind them.
+
+    Args:
+        layout: of this rank's part.
+        ndim: number of zgraph's axes.
+        split: how the tensor-parallel axis splits the parameter; None: there is none.
+    """
+    own = layout.placements(ndim)
+    if split is None:
+        return own
+    if layout.is_sharded and split.dim == 0:  # first split over the tensor-parallel axis, although that comes last
+        own = (*own[:-1], strided_shard(0, split.size))
+    return (*own, split.placement or Replicate())
+
+
+def tensor_axis(parameters: Iterable[tuple[str, DeviceMesh]], mesh: DeviceMesh) -> DeviceMesh | None:
+    """The tensor-parallel axis of a model; None if nothing lies on one.
+
+    Args:
+        parameters: names and meshes of DTensors that zgraph has not made.
+        mesh: over which zgraph shards.
+
+    Raises:
+        ValueError: there are several, or the axis and the mesh do not fit together.
+    """
+    found: dict[DeviceMesh, str] = {}
+    for name, of_parameter in parameters:
+        found.setdefault(of_parameter, name)
+    if not found:
+        return None
+    axis, name = next(iter(found.items()))
+    if len(found) > 1:
+        others = ", ".join(f"{name} on {one}" for one, name in found.items())
+        raise ValueError(
+            f"zgraph.shard: the model's DTensors lie on several meshes ({others}); one tensor-parallel axis composes "
+            'with zgraph. Parallelize all modules over the same mesh["tp"].'
+        )
+    if axis.ndim > 1:
+        raise ValueError(
+            f"zgraph.shard: {name} lies on the {axis.ndim} axes of {axis}; one tensor-parallel axis composes with "
+            'zgraph, which adds its own. Write parallelize_module(module, mesh["tp"], plan).'
+        )
+    return axis
+
+
+def mesh_at_rest(mesh: DeviceMesh, axis: DeviceMesh | None) -> DeviceMesh:
+    """The mesh of zgraph's axes and the tensor-parallel one, on which parameters lie between forwards.
+
+    Raises:
+        ValueError: the two overlap, or are not slices of one mesh.
+    """
+    if axis is None:
+        return mesh
+    names, others = mesh.mesh_dim_names, axis.mesh_dim_names
+    advice = (
+        'slice both from one mesh: mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")); '
+        'parallelize_module(..., mesh["tp"], ...); zgraph.shard(..., mesh["dp"]).'
+    )
+    if names is None or others is None:
+        raise ValueError(f"zgraph.shard: the axes of {mesh} and of the tensor-parallel {axis} need names; {advice}")
+    twice = [name for name in names if name in others]
+    if twice:
+        raise ValueError(
+            f"zgraph.shard: the axis {twice[0]!r} is used twice: the model is tensor-parallel over it, and zgraph would "
+            f"shard over it, too; {advice}"
+        )
+    try:
+        joined = joined_mesh([mesh, axis])
+    except RuntimeError as error:
+        raise ValueError(
+            f"zgraph.shard: {mesh} and the tensor-parallel {axis} do not make up one mesh ({error}); {advice}"
+        ) from error
+    if joined.get_coordinate() is None:
+        raise ValueError(f"zgraph.shard: this rank is missing in the mesh that {mesh} and {axis} make up; {advice}")
+    return joined

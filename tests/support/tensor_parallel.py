@@ -106,10 +106,8 @@ def split_mlp(model: nn.Module, tp: DeviceMesh) -> None:
 def split_llama(model: nn.Module, tp: DeviceMesh) -> None:
     """Attention and MLP of each block; norms, embedding and head are whole on every rank."""
     assert isinstance(model, Llama)
-    columns, rows = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up"), (
-        "attention.o",
-        "feed_forward.down",
-    )
+    columns = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
+    rows = ("attention.o", "feed_forward.down")
     for block in model.blocks:
         plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
         parallelize_module(block, tp, plan)
@@ -139,6 +137,13 @@ def split_sequence(model: nn.Module, tp: DeviceMesh) -> None:
         plan |= {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
         plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")}
         parallelize_module(block, tp, plan)
+
+
+def split_loss(model: nn.Module, tp: DeviceMesh) -> None:
+    """The head returns logits that are split along the vocabulary, for `loss_parallel`."""
+    split_llama(model, tp)
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, tp, {"head": head})
 
 
 def features(index: int, replica: int) -> tuple[Tensor, Tensor]:

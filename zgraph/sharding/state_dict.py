@@ -20,7 +20,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import pad_rows
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.sharding.dry_run_load import COMPILED, dry_run_of
-from zgraph.sharding.scope import sharded_parameters, state_of
+from zgraph.sharding.scope import ParamSpec, sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready, resolve_group
 from zgraph.torch_compat.modules import local_parameters
@@ -160,33 +160,45 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     first = not is_distributed_ready() or dist.get_rank() == 0
     result: OrderedDict[str, Any] = OrderedDict()
     done: dict[int, Tensor | None] = {}
-    layouts = {id(param.sharded): param.spec.layout for param in sharded_parameters(module).values()}
+    specs = {id(param.sharded): param.spec for param in sharded_parameters(module).values()}
     # keep_vars: with it tied parameters are one object, not two detached ones.
     for key, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             result[key] = value
             continue
         if id(value) not in done:
-            done[id(value)] = _unsharded_on_first(value.detach(), layouts.get(id(value)), first)
+            done[id(value)] = _unsharded_on_first(value.detach(), specs.get(id(value)), first)
         result[key] = done[id(value)]
     return result if first else OrderedDict()
 
 
-def _unsharded_on_first(value: Tensor, layout: ShardLayout | None, first: bool) -> Tensor | None:
+def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> Tensor | None:
     """A plain copy on the CPU of rank 0; None on the others."""
-    if layout is None or not layout.is_sharded:
-        plain = value
-        if isinstance(value, DTensor):
-            plain = value.full_tensor() if layout is None else value.to_local()
+    if spec is None:
+        plain = value.full_tensor() if isinstance(value, DTensor) else value
         return plain.to("cpu", copy=True) if first else None
-    if layout.replica > 0:
-        return None  # rank 0's group has these shards too
-    chunk = pad_rows(cast(DTensor, value).to_local(), layout.chunk_rows)
+    split = spec.split
+    sent_on = split is not None and split.dim is not None
+    part = _gathered_part(cast(DTensor, value), spec.layout, value.device if sent_on else torch.device("cpu"))
+    if part is None or split is None or split.dim is None:
+        return part.to("cpu", copy=not spec.layout.is_sharded) if part is not None and first else None
+    pieces = [torch.empty_like(part) for _ in range(split.size)] if split.mesh.get_local_rank() == 0 else None
+    dist.gather(part.contiguous(), pieces, group=split.mesh.get_group(), group_dst=0)
+    return torch.cat([piece.cpu() for piece in pieces], split.dim) if pieces is not None and first else None
+
+
+def _gathered_part(value: DTensor, layout: ShardLayout, device: torch.device) -> Tensor | None:
+    """This rank's part of a parameter, all of it without tensor parallelism, on a device; None but on the first rank."""
+    if layout.replica > 0 or (layout.rank > 0 and not layout.is_sharded):
+        return None  # the first rank has these, or its group the shards of these
+    if not layout.is_sharded:
+        return value.to_local()
+    chunk = pad_rows(value.to_local(), layout.chunk_rows)
     pieces = [torch.empty_like(chunk) for _ in range(layout.world)] if layout.rank == 0 else None
     dist.gather(chunk, pieces, group=resolve_group(layout.gather_group), group_dst=0)
     if pieces is None:
         return None
-    unsharded = torch.empty(layout.shape, dtype=value.dtype, device="cpu")
+    unsharded = torch.empty(layout.shape, dtype=value.dtype, device=device)
     parts = unsharded.split([layout.rows_of(rank) for rank in range(layout.world)])
     for part, piece in zip(parts, pieces, strict=True):
         part.copy_(piece[: len(part)])

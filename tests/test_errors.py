@@ -195,7 +195,7 @@ EXPECTED = {
     "cast": r"weight was sharded as .* torch\.float32 on cpu and is now .* torch\.bfloat16 on cpu",
     "replaced": r"^ZgraphError: .*weight is no longer the DTensor that zgraph\.shard made.*before zgraph\.shard",
     "three_axes": r"ValueError: .*mesh has 3 axes \('pp', 'replicas', 'dp'\).*mesh\[\('replicas', 'dp'\)\]",
-    "tensor_parallel": r"ValueError: .*weight is a DTensor already.*tensor-parallel.*Shard the plain module",
+    "tensor_parallel": r"ValueError: .*the axis 'tp' is used twice.*tensor-parallel over it.*mesh\[\"dp\"\]",
     "another_mesh": r"ValueError: .*0\.weight was sharded on .* one model needs one mesh",
     "untied": r"ValueError: .*embed\.weight is tied to weight.*shard both in one call",
     "twice": r"ZgraphError: .*(weight|bias) was differentiated a second time.*create_graph=True",

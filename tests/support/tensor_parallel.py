@@ -51,9 +51,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = (
-            part(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for part in (self.q, self.k, self.v)
-        )
+        q, k, v = (part(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -175,6 +173,7 @@ class Case:
         micro_batches: per step; all but the last under no_sync.
         autocast: dtype to autocast to.
         max_norm: to which gradients are clipped by `clip`, whose norm must be the whole model's; None: no clipping.
+        replicas: of each shard (hybrid sharding); divides the number of data-parallel ranks.
         rounding: how far a gradient may be from that of the whole model, relative to its largest entry.
     """
 
@@ -187,13 +186,17 @@ class Case:
     autocast: torch.dtype | None = None
     max_norm: float | None = None
     clip: Callable[..., Tensor] = zgraph.clip_grad_norm_
+    replicas: int = 1
     rounding: float = 2e-6
     steps: int = 3
 
 
-def mesh_of(tp: int = 2) -> DeviceMesh:
-    """[world / tp, tp] ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+def mesh_of(tp: int = 2, replicas: int = 1) -> DeviceMesh:
+    """[world / tp, tp] ranks; or [replicas, world / tp / replicas, tp]."""
+    dp = dist.get_world_size() // tp
+    if replicas == 1:
+        return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (replicas, dp // replicas, tp), mesh_dim_names=("replicate", "dp", "tp"))
 
 
 def built(case: Case, mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
@@ -202,14 +205,17 @@ def built(case: Case, mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
     model = case.build()
     plain = copy.deepcopy(model)
     case.split(model, mesh["tp"])
-    return zgraph.shard(model, mesh["dp"], **case.options), plain
+    own = mesh["replicate", "dp"] if case.replicas > 1 else mesh["dp"]
+    return zgraph.shard(model, own, **case.options), plain
 
 
 def compiled(case: Case, model: nn.Module) -> Callable[..., Tensor]:
     if case.compile == "eager":
         return model
     if case.compile == "fx":
-        return with_fx(model, pipeline=zgraph.Pipeline(zgraph.passes.presets.default(), replay_all=dist.get_rank() == 0))
+        return with_fx(
+            model, pipeline=zgraph.Pipeline(zgraph.passes.presets.default(), replay_all=dist.get_rank() == 0)
+        )
     return torch.compile(model, backend="zgraph")
 
 
@@ -219,7 +225,7 @@ def compare(case: Case) -> dict[str, float]:
     Returns:
         The largest distances from the plain model: of gradients, and of parameters after the steps.
     """
-    mesh = mesh_of()
+    mesh = mesh_of(replicas=case.replicas)
     model, plain = built(case, mesh)
     called = compiled(case, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -229,7 +235,7 @@ def compare(case: Case) -> dict[str, float]:
         for micro in range(case.micro_batches):
             index = step * case.micro_batches + micro
             train_micro(case, model, called, index, waits=micro < case.micro_batches - 1)
-            plain_gradients(case, plain, index, mesh["dp"].size())
+            plain_gradients(case, plain, index, mesh.size() // mesh["tp"].size())
         worst = max(worst, compare_gradients(case, model, plain, step))
         if case.max_norm is not None:
             found = case.clip(model.parameters(), case.max_norm)
@@ -283,9 +289,10 @@ def follow(model: nn.Module, plain: nn.Module) -> None:
 
 
 def dp_rank(model: nn.Module) -> int:
+    """This rank's place on all axes but the last."""
     parameter = next(model.parameters())
     assert isinstance(parameter, DTensor)
-    return parameter.device_mesh.get_local_rank(0)
+    return dist.get_rank() // parameter.device_mesh.size(-1)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class ParamSpec:
         wire_dtype: dtype in which its gradient travels; None: the gradient's own.
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
         reduction: "mean" or "sum".
-        split: how it lies on a tensor-parallel axis, before zgraph shards this rank's part; None: there is no such axis.
+        split: how it lies on a tensor-parallel axis, before zgraph shards this rank's part; None: there is none.
         ignored: read as it is and not reduced; replicated in name only, since each rank keeps its own values.
     """
 
@@ -241,6 +241,14 @@ class ShardedParam:
             raise_through_dynamo(
                 f"zgraph: {self.name} is on the meta device and has no values; call zgraph.materialize(model) after "
                 "zgraph.shard and before the first forward, or load a checkpoint into it.",
+                ZgraphError,
+            )
+        if spec.split is not None and "forward" in owner.__dict__ and not torch.is_grad_enabled():
+            raise_through_dynamo(
+                f"zgraph: {self.name} is read without gradients by a layer that Hugging Face's tensor parallelism has "
+                "given another forward, which then computes on plain parts of its own parameters, and zgraph has "
+                "sharded these further. Evaluate under torch.enable_grad() and detach the output, or parallelize by "
+                "torch.distributed.tensor.parallel.",
                 ZgraphError,
             )
         shape = spec.shape

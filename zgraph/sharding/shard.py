@@ -66,9 +66,9 @@ def shard(
     All this holds with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a
     process group makes a second group of the same ranks, for reductions.
 
-    Parameters that are DTensors of a tensor-parallel axis (torch's `parallelize_module`) are sharded over `mesh`, another
-    axis of the same mesh, in addition. At rest all parameters of such a model lie on both axes; in forward these read as
-    the DTensors that they were before.
+    Parameters that are DTensors of a tensor-parallel axis (torch's `parallelize_module`) are sharded in addition over
+    `mesh`, another axis of the same mesh. At rest all parameters of such a model lie on both axes; in forward these
+    read as the DTensors that they were before.
 
     To give parts of a model other options, call it on them first; a later call on the model leaves them as they are.
 
@@ -98,8 +98,8 @@ def shard(
             values, and their gradients are not reduced.
         offload: where shards and the optimizer's state rest between uses, see `zgraph.Offload`; one for all parts of a
             model. None: on the device.
-        check_batch: of a tensor-parallel model: compare, in the first forward, a checksum of the inputs over the ranks of
-            each tensor-parallel group, which compute one batch together. False: their inputs are parts of it.
+        check_batch: of a tensor-parallel model: compare, in the first forward, a checksum of the inputs over the ranks
+            of each tensor-parallel group, which compute one batch together. False: their inputs are parts of it.
 
     Returns:
         `module`.
@@ -229,7 +229,7 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
                     f"zgraph.shard: {name} is complex, and gradients are summed as real numbers; store its real and "
                     "imaginary part (torch.view_as_real) and join them in forward."
                 )
-            if "forward" in part.__dict__:
+            if "forward" in part.__dict__ and (not isinstance(parameter, DTensor) or part is module):
                 raise ValueError(
                     f"zgraph.shard: the module of {name} has a forward of its own as an instance attribute, which a "
                     "sharded class cannot replace; call zgraph.shard before whatever wraps it."
@@ -257,8 +257,8 @@ def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> No
     if parameter.device_mesh != mesh:
         raise ValueError(
             f"zgraph.shard: {name} was sharded on {parameter.device_mesh}, not on {mesh}; one model needs one mesh, or "
-            "clipping and fused optimizers cannot work on it. Shard a tensor-parallel model as a whole, or only parts of "
-            "which something is tensor-parallel."
+            "clipping and fused optimizers cannot work on it. Shard a tensor-parallel model as a whole, or parts of it "
+            "of which each has something tensor-parallel."
         )
 
 
@@ -327,7 +327,7 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh
         part = local_of(part)
     with torch.no_grad():
         if not spec.ignored and spec.split is not None and spec.split.dim is not None:
-            # Each rank of the tensor-parallel axis has another part, of which the first one along `mesh` has the values.
+            # Each rank of the tensor-parallel axis has another part; the first one along `mesh` has its values.
             part = local_of(distribute_tensor(part, mesh, spec.layout.placements(mesh.ndim)))
         elif not spec.ignored:
             part = local_of(distribute_tensor(part, at_rest, placements))
@@ -351,6 +351,9 @@ def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names:
     unit = next((name for name in unit_names if all(_inside(prefix, name) for prefix in prefixes)), None)
     if unit is None:
         unit = _common_parent(prefixes)
+        # Hugging Face's tensor parallelism replaces a layer's forward in the instance: what calls that gathers for it.
+        while unit and "forward" in root.get_submodule(unit).__dict__:
+            unit = unit.rpartition(".")[0]
     owner = _state(root.get_submodule(unit))
     owner.params += (param,)
     for _, part, attribute in entry.sites:

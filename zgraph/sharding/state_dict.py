@@ -188,7 +188,7 @@ def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> T
 
 
 def _gathered_part(value: DTensor, layout: ShardLayout, device: torch.device) -> Tensor | None:
-    """This rank's part of a parameter, all of it without tensor parallelism, on a device; None but on the first rank."""
+    """A tensor-parallel rank's part of a parameter, or all of it, on a device; None on all but the first rank."""
     if layout.replica > 0 or (layout.rank > 0 and not layout.is_sharded):
         return None  # the first rank has these, or its group the shards of these
     if not layout.is_sharded:

@@ -54,8 +54,8 @@ class TensorSplit:
         if shape[dim] % mesh.size():
             raise ValueError(
                 f"zgraph.shard: {name} of shape {list(shape)} is split on dim {dim} over {mesh.size()} ranks, which "
-                f"then hold parts of different sizes; use a size that {mesh.size()} divides, or leave its module out of "
-                "parallelize_module."
+                f"then hold parts of different sizes; use a size that {mesh.size()} divides, or leave its module out "
+                "of parallelize_module."
             )
         return cls(shape, mesh, Shard(dim))
 
@@ -145,8 +145,8 @@ def mesh_at_rest(mesh: DeviceMesh, axis: DeviceMesh | None) -> DeviceMesh:
     twice = [name for name in names if name in others]
     if twice:
         raise ValueError(
-            f"zgraph.shard: the axis {twice[0]!r} is used twice: the model is tensor-parallel over it, and zgraph would "
-            f"shard over it, too; {advice}"
+            f"zgraph.shard: the axis {twice[0]!r} is used twice: the model is tensor-parallel over it, and zgraph "
+            f"would shard over it, too; {advice}"
         )
     try:
         joined = joined_mesh([mesh, axis])

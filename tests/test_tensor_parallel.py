@@ -7,6 +7,7 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_equals_the_whole_model_on_one_tensor_parallel_group(ranks: Ranks, name:
 
 
 @worlds(4)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mlp"])
 def test_equals_the_whole_model(ranks: Ranks, name: str) -> None:
     ranks.run(run_case, name)
 
@@ -87,9 +88,10 @@ def test_logits_stay_split_for_a_parallel_loss(ranks: Ranks, mode: str) -> None:
 
 
 def whole_step() -> None:
+    """A step whose model and optimizer rest on the host, beside its lines, whose do not."""
     case = tp.Case(split=tp.split_sequence)
     mesh = tp.mesh_of()
-    model, _ = tp.built(case, mesh)
+    model, _ = tp.built(replace(case, options={"offload": zgraph.Offload(params="host", optimizer="host")}), mesh)
     twin, _ = tp.built(case, mesh)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, foreach=False) for one in (model, twin)]
 

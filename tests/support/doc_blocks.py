@@ -19,10 +19,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zgraph
 from tests.support import models
 from tests.support.graphs import fake_world
+from tests.support.tensor_parallel import Mlp, features
 from zgraph.plan_command import call
 from zgraph.torch_compat.fake_values import fake_mode
 
@@ -248,6 +250,18 @@ def _a_pipeline() -> dict[str, Any]:
     }
 
 
+def _an_mlp() -> dict[str, Any]:
+    names = {"dp": 1, "tp": RANKS, "ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel}
+    return names | {"init_device_mesh": init_device_mesh, "parallelize_module": parallelize_module, "model": Mlp()}
+
+
+def _mlp_trained(names: dict[str, Any]) -> None:
+    inputs, target = features(0, 0)
+    (names["model"](inputs) - target).square().mean().backward()
+    names["opt"].step()
+    assert all(parameter in names["opt"].state for parameter in names["model"].parameters())
+
+
 def _equal_replicas(names: dict[str, Any]) -> None:
     names["replicas"].check_equal()
     assert all(len(names["optimizer"].state[parameter]) for parameter in names["parameters"])
@@ -391,6 +405,8 @@ SETTINGS = [
     Setting('with torch.device("meta"):', lambda: {"Net": models.Attending, "mesh": _mesh()}, _materialized),
     Setting("scaler = zgraph.GradScaler", _with_a_batch, _reduced),
     Setting('replicas = zgraph.Replicas(mesh["pp"]', _a_pipeline, _equal_replicas),
+    # several-dimensions.md
+    Setting('mesh = init_device_mesh("cpu", (dp, tp)', _an_mlp, _mlp_trained),
     # training-step.md
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),

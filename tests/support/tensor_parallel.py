@@ -107,7 +107,8 @@ def split_llama(model: nn.Module, tp: DeviceMesh) -> None:
     columns = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
     rows = ("attention.o", "feed_forward.down")
     for block in model.blocks:
-        plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+        plan |= {name: RowwiseParallel() for name in rows}
         parallelize_module(block, tp, plan)
 
 
@@ -115,7 +116,7 @@ def split_sequence(model: nn.Module, tp: DeviceMesh) -> None:
     """Activations between attention and MLP are split along the sequence; vocabulary of embedding and head, too."""
     assert isinstance(model, Llama)
     tied = model.head.weight is model.embed.weight
-    by_sequence = {
+    by_sequence: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),

@@ -223,7 +223,7 @@ def _part(
     here = _division(param)
     numel, chunks = fact["numel"], fact["chunks"]
     way: Literal["own", "cut", "mean"] = "own"
-    if division != here and "tensor_parallel" in (division | here):
+    if division != here and "tensor_parallel" in {**division, **here}:
         return None  # each rank's part of the parameter has other elements
     if division != here and _is_low_rank(fact):
         if here["ranks"] == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,5 +65,5 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
         found = zlib.crc32(f"{list(tensor.shape)} {tensor.dtype}".encode(), found)
         if tensor.layout == torch.strided and tensor.numel():
             values = tensor.detach().cpu().contiguous().reshape(-1)
-            found = zlib.crc32(values.view(torch.uint8).numpy(), found)
+            found = zlib.crc32(cast(Any, values.view(torch.uint8).numpy()), found)
     return found

@@ -311,6 +311,10 @@ def _generated(names: dict[str, Any]) -> None:
     assert names["tokens"].shape == (1, 3 + 6)
 
 
+def _computed(names: dict[str, Any]) -> None:
+    assert names["logits"].isfinite().all()
+
+
 def _summarized(names: dict[str, Any]) -> None:
     assert zgraph.summary(names["model"]).step_bytes > 0
 
@@ -426,6 +430,7 @@ SETTINGS = [
     Setting('offload = zgraph.Offload(optimizer="host"', _with_many_batches, _flushed),
     Setting('extra = {"step": step.state_dict()}', None, _counting),
     Setting("model = zgraph.shard(model.eval(), offload=", _generating, _generated),
+    Setting('offload = zgraph.Offload(params="disk", path="scratch", param_bits', _generating, _computed),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),
     Setting("target   = zgraph.Target(", _sharded, _train),

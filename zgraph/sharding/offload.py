@@ -21,6 +21,7 @@ from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.fake_values import fake_storage_key
 
 Tier = Literal["host", "disk"]
+Bits = Literal[8, 4]
 T = TypeVar("T", bound=Tensor)
 
 
@@ -38,11 +39,16 @@ class Offload:
         delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
             forward and backward then compute with parameters that lack the latest update, so that it may run beside
             them. This changes results. None: each call applies its own gradients.
+        param_bits: for inference: weights rest, and are sent, as codes of 8 or 4 bits with a scale for each group, and
+            are decoded on the device where they are read. Lossy. Applies to floating-point parameters of two or more
+            dims and 4096 or more elements. None: parameters rest as they are.
+        full_precision: names of parameters that rest as they are all the same, as shell patterns: ("*.wte.weight",).
 
     Raises:
         ValueError: an option, or a combination, cannot be honoured.
 
-    Source of delayed updates: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, section 5.2.
+    Source of delayed updates: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, section 5.2. Of weights at rest that
+    are read layer by layer: Aminabadi et al. 2022, "DeepSpeed Inference", arXiv 2207.00032, section 6.
     """
 
     params: Tier | None = None
@@ -50,6 +56,8 @@ class Offload:
     path: str | os.PathLike[str] | None = None
     host_budget_bytes: int | None = None
     delayed_update_after: int | None = None
+    param_bits: Bits | None = None
+    full_precision: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("params", "optimizer"):
@@ -77,6 +85,7 @@ class Offload:
                 "bytes, or leave it out."
             )
         self._check_delay()
+        self._check_bits()
 
     def _check_delay(self) -> None:
         after = self.delayed_update_after
@@ -91,6 +100,33 @@ class Offload:
             raise ValueError(
                 f"zgraph.Offload: delayed_update_after={after} without an optimizer that rests elsewhere, beside whose "
                 'step nothing would run; write optimizer="host", or leave delayed_update_after out.'
+            )
+
+    def _check_bits(self) -> None:
+        if isinstance(self.full_precision, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"zgraph.Offload: full_precision={self.full_precision!r}; write a tuple of patterns, "
+                f"({self.full_precision!r},)."
+            )
+        bits = self.param_bits
+        if bits is None:
+            if self.full_precision:
+                raise ValueError(
+                    f"zgraph.Offload: full_precision={self.full_precision}, but no parameter rests as codes; write "
+                    "param_bits=8, or leave full_precision out."
+                )
+            return
+        if bits not in get_args(Bits):
+            raise ValueError(f"zgraph.Offload: param_bits={bits!r} is not available; write 8, 4 or None.")
+        if self.params is None:
+            raise ValueError(
+                f'zgraph.Offload: param_bits={bits}, but parameters stay on the device; write params="host", or '
+                "leave param_bits out."
+            )
+        if self.optimizer is not None:
+            raise ValueError(
+                f"zgraph.Offload: param_bits={bits} and optimizer={self.optimizer!r}: codes are for inference, and no "
+                "optimizer can step them; leave one of the two out."
             )
 
 
@@ -155,6 +191,21 @@ class Resting:
     def lacks_step(self) -> bool:
         """Whether updates are to be delayed, and nothing has been made that does."""
         return self.options.delayed_update_after is not None and not self.has_step
+
+    def forbids_gradients(self) -> str | None:
+        """What forbids to compute gradients here; None: nothing does."""
+        if self.options.param_bits is not None:
+            return (
+                f"zgraph.Offload: a forward that computes gradients, but param_bits={self.options.param_bits}: weights "
+                "rest as codes, which are for inference; run it under torch.no_grad(), or leave param_bits out."
+            )
+        if self.lacks_step():
+            return (
+                f"zgraph.Offload: delayed_update_after={self.options.delayed_update_after}, but the model "
+                "trains without zgraph.training_step, which alone can delay updates; decorate the lines of the loop "
+                "first, or leave delayed_update_after out."
+            )
+        return None
 
     @property
     def folder(self) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.collective_error import collective_error
+from zgraph.sharding.codes import Codes
 from zgraph.sharding.offload import Resting
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.memory import storage_key
@@ -281,6 +282,14 @@ def _resting(page: PagedParameter) -> Resting | None:
     return resting if resting is not None and resting.options.params is not None else None
 
 
+def _codes(page: PagedParameter) -> Codes | None:
+    """What the parameter is to rest as; None: as it is."""
+    site, attribute = page.sites[0]
+    state = state_of(site)
+    param = None if state is None else state.by_attribute.get(attribute)
+    return None if param is None else param.spec.codes
+
+
 def _at_rest(page: PagedParameter, part: Tensor) -> Tensor:
     """This rank's part where it is to rest: all parts together may not fit on the device."""
     resting = _resting(page)
@@ -329,8 +338,15 @@ def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
     if shard.stride() != laid_out.stride():
         shard = torch.empty_like(laid_out, device=shard.device).copy_(shard)
         page.unsharded.untyped_storage().resize_(0)
-    values = _as_dtensor(page, _at_rest(page, shard))
-    filled = nn.Parameter(values, requires_grad=page.shown.requires_grad)
+    codes = _codes(page)
+    if codes is None:
+        values = _as_dtensor(page, _at_rest(page, shard))
+    else:
+        coded = codes.encoded(_as_dtensor(page, shard))
+        values = DTensor.from_local(
+            _at_rest(page, coded.to_local()), coded.device_mesh, coded.placements, run_check=False
+        )
+    filled = nn.Parameter(values, requires_grad=page.shown.requires_grad and codes is None)
     for mark, value in vars(page.shown).items():
         setattr(filled, mark, value)
     try:

@@ -17,6 +17,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, state_behind
+from zgraph.sharding.codes import Codes
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.tensor_split import TensorSplit
@@ -36,12 +37,13 @@ class ParamSpec:
         layout: how it, or this rank's part of it, lies on the mesh.
         dtype: dtype of the sharded parameter.
         device_type: device type of the mesh that it was sharded on.
-        compute_dtype: dtype in which it is gathered and read.
+        compute_dtype: dtype in which it is read.
         wire_dtype: dtype in which its gradient travels; None: the gradient's own.
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
         reduction: "mean" or "sum".
         split: how it lies on a tensor-parallel axis, before zgraph shards this rank's part; None: there is none.
         ignored: read as it is and not reduced; replicated in name only, since each rank keeps its own values.
+        codes: what the bytes stand for that rest in its place; `layout` and `dtype` are theirs. None: it rests itself.
     """
 
     layout: ShardLayout
@@ -53,6 +55,12 @@ class ParamSpec:
     reduction: str
     split: TensorSplit | None = None
     ignored: bool = False
+    codes: Codes | None = None
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """Dtype in which it is gathered."""
+        return self.compute_dtype if self.codes is None else self.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -163,18 +171,14 @@ class Scope:
 
     @torch.compiler.assume_constant_result
     def check_optimizers(self) -> None:
-        """Refuse to train when an optimizer still steps the parameters that `shard` replaced, or cannot step late.
+        """Refuse to train what only serves, what no optimizer steps late, or by one that holds what `shard` replaced.
 
         Raises:
-            ZgraphError: names the first such parameter; or says that nobody delays updates.
+            ZgraphError: names the first such parameter; or says which option of `zgraph.Offload` is in the way.
         """
-        if torch.is_grad_enabled() and self.resting is not None and self.resting.lacks_step():
-            raise_through_dynamo(
-                f"zgraph.Offload: delayed_update_after={self.resting.options.delayed_update_after}, but the model "
-                "trains without zgraph.training_step, which alone can delay updates; decorate the lines of the loop "
-                "first, or leave delayed_update_after out.",
-                ZgraphError,
-            )
+        refusal = self.resting.forbids_gradients() if self.resting is not None and torch.is_grad_enabled() else None
+        if refusal is not None:
+            raise_through_dynamo(refusal, ZgraphError)
         replaced, self.replaced = self.replaced, []
         for name, reference in replaced:
             old = reference()

@@ -17,6 +17,7 @@ from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import attach_state
+from zgraph.sharding.codes import Codes
 from zgraph.sharding.meshes.check_mesh import check_mesh
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
@@ -24,7 +25,7 @@ from zgraph.sharding.offload import Offload, Resting
 from zgraph.sharding.same_machine import agreed_machine
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
-from zgraph.sharding.unit import unit_class
+from zgraph.sharding.unit import lies_inside, outermost_units, unit_class
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of
@@ -113,7 +114,7 @@ def shard(
     axis = tensor_axis(_on_other_axes(module), mesh)
     at_rest = mesh_at_rest(mesh, axis)
     found = _find_parameters(module, at_rest)
-    unit_names = _unit_names(module, units)
+    unit_names = outermost_units(module, units)
 
     _check_untied(found, module)
 
@@ -123,6 +124,11 @@ def shard(
     scope.resting = _resting(module, mesh, offload)
     if scope.resting is not None:
         scope.resting.roots.add(module)
+        if axis is not None and scope.resting.options.param_bits is not None:
+            raise ValueError(
+                f"zgraph.shard: param_bits={scope.resting.options.param_bits} and parameters that are tensor-parallel on "
+                f"{axis}: only whole weights rest as codes; leave param_bits or parallelize_module out."
+            )
     scope.same_batch = SameBatch(axis) if axis is not None and check_batch else None
     for part in module.modules():
         known = state_of(part)
@@ -144,10 +150,13 @@ def shard(
         stage = 0 if is_ignored or entry.parameter.ndim == 0 else zero_stage
         split = None if axis is None else TensorSplit.of(entry.name, entry.parameter, axis)
         shape = tuple(entry.parameter.shape) if split is None else split.part_shape
+        layout = ShardLayout(shape, stage, replica_group, gather_group)
+        options = None if scope.resting is None or is_ignored else scope.resting.options
+        codes = Codes.of(options, entry.name, entry.parameter, layout)
         spec = ParamSpec(
-            layout=ShardLayout(shape, stage, replica_group, gather_group),
+            layout=layout if codes is None else codes.layout,
             split=split,
-            dtype=entry.parameter.dtype,
+            dtype=entry.parameter.dtype if codes is None else torch.uint8,
             device_type=mesh.device_type,
             compute_dtype=(
                 param_dtype if param_dtype and entry.parameter.is_floating_point() else entry.parameter.dtype
@@ -156,6 +165,7 @@ def shard(
             mean_dtype=mean_dtype,
             reduction=reduction,
             ignored=is_ignored,
+            codes=codes,
         )
         scope.has_windows = scope.has_windows or (stage < 3 and not is_ignored)
         _place(entry, spec, mesh, at_rest, scope.resting)
@@ -278,28 +288,6 @@ def _check_untied(found: Sequence[_Found], module: nn.Module) -> None:
             )
 
 
-def _unit_names(module: nn.Module, units: Iterable[Unit] | None) -> tuple[str, ...]:
-    """Qualified names of the named units; where they are nested, only of the outermost."""
-    names: list[str] = []
-    for unit in units or ():
-        matching = [
-            name
-            for name, part in module.named_modules()
-            if part is unit or (isinstance(unit, type) and isinstance(part, unit))
-        ]
-        if not matching:
-            shown = unit.__name__ if isinstance(unit, type) else type(unit).__name__
-            raise ValueError(f"zgraph.shard: units names {shown}, which the model does not contain; name one it does.")
-        names.extend(matching)
-    return tuple(
-        name for name in dict.fromkeys(names) if not any(name != other and _inside(name, other) for other in names)
-    )
-
-
-def _inside(name: str, unit: str) -> bool:
-    return unit == "" or name == unit or name.startswith(unit + ".")
-
-
 def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Resting | None:
     """The memory of what is offloaded: that of parts which were sharded before, or a new one."""
     known = next(
@@ -323,6 +311,7 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh
     placements = placements_at_rest(spec.layout, mesh.ndim, spec.split)
     shape, part = entry.parameter.shape, entry.parameter.detach()
     stride = part.stride()
+    is_coded = spec.codes is not None and not entry.parameter.is_meta  # what is on meta has no values yet
     if isinstance(part, DTensor):
         part = local_of(part)
     with torch.no_grad():
@@ -332,9 +321,11 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh
         elif not spec.ignored:
             part = local_of(distribute_tensor(part, at_rest, placements))
         distributed = DTensor.from_local(part, at_rest, placements, run_check=False, shape=shape, stride=stride)
-    if resting is not None:
+    if spec.codes is not None and is_coded:
+        distributed = spec.codes.encoded(distributed)
+    if resting is not None and (spec.codes is None or is_coded):
         distributed = resting.place_parameter(distributed, entry.name)
-    sharded = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad)
+    sharded = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad and not is_coded)
     for mark, value in vars(entry.parameter).items():  # attributes by which users group parameters, for instance
         setattr(sharded, mark, value)
     for _, part, attribute in entry.sites:
@@ -348,7 +339,7 @@ def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names:
     attach_state(handle, *sites[0])
     param = ShardedParam(entry.name, spec, handle, sites)
     prefixes = [prefix for prefix, _, _ in entry.sites]
-    unit = next((name for name in unit_names if all(_inside(prefix, name) for prefix in prefixes)), None)
+    unit = next((name for name in unit_names if all(lies_inside(prefix, name) for prefix in prefixes)), None)
     if unit is None:
         unit = _common_parent(prefixes)
         # Hugging Face's tensor parallelism replaces a layer's forward in the instance: what calls that gathers for it.

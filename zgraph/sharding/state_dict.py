@@ -20,7 +20,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import pad_rows
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.sharding.dry_run_load import COMPILED, dry_run_of
-from zgraph.sharding.scope import ParamSpec, sharded_parameters, state_of
+from zgraph.sharding.scope import ParamSpec, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready, resolve_group
 from zgraph.torch_compat.modules import local_parameters
@@ -124,9 +124,16 @@ def _accept(
         return
     # Copied, never assigned: the optimizer would not know a new tensor, and tied parameters would come apart.
     assign = bool(local_metadata.pop(ASSIGN, False))
-    for attribute in state.by_attribute:
+    for attribute, param in state.by_attribute.items():
         key = f"{prefix}{attribute}"
         sharded, value = local_parameters(module).get(attribute), state_dict.get(key)
+        if _is_weight(value, param) and isinstance(sharded, DTensor):
+            errors.append(
+                f"zgraph: {key} rests as codes (zgraph.Offload, param_bits), and the state dict has the weight itself. "
+                "Load the weights before zgraph.shard, which then quantizes them."
+            )
+            state_dict[key] = sharded.detach()
+            continue
         if not isinstance(sharded, DTensor) or not isinstance(value, Tensor) or value.shape != sharded.shape:
             continue  # torch says what is wrong
         if assign and value.dtype != sharded.dtype:
@@ -142,12 +149,18 @@ def _accept(
             )
 
 
+def _is_weight(value: object, param: ShardedParam) -> bool:
+    """Whether a value is that of a parameter, of which only codes are kept."""
+    codes = param.spec.codes
+    return codes is not None and isinstance(value, Tensor) and value.dtype != param.spec.dtype
+
+
 def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """Gather the model on rank 0, as plain CPU tensors: what the unsharded model's `state_dict` would hold.
 
     Every rank must call it. Parameters travel one by one, so that beside the shards a device holds one unsharded
     parameter at a time. Tied parameters share storage, dtypes are those of the sharded parameters, persistent buffers
-    are rank 0's.
+    are rank 0's. Weights that rest as codes (`zgraph.Offload`, param_bits) are decoded.
 
     Args:
         model: sharded or not, compiled or not.
@@ -167,7 +180,10 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
             result[key] = value
             continue
         if id(value) not in done:
-            done[id(value)] = _unsharded_on_first(value.detach(), specs.get(id(value)), first)
+            spec = specs.get(id(value))
+            plain = _unsharded_on_first(value.detach(), spec, first)
+            codes = None if spec is None else spec.codes
+            done[id(value)] = plain if plain is None or codes is None else codes.decode(plain, codes.dtype)
         result[key] = done[id(value)]
     return result if first else OrderedDict()
 

@@ -8,7 +8,7 @@ so reads that depend on the data cannot make ranks issue different collectives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -38,6 +38,8 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
         return parameter.to_local()
     window = scope.window if spec.layout.zero_stage < 3 else ALONE
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
+    if spec.codes is not None:
+        return spec.codes.decode(_unshard(parameter, handle, spec, window), spec.compute_dtype)
     share = scope.gathered if not torch.compiler.is_compiling() else None
     if share is None or not (parameter.requires_grad and torch.is_grad_enabled()):
         return _unshard(parameter, handle, spec, window)
@@ -59,7 +61,7 @@ def _unshard(parameter: DTensor, handle: Tensor, spec: ParamSpec, window: str) -
         parameter.to_local(),
         handle,
         layout.shape,
-        spec.compute_dtype,
+        spec.gather_dtype,
         spec.wire_dtype,
         spec.mean_dtype,
         layout.zero_stage,
@@ -202,3 +204,29 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
         "_zgraph_base": base,
     }
     return type(base.__name__, (base,), body)
+
+
+def outermost_units(module: nn.Module, units: Iterable[nn.Module | type[nn.Module]] | None) -> tuple[str, ...]:
+    """Qualified names of the units that a user has named; where they are nested, only of the outermost.
+
+    Raises:
+        ValueError: the model has no such module.
+    """
+    names: list[str] = []
+    for unit in units or ():
+        matching = [
+            name
+            for name, part in module.named_modules()
+            if part is unit or (isinstance(unit, type) and isinstance(part, unit))
+        ]
+        if not matching:
+            shown = unit.__name__ if isinstance(unit, type) else type(unit).__name__
+            raise ValueError(f"zgraph.shard: units names {shown}, which the model does not contain; name one it does.")
+        names.extend(matching)
+    return tuple(
+        name for name in dict.fromkeys(names) if not any(name != other and lies_inside(name, other) for other in names)
+    )
+
+
+def lies_inside(name: str, unit: str) -> bool:
+    return unit == "" or name == unit or name.startswith(unit + ".")

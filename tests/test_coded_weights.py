@@ -1,0 +1,187 @@
+"""Weights that rest as codes of 8 or 4 bits serve as weights that were quantized and decoded in memory would."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zgraph
+from examples.benchmarks.loopback import Wire, loopback
+from tests.support.memory.live_tensors import local
+from tests.support.ranks import Ranks, worlds
+from tests.support.resting import check_rests
+from tests.support.tiers import slow
+from zgraph.codegen.kernels import reference
+from zgraph.compression.methods import NoFeedback, RngKey
+
+ODD, WIDTH = 65, 80  # rows that two ranks do not share evenly, and groups that do not end with rows
+
+
+def model(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(WIDTH, ODD), nn.GELU(), nn.Linear(ODD, WIDTH), nn.GELU(), nn.Linear(WIDTH, ODD))
+
+
+def decoded(weight: Tensor, world: int, bits: int) -> Tensor:
+    """What codes of each rank's rows stand for, by the reference of the kernels."""
+    method = NoFeedback(bits=bits, group=64 if bits == 4 else 128, clip_search=True)
+    most = -(-weight.shape[0] // world) * weight.shape[1]
+    parts: list[Tensor] = []
+    for rows in weight.detach().chunk(world):
+        flat = torch.zeros(most, dtype=weight.dtype)
+        flat[: rows.numel()] = rows.flatten()
+        codes, scales = reference.quantize(flat.view(1, -1), {}, method, RngKey(0), 0)
+        parts.append(reference.dequantize_sum(codes, scales, most, method, RngKey(0))[: rows.numel()].view_as(rows))
+    return torch.cat(parts).to(weight.dtype)
+
+
+def twin(plain: nn.Module, world: int, bits: int, full_precision: tuple[str, ...] = ()) -> nn.Module:
+    """The same model with weights that were quantized and decoded."""
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if parameter.ndim == 2 and name not in full_precision:
+                parameter.copy_(decoded(parameter, world, bits))
+    return plain
+
+
+def serve(zero_stage: int, offload: zgraph.Offload, precision: str, lowering: str) -> tuple[float, list[str]]:
+    """Compare with the twin, compiled and not; the bytes of weights at rest, by those in memory, and the notes."""
+    torch.compiler.reset()
+    world, bits = torch.distributed.get_world_size(), offload.param_bits or 0
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    plain = twin(model().to(dtype), world if zero_stage else 1, bits, offload.full_precision)
+    param_dtype = torch.bfloat16 if precision == "param_dtype" else None
+    served = zgraph.shard(model().to(dtype), zero_stage=zero_stage, param_dtype=param_dtype, offload=offload)
+    plain = plain if param_dtype is None else plain.to(param_dtype)
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).to(param_dtype or dtype)
+    report = zgraph.Report()
+    options: Any = {"lowering": lowering, "report": report}
+    compiled: Any = torch.compile(served, backend="zgraph", options=options)
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
+    with torch.no_grad(), autocast:
+        expected = plain(x)
+        assert torch.equal(served(x), expected)
+        if lowering == "fx":
+            assert torch.equal(compiled(x), expected)
+        else:
+            torch.testing.assert_close(compiled(x), expected)
+        assert torch.equal(compiled(x), compiled(x))
+    check_rests(served, [])
+    whole = [parameter.nbytes for parameter in model().to(dtype).parameters() if parameter.ndim == 2]
+    resting = [local(parameter).nbytes for parameter in served.parameters() if local(parameter).dtype == torch.uint8]
+    share = sum(resting) * (world if zero_stage else 1) / sum(whole)
+    return share, [note for note in report.notes if "are brought to the device" in note]
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("zero_stage", "tier", "bits", "precision", "lowering"),
+    [
+        (3, "disk", 4, "fp32", "fx"),
+        (2, "host", 8, "param_dtype", "fx"),
+        (0, "disk", 8, "autocast", "fx"),
+        (3, "host", 4, "bf16", "fx"),
+        *slow((3, "disk", 8, "bf16", "inductor"), (2, "disk", 4, "autocast", "inductor")),  # compile islands
+    ],
+)
+def test_codes_serve_as_decoded_weights_would(
+    ranks: Ranks, zero_stage: int, tier: Any, bits: Any, precision: str, lowering: str, tmp_path: Path
+) -> None:
+    offload = zgraph.Offload(params=tier, path=tmp_path if tier == "disk" else None, param_bits=bits)
+    for share, notes in ranks.run(serve, zero_stage, offload, precision, lowering):
+        assert share < (bits + 0.6) / (16 if precision == "bf16" else 32)  # a scale for each group, and padding
+        assert len(notes) == 1
+
+
+def test_named_weights_stay_as_they_are(tmp_path: Path) -> None:
+    offload = zgraph.Offload(params="disk", path=tmp_path, param_bits=4, full_precision=("4.*",))
+    with loopback(1, Wire()):
+        served: Any = zgraph.shard(model(), offload=offload)
+        plain = twin(model(), 1, 4, ("4.weight",))
+        assert [local(served[place].weight).dtype for place in (0, 2, 4)] == [torch.uint8, torch.uint8, torch.float32]
+        x = torch.randn(3, WIDTH)
+        with torch.inference_mode():
+            assert torch.equal(served(x), plain(x))
+
+
+def check_materialized(offload: zgraph.Offload) -> None:
+    expected = zgraph.shard(model(), offload=offload)
+    with torch.device("meta"):
+        served = nn.Sequential(
+            nn.Linear(WIDTH, ODD), nn.GELU(), nn.Linear(ODD, WIDTH), nn.GELU(), nn.Linear(WIDTH, ODD)
+        )
+    zgraph.shard(served, offload=offload)
+    zgraph.materialize(served, seed=0)
+    check_rests(served, [])
+    for ours, theirs in zip(served.parameters(), expected.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(local(ours), local(theirs))
+    # What is exported is what serves, and what was stored can be loaded again.
+    exported, world = zgraph.full_state_dict(served), torch.distributed.get_world_size()
+    for key, value in exported.items():
+        assert torch.equal(value, twin(model(), world, 4).state_dict()[key])
+    served.load_state_dict(expected.state_dict())
+    with pytest.raises(RuntimeError, match=r"0.weight rests as codes .* Load the weights before zgraph.shard"):
+        served.load_state_dict(model().state_dict())
+    for ours, theirs in zip(served.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(local(ours), local(theirs))
+
+
+@worlds(2)
+def test_weights_of_meta_models_are_coded_when_they_have_values(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_materialized, zgraph.Offload(params="disk", path=tmp_path, param_bits=4))
+
+
+def test_codes_do_not_train(tmp_path: Path) -> None:
+    with loopback(1, Wire()):
+        served = zgraph.shard(model(), offload=zgraph.Offload(params="disk", path=tmp_path, param_bits=8))
+        opt = torch.optim.SGD(served.parameters())
+
+        @zgraph.training_step(served, opt, options={"lowering": "fx"})
+        def step(x: Tensor) -> None:
+            served(x).sum().backward()
+            opt.step()
+
+        for train in (served, torch.compile(served, backend="zgraph", options={"lowering": "fx"}), step):
+            with pytest.raises(zgraph.ZgraphError, match=r"param_bits=8: weights rest as codes.*torch.no_grad\(\)"):
+                train(torch.randn(2, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": "host", "param_bits": 2}, "param_bits=2 is not available; write 8, 4 or None"),
+        ({"optimizer": "host", "param_bits": 8}, 'parameters stay on the device; write params="host"'),
+        ({"params": "host", "optimizer": "host", "param_bits": 8}, "no optimizer can step them"),
+        ({"params": "host", "full_precision": ("a",)}, "no parameter rests as codes; write param_bits=8"),
+        ({"params": "host", "param_bits": 8, "full_precision": "a"}, r"write a tuple of patterns, \('a',\)"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zgraph.Offload(**options)
+
+
+@pytest.mark.slow  # imports transformers, and compiles for a prompt and for one token
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_language_model_generates_from_codes(tmp_path: Path, bits: Any) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def language() -> Any:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 64, "n_positions": 64}
+        return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0)).eval()
+
+    prompt = torch.randint(0, 64, (1, 5))
+    plain: Any = twin(language(), 1, bits)
+    expected = plain.generate(prompt, max_new_tokens=6, do_sample=False)
+    with loopback(1, Wire()):
+        served: Any = zgraph.shard(language(), offload=zgraph.Offload(params="disk", path=tmp_path, param_bits=bits))
+        assert torch.equal(served.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+        served.forward = torch.compile(served.forward, backend="zgraph", options={"lowering": "fx"}, dynamic=True)
+        assert torch.equal(served.generate(prompt, max_new_tokens=6, do_sample=False), expected)

@@ -1,0 +1,87 @@
+"""Weights that rest as codes of a few bits, for inference: what rests, what a gather sends, and how it is read."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zgraph.compression.method_text import to_text
+from zgraph.compression.methods import NoFeedback
+from zgraph.dialect.compressed import shard_bytes
+from zgraph.runtime.shard_layout import ShardLayout
+from zgraph.sharding.offload import Offload
+
+CODED = (torch.bfloat16, torch.float16, torch.float32)
+LEAST_NUMEL = 4096  # the codes of fewer elements save nothing: space on disk is handed out by 4 KiB
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How the codes of one weight lie on the mesh, and what they stand for.
+
+    Each rank quantizes its own rows, as they follow one another, in groups that share a scale. At rest the parameter is
+    a DTensor of bytes, of as many on each rank.
+
+    Attributes:
+        method: compression method, as `zgraph.compression.method_text.to_text` writes it.
+        weight: layout of the weight.
+        dtype: its dtype.
+        world: ranks that the rows are split over.
+        numel: elements of the rows of the rank with most of them.
+    """
+
+    method: str
+    weight: ShardLayout
+    dtype: torch.dtype
+    world: int  # these two are numbers, since Dynamo does not look process groups up
+    numel: int
+
+    @classmethod
+    def of(cls, options: Offload | None, name: str, parameter: Tensor, layout: ShardLayout) -> Codes | None:
+        """Codes for a parameter; None if it rests as it is: a small one, a vector, or one that was named."""
+        if options is None or options.param_bits is None:
+            return None
+        is_named = any(fnmatch.fnmatchcase(name, pattern) for pattern in options.full_precision)
+        if is_named or parameter.dtype not in CODED or parameter.ndim < 2 or parameter.numel() < LEAST_NUMEL:
+            return None
+        load_kernels()
+        bits = options.param_bits
+        method = NoFeedback(bits=bits, group=64 if bits == 4 else 128, clip_search=True)
+        world = layout.world if layout.is_sharded else 1
+        return cls(to_text(method), layout, parameter.dtype, world, layout.chunk_rows * math.prod(layout.shape[1:]))
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Layout of the bytes."""
+        return replace(self.weight, shape=(self.world * shard_bytes(self.method, self.numel),))
+
+    def encode(self, shard: Tensor) -> Tensor:
+        """[bytes] uint8: the codes of this rank's rows."""
+        return torch.ops.zgraph.quantize_shards.default([shard], self.method, [self.numel], self.weight.rank)
+
+    def encoded(self, sharded: DTensor) -> DTensor:
+        """The parameter as it rests: its bytes, in the place of its values."""
+        with torch.no_grad():
+            codes = self.encode(sharded.to_local())
+        return DTensor.from_local(codes, sharded.device_mesh, sharded.placements, run_check=False)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """The unsharded weight that gathered codes stand for, rounded to its own dtype, then to the one asked for."""
+        first = dtype if self.dtype == torch.float32 else self.dtype  # decoded values are fp32, and rounded once
+        decode = torch.ops.zgraph.dequantize_shards.default
+        flat = decode(codes, self.method, self.numel, 0, self.world, first)
+        rows, shape = self.world * self.numel // math.prod(self.weight.shape[1:]), self.weight.shape
+        whole = flat.view(rows, *shape[1:])
+        whole = whole if rows == shape[0] else whole[: shape[0]]
+        return whole if first == dtype else whole.to(dtype)
+
+
+def load_kernels() -> None:
+    """Register the kernels of the codes, which belong to a room above, for forwards that nothing compiles."""
+    importlib.import_module("zgraph.codegen")

@@ -18,16 +18,20 @@ from zgraph.torch_compat.dtensor import local_of
 ADAM_MOMENTS = 2  # of each trained element, in its parameter's dtype
 
 
-def rest_on_paper(model: nn.Module, offload: Offload | None, machine: Hardware) -> Resting | None:
+def rest_on_paper(
+    model: nn.Module, offload: Offload | None, machine: Hardware, *, has_optimizer: bool
+) -> Resting | None:
     """Let a sharded model's parameters, which have no values, rest where they are to.
 
     Args:
         model: may have been sharded with an offload of its own.
         offload: None: the model's own, if it has one.
         machine: of each rank.
+        has_optimizer: whether its step is planned, too.
 
     Raises:
-        ValueError: nothing is sharded, the model has another offload, or there is none on such a machine yet.
+        ValueError: nothing is sharded, the model has another offload, or there is none on such a machine yet; or the
+            offload is one that no such step has.
     """
     states = (state_of(part) for part in model.modules())
     scopes = list(dict.fromkeys(state.scope for state in states if state is not None))
@@ -47,7 +51,18 @@ def rest_on_paper(model: nn.Module, offload: Offload | None, machine: Hardware) 
             f"zgraph.plan: offload is not available on GPUs yet, and {machine.name} has some; pass the hardware of "
             'CPUs, such as hardware="cpu", or leave offload out.'
         )
+    if options.param_bits is not None:
+        raise ValueError(
+            f"zgraph.plan: param_bits={options.param_bits} is for inference, and a plan is that of a training step; "
+            "leave param_bits out."
+        )
+    if options.delayed_update_after is not None and not has_optimizer:
+        raise ValueError(
+            f"zgraph.plan: delayed_update_after={options.delayed_update_after}, and no optimizer whose updates would "
+            "be delayed; pass optimizer_fn, or leave delayed_update_after out."
+        )
     resting = known or Resting.on_paper(options)
+    resting.has_step = has_optimizer
     for scope in scopes:
         scope.resting = resting
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The plan of a whole training step: it is captured twice, because the first one makes the optimizer's state."""
+"""The plan of a whole training step, captured again where a call makes state that later ones have."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
+from zgraph.sharding.offload import Resting
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted
 from zgraph.step.refusals import check_function, check_optimizer
@@ -45,7 +46,7 @@ def plan_whole_step(
     inputs: Sequence[Any],
     compiler_of: Callable[[Frame], FrameCompiler],
 ) -> None:
-    """Capture and plan the step that all but the first are.
+    """Capture and plan the step that later calls are: with the optimizer's state, and with gradients that wait.
 
     Args:
         function: the lines of the loop.
@@ -59,13 +60,22 @@ def plan_whole_step(
     captured = capture(function, lifted, inputs, {})
     if not captured.steps:
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")
-    if captured.state:
-        _put_state(captured, lifted)
-        lifted.settle()
-        lifted = Lifted.of(model, [optimizer])
-        captured = capture(function, lifted, inputs, {})
+    # The first call makes the optimizer's state; the first that delays its update, gradients that wait.
+    for delays in (True, True) if delays_updates(lifted.resting) else (False,):
+        if captured.state:
+            _put_state(captured, lifted)
+            lifted.settle()
+            lifted = Lifted.of(model, [optimizer])
+        elif not delays:
+            break
+        captured = capture(function, lifted, inputs, {}, delays=delays)
     frame = Frame(name="step/0", reason="", inputs=lifted.tensors(), is_step=True)
     compiler_of(frame).compile_step(captured.gm)
+
+
+def delays_updates(resting: Resting | None) -> bool:
+    """Whether steps apply the gradients of the call before, from some call on."""
+    return resting is not None and resting.options.delayed_update_after is not None
 
 
 def _put_state(captured: Captured, lifted: Lifted) -> None:

@@ -24,7 +24,7 @@ from zgraph.graph.traffic import transfers
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.plan_memory import plan_ledger, rest_on_paper
-from zgraph.plan_whole_step import StepMaker, loop_body, plan_whole_step
+from zgraph.plan_whole_step import StepMaker, delays_updates, loop_body, plan_whole_step
 from zgraph.planned_step import Plan, PlannedGraph
 from zgraph.reporting.summary import Report
 from zgraph.scheduling.simulate import simulate
@@ -63,7 +63,8 @@ def plan(
         pipeline: as given to torch.compile; None: `presets.default()`. A target of its own counts instead of hardware.
         allocator: how sizes are rounded.
         offload: where parameters and the optimizer's state rest between uses, as for `zgraph.shard`, for a shard_fn
-            that does not say so itself. No file is made. None: on the device, or where shard_fn says.
+            that does not say so itself. No file is made. With delayed_update_after the step is one that applies the
+            gradients of the call before, which takes an optimizer_fn. None: on the device, or where shard_fn says.
         optimizer_fn: makes the optimizer of the sharded model, such as
             `lambda model: torch.optim.AdamW(model.parameters())`. None: forward and backward are planned alone.
         step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
@@ -92,7 +93,7 @@ def plan(
         pipeline = replace(pipeline, target=Target(hardware=machine))
     # No lowering is needed, but fx costs nothing: what runs has no values.
     report = Report(keep_passes=True)
-    options = CompileOptions(pipeline=presets.with_streams(pipeline), lowering="fx", report=report)
+    options = CompileOptions(lowering="fx", report=report)
     known = PassContext(machine=machine, planned_backend=machine.backend)
     costs = CostModel(machine)
     graphs: list[PlannedGraph] = []
@@ -117,7 +118,9 @@ def plan(
                 "as (tokens,) where there is one."
             )
         shard_fn(model)
-        resting = rest_on_paper(model, offload, machine)
+        resting = rest_on_paper(model, offload, machine, has_optimizer=optimizer_fn is not None)
+        streaming = presets.with_streams(pipeline, delays=delays_updates(resting))
+        options = replace(options, pipeline=streaming)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
             plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, compiler_of)

@@ -5,8 +5,8 @@
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
 `--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes, report_page.json and
-offload_overlap.json what the scripts of their names do, offload_states.json what the last does with `--states`. Needs
-nothing but Python.
+offload_overlap.json, offload_inference.json and offload_capacity.json what the scripts of their names do,
+offload_states.json what the second does with `--states`. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
     kinds = {"convergence": convergence, "zoo": zoo, "report_page": page}
-    kinds |= {"offload_overlap": offload, "offload_states": states}
+    kinds |= {"offload_overlap": offload, "offload_states": states, "offload_inference": inference}
+    if name == "offload_capacity":
+        return capacity([load(one.stem) for one in sorted(RESULTS.glob(f"{name}*.json"), reverse=True)])
     return kinds.get(name, link)(load(name))
 
 
@@ -298,6 +300,69 @@ def states(result: dict[str, Any]) -> str:
     sizes = ", ".join(f"{name} {value}" for name, value in result["config"].items())
     about = f"\nOne process, fp32, AdamW, copies at {result['mb_per_s']:.0f} MB/s each way; {sizes}.\n"
     return markdown(heads, rows) + about + provenance([result])
+
+
+def inference(result: dict[str, Any]) -> str:
+    """A token through a model whose weights rest on disk, and what their codes lose."""
+    heads = ("weights at rest", "MB read", "ms (quartiles)", "ms of reading alone", "peak MB")
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        low, middle, high = statistics.quantiles(row["ms"], n=4)
+        alone = 1e3 * row["read_bytes"] / row["disk_bytes_per_s"]
+        rows.append(
+            (
+                row["way"],
+                f"{row['read_bytes'] / 1e6:.0f}",
+                f"{middle:.0f} ({low:.0f}-{high:.0f})",
+                f"{alone:.0f}" if row["read_bytes"] else "",
+                f"{row['peak_bytes'] / 1e6:.0f}",
+            )
+        )
+    exact = result["errors"][0]["loss"]
+    lost = [
+        (
+            "as they are" if entry["bits"] == 32 else f"{entry['bits']} bits",
+            f"{entry['loss']:.4f}",
+            percent(entry["loss"] / exact - 1) if entry["bits"] != 32 else "",
+            f"{100 * entry['logits']:.2f} %" if entry["bits"] != 32 else "",
+        )
+        for entry in result["errors"]
+    ]
+    config = result["config"]
+    sizes = f"{result['numel'] / 1e6:.0f} M parameters, {config['layers']} layers of width {config['width']}"
+    about = f"\nOne process, one token, {sizes}; what is multiplied is fp32.\n\n"
+    return (
+        markdown(heads, rows)
+        + about
+        + markdown(("weights", "held-out loss", "relative", "logits differ by"), lost)
+        + f"\nThe GPT of `examples/train_gpt.py`, smaller, after {config['steps']} steps.\n"
+        + provenance([result])
+    )
+
+
+def capacity(results: Sequence[dict[str, Any]]) -> str:
+    """The largest models that train in some memory."""
+    names = {"plain": "plain PyTorch", "fsdp2": "FSDP2, offloaded to the host", "zgraph": "zgraph, all on disk"}
+    rows: list[tuple[str, ...]] = []
+    for result in results:
+        base = result["ways"]["plain"]
+        for way, row in result["ways"].items():
+            if way not in names:
+                continue
+            ratio = "" if base is None or row is None else f"{row['numel'] / base['numel']:.1f}"
+            found = (
+                ("none that was tried", "", "", "")
+                if row is None
+                else (
+                    f"{row['layers']} layers of width {row['width']}",
+                    f"{row['numel'] / 1e6:.0f}",
+                    ratio,
+                    f"{min(row['seconds'][1:]):.1f}" if row["seconds"][1:] else row.get("step_s", ""),
+                )
+            )
+            rows.append((f"{result['gib']} GiB", names[way], *found))
+    heads = ("memory", "", "largest that trains", "M parameters", "times plain PyTorch", "s a step")
+    return markdown(heads, rows) + "".join(map(provenance, [[one] for one in results]))
 
 
 def spread(values: Sequence[float]) -> str:

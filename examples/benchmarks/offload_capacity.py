@@ -211,7 +211,7 @@ def tried(way: str, layers: int, width: int, gib: float | None, timeout_s: float
         peak = 0 if group is None else int((group / "memory.max_usage_in_bytes").read_text())
     if found is None or not found["losses"][-1] < found["losses"][0]:
         return None
-    return {"layers": layers, "peak_bytes": peak, **found}
+    return {"layers": layers, "width": width, "peak_bytes": peak, **found}
 
 
 def largest(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
@@ -269,7 +269,7 @@ def main() -> None:
         print(f"without a limit: losses {'equal' if same else 'differ'}, {min(free['seconds'][1:]):.2f} s a step")
         found["zgraph, no limit"] = free
     if options.json is not None:
-        about = {"processor": processor(), "commit": commit(), "gib": options.gib, "width": options.width}
+        about = {"processor": processor(), "cores": os.cpu_count(), "commit": commit(), "gib": options.gib}
         options.json.write_text(json.dumps(about | {"ways": found}, indent=1) + "\n")
 
 

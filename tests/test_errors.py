@@ -200,7 +200,7 @@ EXPECTED = {
     "untied": r"ValueError: .*embed\.weight is tied to weight.*shard both in one call",
     "twice": r"ZgraphError: .*(weight|bias) was differentiated a second time.*create_graph=True",
     "stage": r"ValueError: .*zero_stage=4 is not available; write zero_stage=0, 1, 2 or 3",
-    "reduction": r"ValueError: .*reduction='average' is unknown; write \"mean\" or \"sum\"",
+    "reduction": r"ValueError: .*reduction='average' is unknown; write \"mean\", \"sum\", or",
     "dtype": r"ValueError: .*param_dtype=torch\.int8 is not a floating-point dtype",
     "unit": r"ValueError: .*units names LayerNorm, which the model does not contain",
     "recurrent": r"ValueError: .*belongs to an nn\.LSTM.*nn\.LSTMCell",

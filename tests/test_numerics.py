@@ -45,6 +45,7 @@ CASES = {
     ),
     "bf16_gradients": Case(build=models.Uneven, options={"reduce_dtype": torch.bfloat16}),
     "sum": Case(build=models.Uneven, options={"reduction": "sum"}),
+    "divisor": Case(build=models.Uneven, options={"reduction": 6}),
     "graph_breaks": Case(build=models.Broken, evaluate=True),
     "dynamic_sizes": Case(build=lambda: models.Language(layers=1), batch=growing_batch),
     "dynamic_features": Case(build=models.Uneven, batch=growing_features),
@@ -181,6 +182,7 @@ def test_a_window_of_one_equals_the_replicated_model(ranks: Ranks, name: str, ze
 HYBRID = {
     "uneven_shards": Case(build=models.Uneven, replicas=2, evaluate=True),
     "accumulated_sum": Case(build=models.Uneven, options={"reduction": "sum"}, micro_batches=2, replicas=2),
+    "accumulated_divisor": Case(build=models.Uneven, options={"reduction": 6}, micro_batches=2, replicas=2),
     "bf16": Case(
         build=models.Uneven,
         options={"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},

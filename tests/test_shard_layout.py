@@ -42,7 +42,7 @@ def test_a_replicated_gradient_is_shared_out_by_elements() -> None:
         assert not layout.is_sharded and not layout.is_gathered and layout.gathers_mean
         assert (layout.local_shape, layout.first_row, layout.padded_rows) == ((5, 3), 0, 5)
         assert layout.grad_chunk.numel() == 4  # of 15 elements, rounded up
-        assert (layout.divisor("mean"), layout.divisor("sum")) == (4, 1)
+        assert (layout.divisor("mean"), layout.divisor("sum"), layout.divisor("6")) == (4, 1, 6)
         scalar = ShardLayout((), 0, "", "0")
         assert (scalar.local_shape, scalar.numel, scalar.grad_chunk.numel()) == ((), 1, 1)
 

@@ -58,6 +58,8 @@ class ReductionBuilder:
             # Always a new contiguous tensor, as the marker returns: autograd keeps it as .grad, where an alias of
             # another gradient would be clipped twice, and fused optimizers do not look at strides.
             wide = self.cast(args.grad, args.dtype)
+            if self.divisor > 1:
+                return self.node(torch.ops.zgraph.sum_ranks.default, wide, 1, self.divisor, args.dtype)
             return self.node(aten.clone.default, wide, memory_format=torch.contiguous_format)
         grad = args.grad
         if layout.gradients_wait(args.window):

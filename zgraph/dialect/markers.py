@@ -53,7 +53,7 @@ def unshard(
         wire_dtype: dtype in which the gradient travels, see `wire_dtype_of`.
         mean_dtype: dtype in which its mean is gathered where each rank computes a part, see `mean_dtype_of`.
         zero_stage: 0 replicated, else sharded on dim 0.
-        reduction: "mean" or "sum" over the ranks, for the gradient.
+        reduction: "mean" or "sum" over the ranks, or what the sum is divided by, for the gradient.
         window: position of this forward in its window, see runtime/window_state.py.
         replica_group, group_name: with `shape` and `zero_stage` the parameter's `ShardLayout`.
 

@@ -60,8 +60,10 @@ class ShardLayout:
         return group_rank(self.replica_group)
 
     def divisor(self, reduction: str) -> int:
-        """Divisor of a summed gradient: the number of ranks for a "mean", 1 for a "sum"."""
-        return self.world * self.num_replicas if reduction == "mean" else 1
+        """Divisor of a summed gradient: the number of ranks for "mean", 1 for "sum", else the number written."""
+        if reduction == "mean":
+            return self.world * self.num_replicas
+        return 1 if reduction == "sum" else int(reduction)
 
     # --- at rest ---
 

@@ -40,7 +40,7 @@ class ParamSpec:
         compute_dtype: dtype in which it is read.
         wire_dtype: dtype in which its gradient travels; None: the gradient's own.
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
-        reduction: "mean" or "sum".
+        reduction: "mean", "sum", or what the sum is divided by.
         split: how it lies on a tensor-parallel axis, before zgraph shards this rank's part; None: there is none.
         ignored: read as it is and not reduced; replicated in name only, since each rank keeps its own values.
         codes: what the bytes stand for that rest in its place; `layout` and `dtype` are theirs. None: it rests itself.

@@ -53,7 +53,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     mean_dtype: torch.dtype | None = None,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Literal["mean", "sum"] | int = "mean",
     units: Iterable[Unit] | None = None,
     ignored: Iterable[Ignored] = (),
     offload: Offload | None = None,
@@ -91,7 +91,9 @@ def shard(
             stage 0, for 0-d parameters, and across the replicas of hybrid sharding. Rounded once, equal on all ranks,
             and never wider than the parameter. None: `reduce_dtype`, or the gradient's own if that is None.
             torch.float32 keeps the precision of the sum, for more bytes.
-        reduction: "mean" divides the summed gradient by the number of ranks, "sum" does not.
+        reduction: "mean" divides the summed gradient by the number of ranks, "sum" does not. A number is the divisor:
+            experts that get tokens of all ranks, and are sharded over those that hold the same expert, take the number
+            of all.
         units: modules, or classes of modules, that gather all their parameters when their forward starts. Name a
             module whose reads depend on the data, such as a mixture-of-experts block: all its parameters then receive
             a gradient (zeros where no rank read them). None: each module gathers what it owns.
@@ -163,7 +165,7 @@ def shard(
             ),
             wire_dtype=reduce_dtype,
             mean_dtype=mean_dtype,
-            reduction=reduction,
+            reduction=str(reduction),
             ignored=is_ignored,
             codes=codes,
         )
@@ -184,11 +186,14 @@ def shard(
     return module
 
 
-def _check_options(zero_stage: int, reduction: str, **dtypes: torch.dtype | None) -> None:
+def _check_options(zero_stage: int, reduction: str | int, **dtypes: torch.dtype | None) -> None:
     if zero_stage not in ZERO_STAGES:
         raise ValueError(f"zgraph.shard: zero_stage={zero_stage!r} is not available; write zero_stage=0, 1, 2 or 3.")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'zgraph.shard: reduction={reduction!r} is unknown; write "mean" or "sum".')
+    is_divisor = isinstance(reduction, int) and not isinstance(reduction, bool) and reduction > 0
+    if not is_divisor and reduction not in ("mean", "sum"):
+        raise ValueError(
+            f'zgraph.shard: reduction={reduction!r} is unknown; write "mean", "sum", or a positive number to divide by.'
+        )
     for name, dtype in dtypes.items():
         if dtype is None:
             continue

@@ -106,7 +106,8 @@ class Replicated:
         self.dtype: torch.dtype | None = case.options.get("param_dtype")
         self.wire: torch.dtype | None = case.options.get("reduce_dtype")
         self.mean_dtype: torch.dtype | None = case.options.get("mean_dtype")
-        self.mean = case.options.get("reduction", "mean") == "mean"
+        reduction = case.options.get("reduction", "mean")
+        self.divisor = {"mean": dist.get_world_size(), "sum": 1}.get(reduction, reduction)
 
     def forward_backward(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
         leaves = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -198,7 +199,7 @@ class Replicated:
             total = added(total, partial)
         if total is None:
             return None
-        mean = total / world if self.mean and world > 1 else total
+        mean = total / self.divisor if self.divisor > 1 else total
         if self.case.replicas > 1 or (self.is_replicated(name) and inner > 1):
             gradient = next(grad.dtype for grad in grads if grad is not None)
             mean = mean.to(self.mean_dtype or self.wire or gradient)

@@ -177,7 +177,8 @@ class _Bucket:
         start = self._communicate(all_gather_op(), factor, world, group_name, name=f"all_gather_factor_{self.label}")
         meta.set_chunks(start, [Chunk(numel, 1, ("",))])
         received = self._communicate(wait_op(), start, name=f"wait_factor_{self.label}")
-        divisor = layout.divisor(args.reduction)
+        member = self.members[0]
+        divisor = member.layout.divisor(member.reduction)
         return self._communicate(torch.ops.zgraph.sum_ranks.default, received, world, divisor, FACTOR_DTYPE)
 
     def _communicate(self, target: object, *args: object, name: str | None = None) -> fx.Node:

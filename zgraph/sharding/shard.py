@@ -113,7 +113,7 @@ def shard(
     mesh = check_mesh(mesh, module)
     _check_options(zero_stage, reduction, param_dtype=param_dtype, reduce_dtype=reduce_dtype, mean_dtype=mean_dtype)
     ignored_ids = _ignored_ids(ignored)
-    axis = tensor_axis(_on_other_axes(module), mesh)
+    axis = tensor_axis(_on_other_axes(module, mesh), mesh)
     at_rest = mesh_at_rest(mesh, axis)
     found = _find_parameters(module, at_rest)
     unit_names = outermost_units(module, units)
@@ -213,17 +213,22 @@ def _ignored_ids(ignored: Iterable[Ignored]) -> dict[int, None]:
     return ids
 
 
-def _on_other_axes(module: nn.Module) -> Iterator[tuple[str, DeviceMesh]]:
-    """Names and tensor-parallel meshes of parameters, whether they were sharded before or not."""
+def _on_other_axes(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, DeviceMesh]]:
+    """Names and meshes of parameters on other axes than `mesh`'s, whether they were sharded before or not."""
     for prefix, part in module.named_modules():
         state = state_of(part)
         for attribute, parameter in local_parameters(part).items():
             known = None if state is None else state.by_attribute.get(attribute)
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if known is not None and known.spec.split is not None:
+            if known is not None and known.spec.split is not None and not _lies_on(mesh, known.spec.split.mesh):
                 yield name, known.spec.split.mesh
             elif known is None and isinstance(parameter, DTensor):
                 yield name, parameter.device_mesh
+
+
+def _lies_on(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
+    """Whether an axis is one of a mesh's, as that of experts is, which were sharded before."""
+    return set(axis.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
 
 
 def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:

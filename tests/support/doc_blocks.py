@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zgraph
-from tests.support import models
+from tests.support import experts, models
 from tests.support.graphs import fake_world
 from tests.support.tensor_parallel import Mlp, features
 from zgraph.plan_command import call
@@ -262,6 +263,18 @@ def _mlp_trained(names: dict[str, Any]) -> None:
     assert all(parameter in names["opt"].state for parameter in names["model"].parameters())
 
 
+def _a_mixture() -> dict[str, Any]:
+    model = experts.Mixture()
+    model.experts.group = dist.group.WORLD
+    names = {"init_device_mesh": init_device_mesh, "distribute_tensor": distribute_tensor, "Shard": Shard}
+    return names | {"model": model, "dp": 1, "ep": RANKS, "nn": nn}
+
+
+def _mixture_trained(names: dict[str, Any]) -> None:
+    experts.loss_of(names["model"](experts.tokens_of(dist.get_rank(), 0))).backward()
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+
+
 def _equal_replicas(names: dict[str, Any]) -> None:
     names["replicas"].check_equal()
     assert all(len(names["optimizer"].state[parameter]) for parameter in names["parameters"])
@@ -411,6 +424,7 @@ SETTINGS = [
     Setting('replicas = zgraph.Replicas(mesh["pp"]', _a_pipeline, _equal_replicas),
     # several-dimensions.md
     Setting('mesh = init_device_mesh("cpu", (dp, tp)', _an_mlp, _mlp_trained),
+    Setting('mesh = init_device_mesh("cpu", (dp, ep)', _a_mixture, _mixture_trained),
     # training-step.md
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),

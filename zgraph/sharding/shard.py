@@ -128,8 +128,8 @@ def shard(
         scope.resting.roots.add(module)
         if axis is not None and scope.resting.options.param_bits is not None:
             raise ValueError(
-                f"zgraph.shard: param_bits={scope.resting.options.param_bits} and parameters that are tensor-parallel on "
-                f"{axis}: only whole weights rest as codes; leave param_bits or parallelize_module out."
+                f"zgraph.shard: param_bits={scope.resting.options.param_bits} and parameters that are tensor-parallel "
+                f"on {axis}: only whole weights rest as codes; leave param_bits or parallelize_module out."
             )
     scope.same_batch = SameBatch(axis) if axis is not None and check_batch else None
     for part in module.modules():

@@ -190,6 +190,7 @@ def save_and_continue(folder: str) -> None:
         for parameter in other.parameters():
             parameter.zero_()
     zgraph.load_checkpoint(path, other, other_optimizer)
+    tp.assert_replicas_equal(model)
     assert feedback_of(other).keys() == feedback_of(model).keys() != set()
     trained(model, optimizer, called, range(2, 4))
     trained(other, other_optimizer, compressing(other, LoCo()), range(2, 4))
@@ -319,6 +320,31 @@ def refusals() -> dict[str, str]:
 def test_what_does_not_fit_together_is_refused(ranks: Ranks) -> None:
     texts = ranks.run(refusals)[0]
     assert {name: text for name, text in texts.items() if not re.search(REFUSED[name][1], text)} == {}
+
+
+def part_of_a_gradient() -> str:
+    """A norm that is plain and reads a part of the sequence."""
+
+    def split(model: nn.Module, axis: DeviceMesh) -> None:
+        assert isinstance(model, tp.Llama)
+        norm = model.norm
+        tp.split_sequence(model, axis)
+        norm._forward_pre_hooks.clear()  # pyright: ignore[reportPrivateUsage]
+        norm._forward_hooks.clear()  # pyright: ignore[reportPrivateUsage]
+        norm.weight = nn.Parameter(tp.whole(norm.weight).detach().clone())
+
+    case = tp.Case(split=split)
+    model, _ = tp.built(case, tp.mesh_of())
+    optimizer = torch.optim.AdamW(model.parameters())
+    tp.train_micro(case, model, model, 0, waits=False)
+    with pytest.raises(zgraph.ZgraphError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_a_gradient_that_nobody_sums_is_found_before_the_first_step(ranks: Ranks) -> None:
+    text = ranks.run(part_of_a_gradient)[0]
+    assert re.search(r"zgraph: norm\.weight got different gradients .* SequenceParallel\(\)", text)
 
 
 def different_batches(mode: str, check: bool) -> str:

@@ -245,6 +245,7 @@ def compare(case: Case) -> dict[str, float]:
         for one in (optimizer, of_plain):
             one.step()
             one.zero_grad()
+        assert_replicas_equal(model)
         follow(model, plain)
     return {"gradients": worst}
 
@@ -287,6 +288,17 @@ def follow(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found, expected[name].detach(), rtol=0, atol=2e-2, msg=name)
         with torch.no_grad():
             expected[name].copy_(found)
+
+
+def assert_replicas_equal(model: nn.Module) -> None:
+    """What tensor parallelism does not split has the same bits on all of its ranks."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        if parameter.placements[-1].is_replicate():
+            local = parameter.to_local().detach().contiguous()
+            found = [torch.empty_like(local) for _ in range(parameter.device_mesh.size(-1))]
+            dist.all_gather(found, local, group=parameter.device_mesh.get_group(-1))
+            assert all(torch.equal(one, local) for one in found), name
 
 
 def dp_rank(model: nn.Module) -> int:

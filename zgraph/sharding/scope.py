@@ -20,6 +20,7 @@ from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, st
 from zgraph.sharding.codes import Codes
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.sharding.meshes.same_batch import SameBatch
+from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.meshes.tensor_split import TensorSplit
 from zgraph.sharding.offload import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, is_in_backward
@@ -85,6 +86,7 @@ class Scope:
         machine: hardware of all ranks, as far as the names of GPUs tell; None: unknown.
         resting: memory of what these modules offload; None: everything rests on the device.
         same_batch: compares what the ranks of a tensor-parallel group are given; None: there is none, or nobody asks.
+        same_gradients: of each part with tensor parallelism: compares gradients of what that does not split.
         clocks: of each `zgraph.Metrics` that watches these modules, only stored here.
         handle_of: while a whole step is traced: what stands for the handle of a parameter that is read. The shards
             are the modules' parameters at that time, as ever. None: no step is traced.
@@ -103,6 +105,7 @@ class Scope:
         self.machine: Hardware | None = None
         self.resting: Resting | None = None
         self.same_batch: SameBatch | None = None
+        self.same_gradients: list[SameGradients] = []
         self.clocks: list[Any] = []
         self.handle_of: Callable[[ShardedParam], Tensor] | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is

@@ -20,6 +20,7 @@ from zgraph.runtime.window_state import attach_state
 from zgraph.sharding.codes import Codes
 from zgraph.sharding.meshes.check_mesh import check_mesh
 from zgraph.sharding.meshes.same_batch import SameBatch
+from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
 from zgraph.sharding.offload import Offload, Resting
 from zgraph.sharding.same_machine import agreed_machine
@@ -138,6 +139,7 @@ def shard(
             if known.scope is not scope:
                 scope.replaced.extend(known.scope.replaced)
                 known.scope.replaced = []
+                scope.same_gradients += known.scope.same_gradients
             scope.has_windows = scope.has_windows or known.scope.has_windows
             known.scope = scope  # parts sharded before now share the root's scope
             continue
@@ -147,6 +149,7 @@ def shard(
     if zero_stage > 0 and found:
         gather_group = _separate_reductions(mesh)
     replica_group = mesh.get_group(0).group_name if mesh.ndim > 1 else ""
+    replicated: list[tuple[str, nn.Module, str]] = []
     for entry in found:
         is_ignored = id(entry.parameter) in ignored_ids
         stage = 0 if is_ignored or entry.parameter.ndim == 0 else zero_stage
@@ -173,6 +176,10 @@ def shard(
         _place(entry, spec, mesh, at_rest, scope.resting)
         scope.replaced.append((entry.name, weakref.ref(entry.parameter)))
         _assign_to_unit(entry, spec, module, unit_names)
+        if split is not None and split.dim is None and not is_ignored:
+            replicated.append((entry.name, *entry.sites[0][1:]))
+    if axis is not None:
+        scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():
         state = _state(part)
         state.reduces_all_params = state.reduces_all_params or name in unit_names
@@ -319,8 +326,7 @@ def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Re
 def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh, resting: Resting | None) -> None:
     """Replace the parameter by its DTensor, wherever it is read."""
     placements = placements_at_rest(spec.layout, mesh.ndim, spec.split)
-    shape, part = entry.parameter.shape, entry.parameter.detach()
-    stride = part.stride()
+    shape, part, stride = entry.parameter.shape, entry.parameter.detach(), entry.parameter.stride()
     is_coded = spec.codes is not None and not entry.parameter.is_meta  # what is on meta has no values yet
     if isinstance(part, DTensor):
         part = local_of(part)

@@ -1,0 +1,102 @@
+"""A check that parameters which tensor parallelism does not split get one gradient on all of its ranks.
+
+They do where all ranks compute with the same activations. A layer that reads a part of the sequence, or a dropout with
+another random state, gives each rank a gradient of its own, which nobody sums: replicas would drift apart silently.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zgraph.errors import ZgraphError
+from zgraph.torch_compat.collectives import all_gather
+from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.fake_values import is_fake
+from zgraph.torch_compat.modules import local_parameters
+
+_TOLERANCE = 0.02  # of the norm: kernels that add up in any order stay far below, other activations above
+
+
+class SameGradients:
+    """Compares gradients over a tensor-parallel axis before the first optimizer step; all of its ranks take that step.
+
+    Args:
+        mesh: [T] ranks of the axis.
+        places: names, modules and attributes of the parameters.
+    """
+
+    def __init__(self, mesh: DeviceMesh, places: Sequence[tuple[str, nn.Module, str]]) -> None:
+        self.mesh = mesh
+        self.names = [name for name, _, _ in places]
+        self.places = [(weakref.ref(part), attribute) for _, part, attribute in places]
+        self.is_due = mesh.size() > 1 and bool(places)
+
+    @classmethod
+    def watching(cls, mesh: DeviceMesh, places: Sequence[tuple[str, nn.Module, str]]) -> SameGradients:
+        """Make one that checks when an optimizer steps some of these parameters for the first time."""
+        made = cls(mesh, places)
+        watched = weakref.ref(made)
+
+        def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            one = watched()
+            if one is not None and one.is_due:
+                one.check(optimizer)
+
+        weakref.finalize(made, register_optimizer_step_pre_hook(check).remove)
+        return made
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the gradients, if the optimizer steps any of their parameters.
+
+        Raises:
+            ZgraphError: on all ranks of the group; some differ.
+        """
+        parameters = self._parameters()
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in stepped for parameter in parameters):
+            return
+        grads = [local_of(one.grad) if isinstance(one.grad, DTensor) else None for one in parameters]
+        if all(grad is None for grad in grads) or any(grad is not None and is_fake(grad) for grad in grads):
+            return
+        with torch.no_grad():
+            own = torch.stack([_described(grad, number) for number, grad in enumerate(grads)])
+            own = own.to(torch.float32).to(self.mesh.device_type)
+            every = own.new_empty((self.mesh.size() * own.shape[0], 2))
+            all_gather(every, own, self.mesh.get_group())
+            every = every.view(self.mesh.size(), -1, 2).cpu()
+        if not every.isfinite().all():
+            return  # a step that a GradScaler will drop
+        self.is_due = False
+        spread = (every.amax(0) - every.amin(0)).amax(-1)
+        differing = spread > _TOLERANCE * every[..., 0].amax(0)
+        if differing.any():
+            names = [name for name, differs in zip(self.names, differing.tolist(), strict=True) if differs]
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise ZgraphError(
+                f"zgraph: {', '.join(names[:4])}{more} got different "
+                "gradients on the ranks of one tensor-parallel group, although all hold the same values, which would "
+                "drift apart. Give a layer that reads a part of the sequence the style SequenceParallel() in "
+                "parallelize_module, and ranks of one group the same random state if there is dropout."
+            )
+
+    def _parameters(self) -> list[Tensor]:
+        found = [(part(), attribute) for part, attribute in self.places]
+        held = [local_parameters(part).get(attribute) if part is not None else None for part, attribute in found]
+        return [torch.empty(0) if parameter is None else parameter for parameter in held]
+
+
+def _described(grad: Tensor | None, number: int) -> Tensor:
+    """[2] fp64: norm of a gradient, and its projection on numbers that all ranks draw alike."""
+    if grad is None:
+        return torch.zeros(2, dtype=torch.float64)
+    values = grad.detach().reshape(-1).cpu().double()
+    drawn = torch.randn(values.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    return torch.stack([values.norm(), values @ drawn])

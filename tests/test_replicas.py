@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 import zgraph
@@ -191,7 +191,7 @@ def trained(
     if compile_options is not None:
         forwards = [torch.compile(chunk, backend="zgraph", options=compile_options) for chunk in chunks]
     stages: Any = [  # torch names its list's type for subclasses alone
-        PipelineStage(forward, number, CHUNKS * world, torch.device("cpu"), group=mesh["pp"].get_group())
+        zgraph.PipelineStage(forward, number, CHUNKS * world, torch.device("cpu"), group=mesh["pp"].get_group())
         for number, forward in zip(numbers, forwards, strict=True)
     ]
     schedule = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=loss_of)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -275,6 +275,25 @@ def _mixture_trained(names: dict[str, Any]) -> None:
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
 
 
+def _a_chunk() -> dict[str, Any]:
+    """What one of two stages begins with."""
+    return {
+        "mesh": init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pp", "dp")),
+        "chunk": Chunk(),
+        "index": dist.get_rank(),
+        "count": RANKS,
+        "device": torch.device("cpu"),
+        "Schedule1F1B": Schedule1F1B,
+        "loss_fn": F.mse_loss,
+        "batches": [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(2)],
+    }
+
+
+def _chunk_stepped(names: dict[str, Any]) -> None:
+    states = names["optimizer"].state
+    assert all(int(states[parameter]["step"]) == 2 for parameter in names["chunk"].parameters())
+
+
 def _equal_replicas(names: dict[str, Any]) -> None:
     names["replicas"].check_equal()
     assert all(len(names["optimizer"].state[parameter]) for parameter in names["parameters"])
@@ -425,6 +444,7 @@ SETTINGS = [
     # several-dimensions.md
     Setting('mesh = init_device_mesh("cpu", (dp, tp)', _an_mlp, _mlp_trained),
     Setting('mesh = init_device_mesh("cpu", (dp, ep)', _a_mixture, _mixture_trained),
+    Setting('zgraph.shard(chunk, mesh["dp"], zero_stage=1)', _a_chunk, _chunk_stepped),
     # training-step.md
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),

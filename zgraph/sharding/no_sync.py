@@ -46,7 +46,7 @@ def no_sync(module: nn.Module) -> Generator[None]:
     before = [scope.accumulating for scope in scopes]
     for scope in scopes:
         scope.accumulating = True
-        _refuse_early_steps(scope, module)
+        refuse_early_steps(scope, module)
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def _check_one_stage(module: nn.Module) -> None:
         )
 
 
-def _refuse_early_steps(scope: Scope, module: nn.Module) -> None:
+def refuse_early_steps(scope: Scope, module: nn.Module) -> None:
     """Refuse an optimizer step while the window is open, which would use unreduced gradients; once per scope."""
     if scope.guards_steps:
         return
@@ -97,7 +97,8 @@ def _refuse_early_steps(scope: Scope, module: nn.Module) -> None:
                 if id(parameter) in own:
                     raise ZgraphError(
                         f"zgraph.no_sync: optimizer.step() on {own[id(parameter)]} while its window is open, so its "
-                        "gradient is not reduced; run the last forward and backward outside of no_sync first."
+                        "gradient is not reduced; run the last forward and backward outside of no_sync first, or the "
+                        "pipeline's step again after zero_grad() if it has failed."
                     )
 
     weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)

@@ -77,6 +77,7 @@ class Scope:
         has_windows: whether some parameter is at a stage where `no_sync` changes anything (0 to 2).
         accumulating: whether `no_sync` is active.
         opened: whether a forward has run under `no_sync` since the last one without.
+        given: position of the next forward in its window, where a stage of a pipeline knows it; None: it is counted.
         window: position of the running forward in its window.
         last: position of the last forward that recorded gradients.
         repeats: whether a backward is running through what an uncompiled forward has returned. Compiled parts that
@@ -97,6 +98,7 @@ class Scope:
         self.has_windows = False
         self.accumulating = False
         self.opened = False
+        self.given: str | None = None
         self.window: str = ALONE
         self.last: str = ALONE
         self.repeats = False
@@ -146,6 +148,8 @@ class Scope:
         if self.accumulating:
             self.opened = True
             self.last = OPEN
+        elif self.given is not None:
+            self.last = self.given
         elif self.opened:
             self.opened = False
             self.last = CLOSING

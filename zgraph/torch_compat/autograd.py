@@ -34,6 +34,11 @@ def backward_number() -> int:
     return -1 if node is None else node._sequence_nr()
 
 
+def is_compiled(node: torch.autograd.graph.Node) -> bool:
+    """Whether a node of autograd's graph is the backward of a compiled function (AOTAutograd's class, 2.11 - 2.13)."""
+    return node.name() == "CompiledFunctionBackward"
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward that this thread is running has come to its end (2.11 - 2.13)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]

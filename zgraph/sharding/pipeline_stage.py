@@ -1,0 +1,187 @@
+"""`zgraph.PipelineStage`: the micro-batches of a pipeline's step are one window, which its last backward closes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage as TorchStage
+
+from zgraph.errors import ZgraphError
+from zgraph.runtime.window_state import CLOSING, OPEN
+from zgraph.sharding.no_sync import refuse_early_steps
+from zgraph.sharding.scope import Scope, sharded_parameters, state_of
+from zgraph.torch_compat.autograd import is_compiled
+from zgraph.torch_compat.dynamo import without_compile
+
+
+class PipelineStage(TorchStage):
+    """A stage of `torch.distributed.pipelining` whose module `zgraph.shard` has sharded, compiled or not.
+
+    Takes the place of torch's class; schedules are torch's:
+
+        stage = zgraph.PipelineStage(torch.compile(chunk, backend="zgraph"), index, count, device, group=group)
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+
+    All micro-batches of a `schedule.step` are one window, as if all forwards but one had run under `zgraph.no_sync`:
+    at stages 0 and 1 gradients are reduced once per step, in the last backward, at stages 1 and 2 parameters are
+    gathered once, at stage 3 each micro-batch gathers and reduces. A step inside of `zgraph.no_sync` leaves the window
+    open for the next one.
+
+    Schedules that split a backward in two, for inputs and for weights, are followed where nothing is compiled. A
+    compiled backward is one piece and runs where the schedule wants that of the inputs; that of the weights is then
+    empty, which is right, and leaves the bubble as it is.
+
+    Args:
+        submodule, stage_index, num_stages, device: as for torch's `PipelineStage`.
+        closes: which micro-batch runs its backward last: the "last" one, or the "first" in `ScheduleLoopedBFS`. With
+            "first", stages 1 and 2 gather twice per step.
+        options: further arguments of torch's `PipelineStage`, such as `group`.
+
+    Raises:
+        ValueError: a `dw_builder` is given, or `closes` is something else.
+        ZgraphError: from `schedule.step`, if another micro-batch was the last; and from `optimizer.step()`, if the
+            schedule's step has failed.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        closes: Literal["last", "first"] = "last",
+        **options: Any,
+    ) -> None:
+        if options.get("dw_builder") is not None:
+            raise ValueError(
+                "zgraph.PipelineStage: a dw_builder computes gradients of weights outside of autograd, where zgraph "
+                "does not reduce them; leave it out."
+            )
+        if closes not in ("last", "first"):
+            raise ValueError(f"zgraph.PipelineStage: closes={closes!r}; use 'last', or 'first' for ScheduleLoopedBFS.")
+        # torch also runs its module once to learn shapes, which need not be compiled, and asks it for parameters.
+        module = without_compile(submodule)
+        super().__init__(module, stage_index, num_stages, device, **options)
+        self._runs = submodule
+        self._closes_first = closes == "first"
+        states = (state_of(part) for part in module.modules())
+        self._scopes: list[Scope] = list(dict.fromkeys(state.scope for state in states if state is not None))
+        self._windows = [scope for scope in self._scopes if scope.has_windows]
+        self._params = list(sharded_parameters(module).values())
+        self._is_open = False  # a step has begun, and its last backward has not ended
+        self._done = 0  # backwards of this step that have reached the weights
+        self._whole: set[int] = set()  # micro-batches whose backward was not split
+        for scope in self._windows:
+            refuse_early_steps(scope, module)
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step; what one that has failed has gathered is no longer valid."""
+        super().clear_runtime_states()
+        if self._is_open:
+            self._release()
+        self._is_open, self._done = False, 0
+        self._whole.clear()
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module of a micro-batch, compiled if it is."""
+        return self._runs(*args, **kwargs)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a micro-batch at its position in the window."""
+        position = self._position(fwd_chunk_id)
+        self._is_open = position is not None
+        for scope in self._windows:
+            scope.given = position
+            scope.opened = scope.opened or position == OPEN
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        finally:
+            for scope in self._windows:
+                scope.given = None
+            if self._closes_first and fwd_chunk_id + 1 == self.chunks and not self._is_held_open():
+                self._release()
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run the backward of a micro-batch, or of its inputs where that is to be had alone."""
+        if not full_backward and not self.is_first and _any_compiled(self.fwd_cache[bwd_chunk_id][0]):
+            full_backward = True
+            self._whole.add(bwd_chunk_id)
+        with self._backward_of(bwd_chunk_id) if full_backward else contextlib.nullcontext():
+            super().backward_one_chunk(
+                bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
+            )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the backward of a micro-batch's weights, unless it was run with that of its inputs."""
+        if bwd_chunk_id in self._whole:
+            return
+        with self._backward_of(bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+
+    def _position(self, chunk: int) -> str | None:
+        """Position of a micro-batch in its window; None: it is the only one, or no backward follows."""
+        if not self.has_backward or self.chunks is None or self.chunks < 2:
+            return None
+        return CLOSING if chunk == (0 if self._closes_first else self.chunks - 1) else OPEN
+
+    def _is_held_open(self) -> bool:
+        return any(scope.accumulating for scope in self._windows)
+
+    @contextlib.contextmanager
+    def _backward_of(self, chunk: int) -> Generator[None]:
+        """Run the backward that reaches the weights at the micro-batch's position; the last one closes the window."""
+        if not self.has_backward:
+            yield
+            return
+        self._done += 1
+        last, position = self._done == self.chunks, self._position(chunk)
+        if self._windows and position == (OPEN if last else CLOSING):
+            raise self._wrong_order(chunk)
+        before = [scope.accumulating for scope in self._scopes]
+        for scope, held_open in zip(self._scopes, before, strict=True):
+            scope.accumulating = held_open or not last  # at stage 3, error feedback asks in backward
+            if position is not None:
+                scope.last = OPEN if held_open else position  # of what activation checkpointing repeats
+        try:
+            yield
+        finally:
+            for scope, held_open in zip(self._scopes, before, strict=True):
+                scope.accumulating = held_open
+        if last:
+            self._is_open = False
+            for scope, held_open in zip(self._scopes, before, strict=True):
+                scope.opened = scope.opened and held_open
+
+    def _wrong_order(self, chunk: int) -> ZgraphError:
+        asked, other = ("first", "last") if self._closes_first else ("last", "first")
+        return ZgraphError(
+            f"zgraph.PipelineStage: stage {self.stage_index} is to close its window with the {asked} micro-batch, and "
+            f"the schedule runs backward {self._done} of {self.chunks} for micro-batch {chunk}. Say closes={other!r} "
+            "where the schedule goes through backwards the other way round, as ScheduleLoopedBFS does; at stage 3 any "
+            "order will do."
+        )
+
+    def _release(self) -> None:
+        for param in self._params:
+            param.state.kept.clear()
+
+
+def _any_compiled(outputs: Iterable[Any]) -> bool:
+    """Whether the backward of some output passes through a compiled function."""
+    waiting = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if is_compiled(node):
+            return True
+        following = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(following)
+        waiting += following
+    return False

@@ -21,6 +21,7 @@ from zgraph.codegen.progress import shown
 from zgraph.graph import meta
 from zgraph.runtime.profiler import Runner
 from zgraph.torch_compat.inductor import compile_with_inductor
+from zgraph.torch_compat.modules import lazy_graph_module
 
 Compiled = Callable[[list[Any]], Any]
 
@@ -48,7 +49,7 @@ class InductorLowering:
         recorded: RecordedSteps | None = None,
     ) -> Compiled:
         """Lower a graph as `lower_fx` does, with each island replaced by a call; the title is shown while compiling."""
-        gm = fx.GraphModule(gm, gm.graph)
+        gm = lazy_graph_module(gm, gm.graph)
         self.islands += self.place(gm, title)
         return lower_fx(gm, runner_of, ranks_per_host, recorded)
 

@@ -21,6 +21,7 @@ from zgraph.runtime.handle import name_of
 from zgraph.runtime.offload.copy_lanes import Copy, ThreadLanes, lanes_of
 from zgraph.runtime.profiler import Probe, Program, Runner
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
+from zgraph.torch_compat.modules import generate_code, lazy_graph_module
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -141,15 +142,14 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
                 graph.call_function(probe.hold, (node, *computed))
         if node.name in waits:
             node.target = probe.watched(cast("Callable[..., Any]", node.target), waits[node.name])
-    return fx.GraphModule(gm, graph)
+    return lazy_graph_module(gm, graph)
 
 
 def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
     """The generated code of a graph, in which errors of collectives name the collective."""
     gm.graph.set_codegen(BoxedCodeGen())
-    gm.recompile()
     # The class's forward, not the module's __call__, which would print its own report of a failing line.
-    forward = type(gm).forward
+    forward = generate_code(gm)
     if not guarded:
         return lambda args: forward(gm, args)
     handle_positions = {

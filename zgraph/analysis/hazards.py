@@ -84,10 +84,18 @@ class Regions:
         found.run(order)
         self._lies_in = found.lies_in()
         self._storages = found.storages()
+        self._known: dict[fx.Node, tuple[Region, ...]] = {}
 
     def of(self, values: Iterable[fx.Node]) -> set[Region]:
         """The regions of values; none for what is not a tensor."""
-        return {(number, *self._extent(value, number)) for value in values for number in self._lies_in.get(value, ())}
+        return {region for value in values for region in self._regions_of(value)}
+
+    def _regions_of(self, value: fx.Node) -> tuple[Region, ...]:
+        known = self._known.get(value)
+        if known is None:
+            known = tuple((number, *self._extent(value, number)) for number in self._lies_in.get(value, ()))
+            self._known[value] = known
+        return known
 
     def overlap(self, value: fx.Node, others: Iterable[fx.Node]) -> bool:
         """Whether a value shares memory with one of the others."""

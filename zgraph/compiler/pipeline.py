@@ -37,8 +37,8 @@ class Pipeline:
     Args:
         passes: such as `zgraph.passes.presets.default()`, edited.
         target: what the passes plan for. None: they go by rules, and one that plans by costs is refused.
-        replay_all: after each phase, replay whole graphs on fake values, not only the nodes that a pass has changed:
-            finds a pass that alters a recorded value in place. Slower; for the tests of a pass.
+        replay_all: before the partition and after the last pass, replay whole graphs on fake values, not only the nodes
+            that a pass has changed: finds a pass that alters a recorded value in place. Slower; for the tests of a pass.
 
     Raises:
         PreconditionError: a pass requires what no earlier one provides, or conflicts with what one provides; or it
@@ -145,7 +145,8 @@ class Pipeline:
                     nodes_after=len(gm.graph.nodes),
                 )
         for direction, gm in graphs.items() if self.replay_all else ():
-            check_values(gm.graph.nodes, Where(pass_name=f"a pass of phase {phase}", direction=direction))
+            if phase == "graph" or direction == "joint":  # what is not partitioned goes through both phases
+                check_values(gm.graph.nodes, Where(pass_name=f"a pass of phase {phase}", direction=direction))
 
     def _run_one(self, entry: GraphPass, gm: fx.GraphModule, ctx: PassContext, facts: Iterable[str]) -> bool:
         where = Where(pass_name=entry.name, direction=ctx.direction)

@@ -10,16 +10,20 @@ from torch import fx
 
 from zgraph.graph import meta
 from zgraph.graph.nodes import order_of, output_of
+from zgraph.torch_compat.modules import lazy_graph_module
 
 aten = torch.ops.aten
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that can be changed freely, with the same names and meta; values in the meta are shared."""
+    """A copy of a graph that can be changed freely, with the same names and meta; values in the meta are shared.
+
+    Its code is generated where somebody asks for it, not for every change.
+    """
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(gm.graph, {}))
     output.meta = dict(output_of(gm.graph).meta)
-    return fx.GraphModule(gm, graph)
+    return lazy_graph_module(gm, graph)
 
 
 def drop_unchanging_views(node: fx.Node) -> None:

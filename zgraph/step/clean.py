@@ -11,6 +11,7 @@ from torch import fx
 from zgraph.errors import ZgraphError
 from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.graph.operator_arguments import UnshardArgs
+from zgraph.torch_compat.modules import lazy_graph_module
 from zgraph.torch_compat.operators import is_profiler
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ def clean(traced: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
             if node.op == "call_function" and part is not None:
                 meta.set_part(copies[node], part)
     graph.eliminate_dead_code(_has_effect)
-    return fx.GraphModule(traced, graph)
+    return lazy_graph_module(traced, graph)
 
 
 def _changes_nothing(node: fx.Node, source: fx.Node) -> bool:

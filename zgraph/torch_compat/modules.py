@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 
 class OptimizerOfLists(torch.optim.Optimizer):
@@ -38,6 +38,22 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     from torch.utils._pytree import tree_unflatten as unflatten
 
     return unflatten(leaves, spec)
+
+
+def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A graph module whose code is generated when it is called or shown (`_LazyGraphModule`, 2.11 - 2.13)."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
+def generate_code(gm: fx.GraphModule) -> Callable[..., Any]:
+    """Generate the code of a graph module as it is now; its `forward` (`_LazyGraphModule`, 2.11 - 2.13)."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    gm.recompile()
+    _LazyGraphModule.force_recompile(gm)
+    return type(gm).forward
 
 
 def replace_parameter(owner: torch.nn.Module, name: str, value: Tensor) -> None:

@@ -74,8 +74,11 @@ def _written_places(target: OpOverload) -> tuple[tuple[int, str], ...]:
 
 def returns_alias(target: object) -> bool:
     """Whether the call's result shares storage with its first argument, by its schema (`_schema`, 2.11 - 2.13)."""
-    if not isinstance(target, OpOverload):
-        return False
+    return isinstance(target, OpOverload) and _aliases(target)
+
+
+@functools.cache
+def _aliases(target: OpOverload) -> bool:
     return any(returned.alias_info is not None for returned in target._schema.returns)
 
 

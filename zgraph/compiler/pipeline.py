@@ -37,8 +37,9 @@ class Pipeline:
     Args:
         passes: such as `zgraph.passes.presets.default()`, edited.
         target: what the passes plan for. None: they go by rules, and one that plans by costs is refused.
-        replay_all: before the partition and after the last pass, replay whole graphs on fake values, not only the nodes
-            that a pass has changed: finds a pass that alters a recorded value in place. Slower; for the tests of a pass.
+        replay_all: before the partition and after the last pass, replay whole graphs on fake values, not only the
+            nodes that a pass has changed: finds a pass that alters a recorded value in place. Slower; for the tests of
+            a pass.
 
     Raises:
         PreconditionError: a pass requires what no earlier one provides, or conflicts with what one provides; or it

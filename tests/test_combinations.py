@@ -24,7 +24,10 @@ def covering(strength: int, levels: dict[str, list[Any]], salt: str = "") -> lis
 # Inductor.
 PAIRS = covering(2, LEVELS | {"lowering": ["fx", "inductor"]}, salt="9")
 TRIPLES = [one for one in covering(3, LEVELS) if one not in PAIRS]
-QUICK = [one for one in PAIRS if (one.lowering, one.ranks, one.resumed) == ("fx", 2, "never")][:3]
+QUICK = [
+    next(one for one in PAIRS if (one.lowering, one.ranks, one.mode, one.plan) == ("fx", 2, "train", plan))
+    for plan in LEVELS["plan"]
+]
 
 
 def cases(found: list[Combination], *marks: pytest.MarkDecorator) -> list[Any]:

@@ -33,11 +33,12 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path, request
     assert found["while saving"] >= kills // 4, found
 
 
-@pytest.mark.slow  # each attempt compiles; tests/test_disk_kills.py has kills of writers that compile nothing
-def test_a_killed_run_on_disk_resumes_as_if_nothing_had_happened(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    kills = 2 * request.config.getoption("kills")
+# Each attempt compiles; tests/test_disk_kills.py has kills of writers that compile nothing. Three in a save, three in a
+# write and three between; `make test-long` has thrice as many.
+@pytest.mark.parametrize(
+    "kills", [pytest.param(9, marks=pytest.mark.slow), pytest.param(27, marks=pytest.mark.long)], ids="{}kills".format
+)
+def test_a_killed_run_on_disk_resumes_as_if_nothing_had_happened(tmp_path: Path, kills: int) -> None:
     found = killed(tmp_path, kills, "--on-disk")
     assert found["left on disk"] == 0, found
     assert found["while saving"] >= kills // 6, found  # every third is aimed at a save

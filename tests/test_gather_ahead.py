@@ -17,7 +17,7 @@ import zgraph
 from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph.analysis.liveness import live_ranges
 from zgraph.dialect import ahead
 from zgraph.graph import nodes
@@ -138,8 +138,8 @@ AHEAD = Setting(Clipped, adamw, more=(GatherAhead(),))
         (3, 1, adamw_fused),
         (3, 2, adamw),
         # Every two of them are met by then.
-        *slow(*((2, stage, adamw) for stage in (1, 2)), *((2, stage, adamw_fused) for stage in (1, 2, 3))),
-        *slow((3, 1, adamw), (3, 3, adamw), (3, 2, adamw_fused), (3, 3, adamw_fused)),
+        *long(*((2, stage, adamw) for stage in (1, 2)), *((2, stage, adamw_fused) for stage in (1, 2, 3))),
+        *long((3, 1, adamw), (3, 3, adamw), (3, 2, adamw_fused), (3, 3, adamw_fused)),
     ],
     indirect=["ranks"],
     scope="session",

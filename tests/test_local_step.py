@@ -21,7 +21,7 @@ from tests.support import models
 from tests.support.graphs import fake_world
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, every_world, worlds
-from tests.support.tiers import slow
+from tests.support.tiers import long
 from zgraph.optimizers import kept_step, local_step
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.memory import DispatchMode
@@ -134,7 +134,7 @@ def train_both(optimizer: str, stages: str) -> None:
     indirect=["ranks"],
     scope="session",
 )
-@pytest.mark.parametrize("stages", ["mixed", *slow("sharded")])  # of the mixed ones some are sharded
+@pytest.mark.parametrize("stages", ["mixed", *long("sharded")])  # of the mixed ones some are sharded
 def test_a_step_on_shards_is_a_step_on_dtensors(ranks: Ranks, optimizer: str, stages: str) -> None:
     ranks.run(train_both, optimizer, stages)
 

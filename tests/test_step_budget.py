@@ -17,6 +17,7 @@ from tests.support.graphs import Keep, fake_world
 from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, assert_same, train
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import memory_curve
@@ -201,7 +202,8 @@ CASES = {
     "checkpointed": Case(checkpointed=True, optimizer="sgd"),
 }
 QUICK = ("stage 3",)
-LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
+SLOW = ("stage 1, accumulated", "checkpointed")  # the others meet a budget in test_offload_state.py, in pairs
+ROWS = [*QUICK, *slow(*SLOW), *long(*(name for name in CASES if name not in (*QUICK, *SLOW)))]
 
 
 def frugal(case: Case) -> tuple[str, ...]:
@@ -222,7 +224,7 @@ def recomputed(answers: list[tuple[str, ...]]) -> list[int]:
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", [*QUICK, *LONG])
+@pytest.mark.parametrize("name", ROWS)
 def test_what_is_made_again_changes_no_bit(ranks: Ranks, name: str) -> None:
     again = recomputed(ranks.run(frugal, CASES[name]))
     assert again and all(again) != CASES[name].checkpointed  # all of the model, which leaves nothing

@@ -11,7 +11,7 @@ from torch import nn, optim
 import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 
 
 def nadam(groups: Any) -> optim.Optimizer:
@@ -189,8 +189,9 @@ def adamw_foreach(groups: Any) -> optim.Optimizer:
     ("ranks", "make", "stage"),
     [
         (2, adamw_foreach, 3),
-        # Each compiles five graphs; what else these optimizers do is seen above.
-        *slow((3, Lars, 2), (2, nadam, 0), (2, rprop, 1), (3, adamw_foreach, 3), (3, rprop, 1)),
+        # Each compiles five graphs; test_step_gate.py has the long ones, on two ranks and on three.
+        *slow((3, Lars, 2)),
+        *long((2, nadam, 0), (2, rprop, 1), (3, adamw_foreach, 3), (3, rprop, 1)),
     ],
     indirect=["ranks"],
     scope="session",

@@ -10,6 +10,7 @@ import torch
 import zgraph
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, compare, train
 
 CASES = {
@@ -30,11 +31,13 @@ CASES = {
 
 
 QUICK = ("stage 3", "stage 1")  # test_step_gate.py has two with loco
-LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
+# Of features that test_step_gate.py has in pairs.
+LONG = ("loco, accumulated", "loco, twice", "frozen")
+SLOW = [name for name in CASES if name not in (*QUICK, *LONG)]
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", [*QUICK, *LONG])
+@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW), *long(*LONG)])
 def test_a_captured_step_equals_the_plain_loop(ranks: Ranks, name: str) -> None:
     assert ranks.run(compare, CASES[name])
 

@@ -24,7 +24,7 @@ from tests.support.judges.replicated import whole
 from tests.support.memory.gloo_buffers import settled
 from tests.support.memory.live_tensors import live_tensors, local, storage_bytes
 from tests.support.ranks import Ranks, every_world, fresh_ranks, worlds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph.runtime.collectives import start_all_gather
 from zgraph.runtime.groups import reduction_group
 
@@ -154,7 +154,7 @@ def large_batch_error(zero_stage: int) -> float:
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(accumulated, at_once, strict=True))
 
 
-@pytest.mark.parametrize("zero_stage", [2, *slow(0, 1, 3)])  # test_numerics.py has windows of all stages, to the bit
+@pytest.mark.parametrize("zero_stage", [2, *long(0, 1, 3)])  # test_numerics.py has windows of all stages, to the bit
 def test_micro_batches_equal_one_large_batch(ranks: Ranks, zero_stage: int) -> None:
     """Up to fp32 rounding of sums of 8 rows, in another order: a few times 2^-24, far below 1e-6."""
     assert max(ranks.run(large_batch_error, zero_stage)) < 1e-6
@@ -268,7 +268,7 @@ def variants(zero_stage: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("zero_stage", "expected"), [(1, 2), (3, 1), *slow((0, 2), (2, 2))])  # as many as of stage 1
+@pytest.mark.parametrize(("zero_stage", "expected"), [(1, 2), (3, 1), *long((0, 2), (2, 2))])  # as many as of stage 1
 def test_two_variants_are_compiled_and_kept(ranks: Ranks, zero_stage: int, expected: int) -> None:
     """One under no_sync and one that closes; stage 3 is the same graph in both."""
     assert ranks.run(variants, zero_stage) == [[expected] * 4] * 2

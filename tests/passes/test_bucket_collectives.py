@@ -29,7 +29,7 @@ from tests.support.graphs import (
     traced,
 )
 from tests.support.judges.lockstep import assert_same_results, run_together
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Direction
@@ -365,7 +365,7 @@ def _sum_in_order(column: Tensor, wide: torch.dtype) -> Tensor:
         (Autocast, 4, {"zero_stage": 0}),
         (mean_and_sum, 3, {"zero_stage": 0}),
         (Twice, 3, {}),
-        *slow((mlp, 3, {"zero_stage": 0}), (Autocast, 3, {}), (mixed, 3, {})),  # each is in one of the others
+        *long((mlp, 3, {"zero_stage": 0}), (Autocast, 3, {}), (mixed, 3, {})),  # each is in one of the others
     ],
     ids=["uneven", "replicated autocast", "mean and sum", "read twice", "replicated", "autocast", "mixed"],
 )

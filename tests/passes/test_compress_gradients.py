@@ -20,7 +20,7 @@ from tests.support.graphs import Twice, apply, fake_world, mlp, traced
 from tests.support.judges.compressed import Codec, Hybrid, OneHop, TwoHops, local_gradients
 from tests.support.judges.replicated import assert_equal, whole
 from tests.support.ranks import RankFailure, Ranks, every_world, fresh_ranks, worlds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph import PreconditionError
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compression.methods import RngKey
@@ -377,7 +377,7 @@ def test_errors_on_the_host_are_fetched_one_reduction_ahead() -> None:
 # --- steps and windows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, *slow(0, 3)])  # 0 waits as 1 does, 3 reduces as 2 does
+@pytest.mark.parametrize("zero_stage", [1, 2, *long(0, 3)])  # 0 waits as 1 does, 3 reduces as 2 does
 def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce, and compress, once per window; 2 and 3 in each of its backwards."""
     assert ranks.run(windows, zero_stage) == [[(3, 3), (3, 3)] if zero_stage < 2 else [(9, 3), (9, 3)]] * 2

@@ -20,7 +20,7 @@ from tests.support.judges.compressed import local_gradients
 from tests.support.judges.low_rank import Paper, compile_low_rank
 from tests.support.judges.replicated import assert_equal, whole
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph.compression.low_rank import LowRank
 from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.traffic import transfers
@@ -80,7 +80,7 @@ def compare(
     return len(paper.errors)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3, *slow(1, 2)])  # stages 1 and 2 are those of windows below
+@pytest.mark.parametrize("zero_stage", [0, 3, *long(1, 2)])  # stages 1 and 2 are those of windows below
 def test_every_gradient_is_what_the_twin_computes(ranks: Ranks, zero_stage: int) -> None:
     assert ranks.run(compare, zero_stage) == [5 + (zero_stage == 0)] * 2  # replicated, the smallest one pays too
 
@@ -182,7 +182,7 @@ def windows(zero_stage: int) -> list[tuple[int, int]]:
     return sorted({(kept["first_hop"].reductions, kept["first_hop"].steps) for kept in feedback_of(sharded).values()})
 
 
-@pytest.mark.parametrize("zero_stage", [1, *slow(0, 2, 3)])  # 2 and 3 as in test_compress_gradients.py
+@pytest.mark.parametrize("zero_stage", [1, *slow(0), *long(2, 3)])  # 2 and 3 as in test_compress_gradients.py
 def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce the sum of its gradients, 2 and 3 each of them."""
     assert ranks.run(windows, zero_stage) == [[(2, 2)] if zero_stage < 2 else [(4, 2)]] * 2

@@ -22,7 +22,7 @@ from tests.support.judges.event_machine import peak_bytes, replay
 from tests.support.judges.lockstep import assert_same_results
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.storages import storages_of
@@ -252,7 +252,7 @@ def test_a_copy_does_not_move_past_who_writes_to_its_source() -> None:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
     ("options", "bucket_bytes"),
-    [({}, 512), ({"zero_stage": 1}, 0), *slow(({}, 0), ({"zero_stage": 0}, 512))],  # every two stand in the first ones
+    [({}, 512), ({"zero_stage": 1}, 0), *long(({}, 0), ({"zero_stage": 0}, 512))],  # every two stand in the first ones
     ids=str,
 )
 def test_second_run_changes_nothing(options: dict[str, int], bucket_bytes: int) -> None:

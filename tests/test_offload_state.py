@@ -17,7 +17,7 @@ from tests.support.memory.allocations import counted
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, every_world, worlds
 from tests.support.resting import DISK, HOST, MIXED, SHARDS, STATE, under
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, assert_same, compare, train
 from zgraph.sharding.scope import state_of
 
@@ -34,11 +34,12 @@ CASES = {
     "planned, stage 1": Case(at_rest=HOST, frugal=True, stage=1, precision="bf16", offload=True),
 }
 QUICK = ("stage 3", "stage 1", "planned, streamed")
-LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
+# The pairs below have all features of the others.
+ROWS = [*QUICK, *slow("shards alone"), *long(*(name for name in CASES if name not in (*QUICK, "shards alone")))]
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", [*QUICK, *LONG])
+@pytest.mark.parametrize("name", ROWS)
 def test_a_step_on_offloaded_state_equals_the_plain_loop(ranks: Ranks, name: str) -> None:
     assert ranks.run(compare, CASES[name])
 
@@ -52,9 +53,7 @@ DISK_CASES = {
 
 
 @worlds(2)
-@pytest.mark.parametrize(
-    "name", ["stage 3", *(pytest.param(name, marks=pytest.mark.slow) for name in [*DISK_CASES][1:])]
-)
+@pytest.mark.parametrize("name", ["stage 3", *long(*[*DISK_CASES][1:])])  # of which the pairs below have all features
 def test_a_step_on_state_of_a_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
     at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
     assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))
@@ -84,7 +83,7 @@ def case_of(window: str, plan: str, at_rest: zgraph.Offload, **levels: Any) -> C
     return Case(at_rest=at_rest, planned=plan == "planned", frugal=plan == "frugal", **micro_batches, **levels)
 
 
-PAIRS = [case_of(**dict(zip(LEVELS, row, strict=True))) for row in make([*LEVELS.values()])]
+PAIRS = [case_of(**dict(zip(LEVELS, row, strict=True))) for row in make([*LEVELS.values()], salt="1")]
 
 
 def name_of(case: Case) -> str:

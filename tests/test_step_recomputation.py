@@ -24,10 +24,13 @@ LEVELS: dict[str, list[Any]] = {
 }
 CASES = [
     Case(stage=stage, precision=precision, **windows, **layers, loco=loco, gated=True, optimizer="sgd")
-    for stage, precision, windows, layers, loco in make(list(LEVELS.values()), strength=2)
+    for stage, precision, windows, layers, loco in make(list(LEVELS.values()), strength=2, salt="28")
 ]
 
-QUICK = [CASES[2], CASES[6]]  # a window that is checkpointed, and dropout
+QUICK = [
+    next(one for one in CASES if one.checkpointed and one.accumulation > 1 and not one.loco),
+    next(one for one in CASES if one.dropout and not one.loco),
+]
 
 
 def title(case: Case) -> str:

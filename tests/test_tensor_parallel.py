@@ -47,7 +47,7 @@ CASES = {
     "llama_bf16": tp.Case(options={"param_dtype": torch.bfloat16, "zero_stage": 2}, micro_batches=2, rounding=BF16),
     "llama_autocast": tp.Case(autocast=torch.bfloat16, rounding=BF16),
     "sequence": tp.Case(split=tp.split_sequence, max_norm=0.1),
-    "tied": tp.Case(build=lambda: tp.Llama(tied=True), split=tp.split_sequence, options={"zero_stage": 1}),
+    "tied": tp.Case(build=lambda: tp.Llama(tied=True), split=tp.split_sequence, options={"zero_stage": 2}),
 }
 
 

@@ -304,17 +304,18 @@ def states(result: dict[str, Any]) -> str:
 
 def inference(result: dict[str, Any]) -> str:
     """A token through a model whose weights rest on disk, and what their codes lose."""
-    heads = ("weights at rest", "MB read", "ms (quartiles)", "ms of reading alone", "peak MB")
+    timed = not result.get("busy")  # a machine that did other things, too, tells no times
+    heads = ("weights at rest", "MB read", *(("ms (quartiles)", "ms of reading alone") if timed else ()), "peak MB")
     rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
         low, middle, high = statistics.quantiles(row["ms"], n=4)
         alone = 1e3 * row["read_bytes"] / row["disk_bytes_per_s"]
+        times = (f"{middle:.0f} ({low:.0f}-{high:.0f})", f"{alone:.0f}" if row["read_bytes"] else "")
         rows.append(
             (
                 row["way"],
                 f"{row['read_bytes'] / 1e6:.0f}",
-                f"{middle:.0f} ({low:.0f}-{high:.0f})",
-                f"{alone:.0f}" if row["read_bytes"] else "",
+                *(times if timed else ()),
                 f"{row['peak_bytes'] / 1e6:.0f}",
             )
         )

@@ -62,11 +62,11 @@ train: $(VENV)/.installed-examples
 test: lint
 	$(call BESIDE_TYPES,$(PYTEST) $(ARGS))
 
-# make test-all   the slow tests as well: worlds of one and of four ranks, kills, the zoo, packaging; about an hour
+# make test-all   the slow tests as well: worlds of one and of four ranks, kills, the zoo, packaging; most of an hour
 test-all: lint
 	$(call BESIDE_TYPES,$(PYTEST) -m "not long" $(ARGS))
 
-# make test-long   what both leave out: every combination of three features, half an hour or more
+# make test-long   what both leave out: every combination of three features, and rows that others stand for, an hour or more
 test-long: lint
 	$(PYTEST) -m long $(ARGS)
 

@@ -143,7 +143,7 @@ def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_t
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh of the axes of several, as FSDP2 makes it beside tensor parallelism (`_concatenate`, 2.13).
+    """The mesh of the axes of several, as FSDP2 makes it beside tensor parallelism (`_concatenate`, 2.11 - 2.13).
 
     Raises:
         RuntimeError: they overlap, or are slices of different meshes.

@@ -27,6 +27,7 @@ from tests.support.tiers import slow
 from zgraph import passes as P
 from zgraph.errors import ZgraphError
 from zgraph.runtime.groups import OF_REDUCTIONS
+from zgraph.torch_compat import release_of
 
 DP, MICRO_BATCHES, STEPS = 2, 4, 2
 WIDTH = 8  # divides by the ranks, so that no padding is sent
@@ -151,12 +152,12 @@ class Pipeline:
     ) -> None:
         """Make a schedule."""
         make: Any = getattr(pipelining, self.row.schedule, None) or getattr(pipelining.schedules, self.row.schedule)
-        given = self.stages if self.row.chunks > 1 else self.stages[0]
+        given = self.stages if issubclass(make, pipelining.schedules.PipelineScheduleMulti) else self.stages[0]
         self.schedule = make(given, MICRO_BATCHES, loss_fn=loss_fn)
 
     def step(self, number: int) -> None:
         x, y = (rows.chunk(DP)[self.mesh.get_local_rank("dp")] for rows in batch(number))
-        more = {"target": y} if self.last in self.numbers else {}
+        more: dict[str, Any] = {"target": y} if self.last in self.numbers else {}
         self.schedule.step(*((x,) if 0 in self.numbers else ()), **more)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -245,11 +246,15 @@ def assert_one_window(ranks: Ranks, row: Row) -> None:
     ids=str,
 )
 def test_a_step_is_one_window(ranks: Ranks, row: Row) -> None:
+    if row.schedule == "ScheduleZBVZeroBubble" and release_of(torch.__version__) < (2, 12):
+        pytest.skip("torch 2.11 opens this schedule with messages from a rank to itself, which gloo refuses")
     assert_one_window(ranks, row)
 
 
 @pytest.mark.parametrize(
-    "row", [Row("Schedule1F1B", 1, "fx", chunks=1), Row("ScheduleLoopedBFS", 2, "eager", closes="first")], ids=str
+    "row",
+    [Row("Schedule1F1B", 1, "fx", chunks=1), Row("ScheduleLoopedBFS", 2, "eager", chunks=1, closes="first")],
+    ids=str,
 )
 def test_a_step_of_a_pipeline_of_one_rank_is_one_window(ranks: Ranks, row: Row) -> None:
     assert_one_window(ranks, row)
@@ -295,8 +300,8 @@ def refused(row: Row) -> str:
 
 
 def test_a_schedule_that_ends_with_another_micro_batch_is_refused(ranks: Ranks) -> None:
-    for text in ranks.run(refused, Row("ScheduleLoopedBFS", 1, "eager")):
-        assert text.startswith("zgraph.PipelineStage: stage 1 is to close its window with the last micro-batch")
+    for text in ranks.run(refused, Row("ScheduleLoopedBFS", 1, "eager", chunks=1)):
+        assert text.startswith("zgraph.PipelineStage: stage 0 is to close its window with the last micro-batch")
         assert "runs backward 1 of 4 for micro-batch 3. Say closes='first'" in text
 
 

@@ -1,12 +1,17 @@
-"""The examples that are not training runs."""
+"""The examples, but for train_gpt.py."""
 
 from __future__ import annotations
 
+import os
+import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.torchrun import LIMIT_S, TORCHRUN, environment
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -41,3 +46,38 @@ def test_a_llama_is_planned_without_a_gpu(tmp_path: Path) -> None:
     assert done.stdout.count("zgraph.plan for 16 ranks of h100") == 2
     one, two = (int(line.split()[2]) for line in done.stdout.splitlines() if " layers, " in line)
     assert one < two < 2 * one
+
+
+def diffused(folder: Path, *options: str) -> str:
+    """Output of a tiny run of train_dit.py on two ranks."""
+    small = ["--quick", "--width", "16", "--heads", "2", "--batch", "16", "--picture", str(folder / "digits.png")]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train_dit.py"), *small, *options]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment("lo")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_diffusion_transformer_trains_on_two_stages(tmp_path: Path) -> None:
+    """Its embedders hold the same bits behind the last step, and its samples come nearer to digits than noise is."""
+    text = diffused(tmp_path, "--steps", "60")
+    noise, trained = (float(found) for found in re.findall(r"Fréchet distance (?:of noise )?([\d.]+)", text))
+    assert trained < 0.8 * noise  # an untrained one leaves noise as it is
+    assert "4 replicas of each embedder, the furthest apart by 0\n" in text
+    picture = (tmp_path / "digits.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and struct.unpack(">II", picture[16:24]) == (400, 400)
+
+
+@pytest.mark.slow
+def test_embedders_without_the_sum_drift_apart(tmp_path: Path) -> None:
+    text = diffused(tmp_path, "--steps", "10", "--no-sync", "--no-compile")
+    (apart,) = re.findall(r"4 replicas of each embedder, the furthest apart by ([\d.e-]+)", text)
+    assert float(apart) > 1e-3

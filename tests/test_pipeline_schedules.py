@@ -31,6 +31,8 @@ from zgraph.torch_compat import release_of
 
 DP, MICRO_BATCHES, STEPS = 2, 4, 2
 WIDTH = 8  # divides by the ranks, so that no padding is sent
+# A new schedule runs the module to learn its shapes; that of torch 2.11 remembers those of the one before.
+GATHERS_FOR_SHAPES = 1 if release_of(torch.__version__) >= (2, 12) else 0
 
 
 class Chunk(nn.Module):
@@ -338,7 +340,9 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(ranks: Ranks, zero_stage: 
         for name, gradient in expected(1).items():
             torch.testing.assert_close(gradients[name], gradient)
         # Nothing that was gathered before serves: once for the shapes that a new schedule learns, once for the window.
-        assert sent == (2 + zero_stage) * PARAMETERS * 4 // DP
+        gathers = (1 + GATHERS_FOR_SHAPES) * (zero_stage > 0)
+        reductions = 1 if zero_stage else 2
+        assert sent == (gathers + reductions) * PARAMETERS * 4 // DP
 
 
 def counted_steps(row: Row) -> set[tuple[int, int]]:
@@ -359,8 +363,10 @@ def test_error_feedback_counts_a_step_once(ranks: Ranks, zero_stage: int) -> Non
 
 
 def two_steps(row: Row) -> tuple[dict[str, Tensor], int]:
-    """Gradients of two steps, the first under no_sync, and what both have sent."""
+    """Gradients of two steps, the first under no_sync, and what both have sent; another step has learned the shapes."""
     pipeline = Pipeline(row)
+    pipeline.step(0)
+    pipeline.chunks[0].zero_grad()
 
     def both() -> None:
         with zgraph.no_sync(pipeline.chunks[0]):

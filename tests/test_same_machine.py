@@ -12,7 +12,7 @@ from tests.support.ranks import Ranks
 from zgraph import Hardware
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, LowerGathers, LowerReductions
-from zgraph.sharding.same_machine import agreed_machine, gathered, machine_of, preset_of
+from zgraph.sharding.meshes.same_machine import agreed_machine, gathered, machine_of, preset_of
 
 LOWERED = (LowerGathers(), LowerReductions())
 

@@ -21,9 +21,9 @@ from zgraph.sharding.codes import Codes
 from zgraph.sharding.meshes.check_mesh import check_mesh
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
+from zgraph.sharding.meshes.same_machine import agreed_machine
 from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
 from zgraph.sharding.offload import Offload, Resting
-from zgraph.sharding.same_machine import agreed_machine
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import lies_inside, outermost_units, unit_class

@@ -1,1 +1,1 @@
-"""Axes of device meshes: which one zgraph shards over, and which one tensor parallelism splits over."""
+"""Device meshes: which axis zgraph shards over, which one tensor parallelism splits over, what machines they span."""

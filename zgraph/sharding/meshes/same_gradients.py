@@ -23,6 +23,7 @@ from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.modules import local_parameters
 
 _TOLERANCE = 0.02  # of the norm: kernels that add up in any order stay far below, other activations above
+_NOISE = 1e-4  # of the largest norm: smaller gradients may be nothing but rounding, such as a bias's before a norm
 
 
 class SameGradients:
@@ -76,7 +77,8 @@ class SameGradients:
             return  # a step that a GradScaler will drop
         self.is_due = False
         spread = (every.amax(0) - every.amin(0)).amax(-1)
-        differing = spread > _TOLERANCE * every[..., 0].amax(0)
+        norms = every[..., 0].amax(0)
+        differing = (spread > _TOLERANCE * norms) & (norms > _NOISE * norms.max())
         if differing.any():
             names = [name for name, differs in zip(self.names, differing.tolist(), strict=True) if differs]
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""

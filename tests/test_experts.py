@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from torch import Tensor, nn
 import zgraph
 from tests.support import experts
 from tests.support.compiled import with_fx
+from tests.support.compressing import compressing, feedback_of
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
+from zgraph.passes import LoCo
 
 # Sums over tokens and ranks are in another order than on one rank.
 ROUNDING = 2e-5
@@ -128,10 +132,59 @@ def same_bits(options: dict[str, Any], autocast: bool, whole_step: bool) -> int:
         ({}, True, False),
         ({}, False, True),
         ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, False, True),
+        ({"offload": zgraph.Offload(params="host", optimizer="host")}, False, True),
     ],
-    ids=["bf16", "autocast", "step", "step_bf16"],
+    ids=["bf16", "autocast", "step", "step_bf16", "step_host"],
 )
 def test_a_compiled_mixture_has_the_bits_of_eager_mode(
     ranks: Ranks, options: dict[str, Any], autocast: bool, whole_step: bool
 ) -> None:
     assert min(ranks.run(same_bits, options, autocast, whole_step)) > 0
+
+
+def step_of(called: Callable[..., Any], optimizer: torch.optim.Optimizer, index: int) -> None:
+    experts.loss_of(called(experts.tokens_of(dist.get_rank(), index))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved_and_continued(folder: str) -> int:
+    """A run that compresses gradients and one that loads its checkpoint end with the same bits; how many compress."""
+    (model, _), (other, _) = experts.built(2), experts.built(2)
+    optimizer, of_other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, other))
+    called = compressing(model, LoCo())
+    for index in range(2):
+        step_of(called, optimizer, index)
+    path = zgraph.save_checkpoint(folder, model, optimizer, step=2)
+    full = zgraph.full_state_dict(model)
+    if dist.get_rank() == 0:
+        torch.save(full, f"{folder}/full.pt")
+    zgraph.load_checkpoint(path, other, of_other)
+    kept = feedback_of(other)
+    assert kept.keys() == feedback_of(model).keys()
+    for run, one in ((called, optimizer), (compressing(other, LoCo()), of_other)):
+        for index in range(2, 4):
+            step_of(run, one, index)
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(one), whole(another))
+    return sum(name.startswith("experts.") for name in kept)
+
+
+def loaded(folder: str, ep: int) -> None:
+    """All experts arrive on another layout, which goes on."""
+    model, _ = experts.built(3, ep)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", zgraph.ZgraphWarning)  # errors of compression start as zeros there
+        zgraph.load_checkpoint(f"{folder}/step_00000002", model, optimizer)
+    full = torch.load(f"{folder}/full.pt")
+    for name, value in model.named_parameters():
+        assert torch.equal(whole(value.detach()), full[name]), name
+    step_of(model, optimizer, 2)
+
+
+@worlds(4)
+def test_checkpoints_hold_all_experts(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(saved_and_continued, str(tmp_path)) == [2] * 4
+    for ep in (1, 4):
+        ranks.run(loaded, str(tmp_path), ep)

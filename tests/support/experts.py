@@ -85,9 +85,9 @@ def loss_of(output: tuple[Tensor, Tensor]) -> Tensor:
     return mixed.float().square().mean() + BALANCE * balance
 
 
-def built(zero_stage: int, **options: Any) -> tuple[nn.Module, nn.Module]:
+def built(zero_stage: int, ep: int = 2, **options: Any) -> tuple[Mixture, Mixture]:
     """The model on dp x ep ranks, and whole on each."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(5)
     plain = Mixture()
     torch.manual_seed(5)

@@ -76,6 +76,10 @@ class PipelineStage(TorchStage):
         self._is_open = False  # a step has begun, and its last backward has not ended
         self._done = 0  # backwards of this step that have reached the weights
         self._whole: set[int] = set()  # micro-batches whose backward was not split
+        # Checked with the first micro-batch: the run for shapes reads memory that nothing has written.
+        self._checks = [one for scope in self._scopes if (one := scope.same_batch) is not None and one.is_due]
+        for check in self._checks:
+            check.is_due = False
         for scope in self._windows:
             refuse_early_steps(scope, module)
 
@@ -95,6 +99,9 @@ class PipelineStage(TorchStage):
         """Run the forward of a micro-batch at its position in the window."""
         position = self._position(fwd_chunk_id)
         self._is_open = position is not None
+        for check in self._checks:
+            check.is_due = True
+        self._checks.clear()
         for scope in self._windows:
             scope.given = position
             scope.opened = scope.opened or position == OPEN

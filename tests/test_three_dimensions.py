@@ -1,0 +1,107 @@
+"""Pipeline x data parallel x tensor parallel on eight ranks: every gradient, every norm, and the steps that follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zgraph
+from tests.support.judges.replicated import whole
+from tests.support.ranks import fresh_ranks
+
+WIDTH, CHUNKS, MICRO_BATCHES, STEPS = 8, 4, 4, 3
+ROUNDING = 1e-5  # tensor parallelism splits sums, and the mean over ranks comes after that over micro-batches
+
+
+class Chunk(nn.Module):
+    """A stage: columns, rows, and a norm that all tensor-parallel ranks compute; `time` is in all chunks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.time = nn.Linear(WIDTH, WIDTH, bias=False)
+        torch.manual_seed(1 + number)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x) + self.time(x))))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, 4 * MICRO_BATCHES, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x, y
+
+
+def on_one_rank() -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters after the steps, and norms; one `time` in all chunks."""
+    model = nn.Sequential(*[Chunk(number) for number in range(CHUNKS)])
+    for chunk in model:
+        chunk.time = model[0].time
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms: list[float] = []
+    for step in range(STEPS):
+        x, y = batch(step)
+        F.mse_loss(model(x), y).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}, norms
+
+
+def on_eight(zero_stage: int, mode: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Of this rank's chunks: two of each stage."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    rank, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    numbers = [rank, rank + 2]
+    chunks = [Chunk(number) for number in numbers]
+    stages: list[Any] = []
+    for number, chunk in zip(numbers, chunks, strict=True):
+        parallelize_module(chunk, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        zgraph.shard(chunk, mesh["dp"], zero_stage=zero_stage)
+        called: Any = chunk if mode == "eager" else torch.compile(chunk, backend="zgraph", options={"lowering": mode})
+        stages.append(zgraph.PipelineStage(called, number, CHUNKS, torch.device("cpu"), group=mesh.get_group("pp")))
+    schedule = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=F.mse_loss)
+    replicas = zgraph.Replicas(mesh["pp"], {"time": [chunk.time for chunk in chunks]})
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    norms: list[float] = []
+    for step in range(STEPS):
+        x, y = (rows.chunk(2)[dp] for rows in batch(step))
+        more: dict[str, Any] = {"target": y} if rank == 1 else {}
+        schedule.step(*((x,) if rank == 0 else ()), **more)
+        replicas.all_reduce_grads()
+        norms.append(whole(replicas.clip_grad_norm_(parameters, 0.1)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    replicas.check_equal()
+    named = zip(numbers, chunks, strict=True)
+    return {f"{number}.{name}": whole(v).detach() for number, c in named for name, v in c.named_parameters()}, norms
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "mode"),
+    [
+        pytest.param(1, "eager", marks=pytest.mark.slow),  # eight ranks
+        pytest.param(3, "fx", marks=pytest.mark.long),  # all of which compile
+    ],
+)
+def test_three_dimensions_train_like_one_model(zero_stage: int, mode: str) -> None:
+    expected, norms = on_one_rank()
+    with fresh_ranks(8, timeout_s=120) as ranks:
+        found = ranks.run(on_eight, zero_stage, mode)
+    compared: set[str] = set()
+    for parameters, found_norms in found:
+        assert found_norms == pytest.approx(norms, rel=ROUNDING)
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, expected[name if not name.endswith("time.weight") else "0.time.weight"])
+            compared.add(name)
+    assert compared >= set(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
 from tests.support import experts
@@ -188,3 +190,19 @@ def test_checkpoints_hold_all_experts(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(saved_and_continued, str(tmp_path)) == [2] * 4
     for ep in (1, 4):
         ranks.run(loaded, str(tmp_path), ep)
+
+
+def without_a_divisor() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    model = experts.Mixture()
+    model.experts.split(mesh["ep"])
+    zgraph.shard(model.experts, mesh["dp"])
+    with pytest.raises(ValueError) as error:
+        zgraph.shard(model, mesh)
+    return str(error.value)
+
+
+@worlds(2)
+def test_a_mean_over_few_of_the_ranks_is_refused(ranks: Ranks) -> None:
+    (text, _) = ranks.run(without_a_divisor)
+    assert re.search(r"experts\.(up|down) is split over \('ep',\).*2 times too large: write reduction=2", text)

@@ -243,7 +243,7 @@ def test_stages_may_be_sharded_and_compiled(ranks: Ranks, zero_stage: int) -> No
 
 
 def crossed(name: str) -> tuple[list[Tensor], list[float]]:
-    zero_stage, lowering, compressed, shard = CROSSED[name]
+    zero_stage, lowering, compressed, shard, _ = CROSSED[name]
     pipeline = P.presets.default(compression=P.LoCo() if compressed else None)
     small = P.CompressGradients(method=P.LoCo(), min_numel=16)
     pipeline = [small if isinstance(one, P.CompressGradients) else one for one in pipeline]
@@ -253,11 +253,13 @@ def crossed(name: str) -> tuple[list[Tensor], list[float]]:
 
 
 BF16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-CROSSED: dict[str, tuple[int, str, bool, dict[str, Any]]] = {
-    "stage 3, bf16": (3, "fx", False, BF16),
-    "stage 0, LoCo": (0, "fx", True, {}),
-    "stage 2, LoCo, bf16, Inductor": (2, "inductor", True, BF16),
-    "stage 3, Inductor": (3, "inductor", False, {}),
+# How far the embedding may end from that of one model, as a part of the way that it went. bf16 rounds by 2^-9 at a
+# time; codes of four bits by up to a fifteenth of a group's largest entry, which error feedback makes up for later.
+CROSSED: dict[str, tuple[int, str, bool, dict[str, Any], float]] = {
+    "stage 3, bf16": (3, "fx", False, BF16, 2**-7),
+    "stage 0, LoCo": (0, "fx", True, {}, 1 / 15),
+    "stage 2, LoCo, bf16, Inductor": (2, "inductor", True, BF16, 1 / 15),
+    "stage 3, Inductor": (3, "inductor", False, {}, 1e-5),
 }
 
 
@@ -265,12 +267,14 @@ CROSSED: dict[str, tuple[int, str, bool, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CROSSED)
 def test_replicas_stay_equal_whatever_rounds_their_gradients(ranks: Ranks, name: str) -> None:
     """And near the model with one embedding: gradients lose digits in bf16, and most of them in codes of four bits."""
+    *_, bound = CROSSED[name]
     expected, norms = on_one_rank(CHUNKS * 2, 2)
+    way = (expected["time"] - Chunk(0).time.weight.detach()).norm()
     for times, found_norms in ranks.run(crossed, name):
-        assert found_norms == pytest.approx(norms, rel=0.2)
+        assert found_norms == pytest.approx(norms, rel=bound)
         for time in times:
             assert torch.equal(time, times[0])
-            torch.testing.assert_close(time, expected["time"], atol=0.1, rtol=0)
+            assert (time - expected["time"]).norm() <= bound * way
 
 
 @worlds(2)

@@ -33,7 +33,7 @@ class OffloadActivations(GraphPass):
     somebody else's; values that are written to; whatever backward reads more than one of in one storage.
 
     Attributes:
-        least_bytes: smallest activation that is offloaded where there is no budget.
+        least_bytes: size of the smallest activation to offload without a budget.
 
     Source: Rhu et al. 2016, "vDNN", arXiv 1602.08124; as a pass over one graph, not a hook on each tensor.
     """

@@ -227,15 +227,10 @@ def _on_other_axes(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, D
         for attribute, parameter in local_parameters(part).items():
             known = None if state is None else state.by_attribute.get(attribute)
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if known is not None and known.spec.split is not None and not _lies_on(mesh, known.spec.split.mesh):
+            if known is not None and known.spec.split is not None and not known.spec.split.lies_on(mesh):
                 yield name, known.spec.split.mesh
             elif known is None and isinstance(parameter, DTensor):
                 yield name, parameter.device_mesh
-
-
-def _lies_on(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
-    """Whether an axis is one of a mesh's, as that of experts is, which were sharded before."""
-    return set(axis.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
 
 
 def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
@@ -250,6 +245,9 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
             state = state_of(part)
             if isinstance(parameter, DTensor) and state is not None and attribute in state.by_attribute:
                 _check_sharded_before(name, parameter, mesh)
+                spec = state.by_attribute[attribute].spec
+                if spec.split is not None:
+                    spec.split.check_divisor(name, spec.reduction, mesh)
                 continue
             if parameter.is_complex():
                 raise ValueError(

@@ -80,6 +80,28 @@ class TensorSplit:
             return part
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)
 
+    def lies_on(self, mesh: DeviceMesh) -> bool:
+        """Whether the axis is one of a mesh's, as that of experts is, which were sharded before."""
+        return set(self.mesh.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
+
+    def check_divisor(self, name: str, reduction: str, mesh: DeviceMesh) -> None:
+        """Check that a part which was sharded before, such as experts, says what its gradients are divided by.
+
+        Args:
+            name, reduction: of the parameter.
+            mesh: over which all other parameters are sharded now.
+
+        Raises:
+            ValueError: it does not, and its mean would be over other ranks than that of the others.
+        """
+        if self.size > 1 and self.lies_on(mesh) and reduction == "mean":
+            raise ValueError(
+                f"zgraph.shard: {name} is split over {self.mesh.mesh_dim_names}, and the gradients of all other "
+                f"parameters are averaged over {mesh.size()} ranks. Its own is a sum over the tokens of all of them, "
+                f"and its mean over the {mesh.size() // self.size} that hold it would be {self.size} times too large: "
+                f"write reduction={mesh.size()} where it is sharded, or the number to divide by."
+            )
+
 
 def placements_at_rest(layout: ShardLayout, ndim: int, split: TensorSplit | None) -> tuple[Placement, ...]:
     """Placements of a parameter on zgraph's axes, and on the tensor-parallel one behind them.

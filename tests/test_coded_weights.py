@@ -54,9 +54,9 @@ def serve(zero_stage: int, offload: zgraph.Offload, precision: str, lowering: st
     """Compare with the twin, compiled and not; the bytes of weights at rest, by those in memory, and the notes."""
     torch.compiler.reset()
     world, bits = torch.distributed.get_world_size(), offload.param_bits or 0
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if precision in ("bf16", "widened") else torch.float32
     plain = twin(model().to(dtype), world if zero_stage else 1, bits, offload.full_precision)
-    param_dtype = torch.bfloat16 if precision == "param_dtype" else None
+    param_dtype = {"param_dtype": torch.bfloat16, "widened": torch.float32}.get(precision)
     served = zgraph.shard(model().to(dtype), zero_stage=zero_stage, param_dtype=param_dtype, offload=offload)
     plain = plain if param_dtype is None else plain.to(param_dtype)
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).to(param_dtype or dtype)
@@ -87,6 +87,7 @@ def serve(zero_stage: int, offload: zgraph.Offload, precision: str, lowering: st
         (2, "host", 8, "param_dtype", "fx"),
         (0, "disk", 8, "autocast", "fx"),
         (3, "host", 4, "bf16", "fx"),
+        (3, "host", 8, "widened", "fx"),
         *slow((3, "disk", 8, "bf16", "inductor"), (2, "disk", 4, "autocast", "inductor")),  # compile islands
     ],
 )
@@ -95,7 +96,7 @@ def test_codes_serve_as_decoded_weights_would(
 ) -> None:
     offload = zgraph.Offload(params=tier, path=tmp_path if tier == "disk" else None, param_bits=bits)
     for share, notes in ranks.run(serve, zero_stage, offload, precision, lowering):
-        assert share < (bits + 0.6) / (16 if precision == "bf16" else 32)  # a scale for each group, and padding
+        assert share < (bits + 0.6) / (16 if precision in ("bf16", "widened") else 32)  # a scale for each group, and padding
         assert len(notes) == 1
 
 

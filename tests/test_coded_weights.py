@@ -96,7 +96,8 @@ def test_codes_serve_as_decoded_weights_would(
 ) -> None:
     offload = zgraph.Offload(params=tier, path=tmp_path if tier == "disk" else None, param_bits=bits)
     for share, notes in ranks.run(serve, zero_stage, offload, precision, lowering):
-        assert share < (bits + 0.6) / (16 if precision in ("bf16", "widened") else 32)  # a scale for each group, and padding
+        held = 16 if precision in ("bf16", "widened") else 32
+        assert share < (bits + 0.6) / held  # a scale for each group, and padding
         assert len(notes) == 1
 
 

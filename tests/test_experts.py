@@ -21,7 +21,7 @@ from tests.support.compiled import with_fx
 from tests.support.compressing import compressing, feedback_of
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
-from zgraph.passes import LoCo
+from zgraph.passes import LoCo, presets
 
 # Sums over tokens and ranks are in another order than on one rank.
 ROUNDING = 2e-5
@@ -97,11 +97,13 @@ def test_experts_on_two_ranks_each_train_like_one_model(
     assert min(min(norms) for norms in ranks.run(trained, zero_stage, way, micro_batches)) > MAX_NORM
 
 
-def same_bits(options: dict[str, Any], autocast: bool, whole_step: bool) -> int:
+def same_bits(options: dict[str, Any], autocast: bool, whole_step: bool, planned: bool) -> int:
     """Three steps, compiled and not; the number of parameters whose bits were compared."""
     models = [experts.built(3, **options)[0] for _ in range(2)]
     eager, compiled = models
-    forward = compiled if whole_step else with_fx(compiled)
+    target = zgraph.Target(hardware=zgraph.calibrate()) if planned else None
+    passes = presets.planned() if planned else presets.default()
+    forward = compiled if whole_step else with_fx(compiled, pipeline=zgraph.Pipeline(passes, target=target))
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in models]
 
     def step(called: Callable[..., Any], optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
@@ -128,20 +130,21 @@ def same_bits(options: dict[str, Any], autocast: bool, whole_step: bool) -> int:
 
 @worlds(4)
 @pytest.mark.parametrize(
-    ("options", "autocast", "whole_step"),
+    ("options", "autocast", "whole_step", "planned"),
     [
-        ({"param_dtype": torch.bfloat16}, False, False),
-        ({}, True, False),
-        ({}, False, True),
-        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, False, True),
-        ({"offload": zgraph.Offload(params="host", optimizer="host")}, False, True),
+        ({"param_dtype": torch.bfloat16}, False, False, False),
+        ({}, True, False, False),
+        ({}, False, False, True),
+        ({}, False, True, False),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, False, True, False),
+        ({"offload": zgraph.Offload(params="host", optimizer="host")}, False, True, False),
     ],
-    ids=["bf16", "autocast", "step", "step_bf16", "step_host"],
+    ids=["bf16", "autocast", "planned", "step", "step_bf16", "step_host"],
 )
 def test_a_compiled_mixture_has_the_bits_of_eager_mode(
-    ranks: Ranks, options: dict[str, Any], autocast: bool, whole_step: bool
+    ranks: Ranks, options: dict[str, Any], autocast: bool, whole_step: bool, planned: bool
 ) -> None:
-    assert min(ranks.run(same_bits, options, autocast, whole_step)) > 0
+    assert min(ranks.run(same_bits, options, autocast, whole_step, planned)) > 0
 
 
 def step_of(called: Callable[..., Any], optimizer: torch.optim.Optimizer, index: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,8 @@ from tests.support.whole_steps import Case, assert_same, train
 from zgraph import codegen
 from zgraph.analysis.hardware import Link
 from zgraph.passes import OffloadActivations, presets
-from zgraph.runtime.offload.copy_lanes import StreamLanes
+from zgraph.runtime.offload.copy_lanes import StreamLanes, ThreadLanes
+from zgraph.torch_compat.fake_values import fake_mode
 
 # Every two of these features stand together in some row, with stages 0 to 3.
 CASES = {
@@ -65,6 +67,19 @@ def close() -> None:
 @pytest.mark.slow  # compiles islands twice
 def test_a_compiled_step_is_close_to_one_that_keeps_everything(ranks: Ranks) -> None:
     ranks.run(close)
+
+
+def test_copies_that_are_only_planned_start_no_thread() -> None:
+    """A fake mode notes in one place, for all threads, that a kernel runs on fake values: a second thread met it there."""
+    lanes, before = ThreadLanes(), threading.enumerate()
+    with fake_mode():
+        tensor = torch.ones(4, 3)
+        kept = lanes.offload(tensor).wait()
+        back = lanes.reload(kept).wait()
+        lanes.store(back, kept).wait()
+    assert kept.shape == back.shape == tensor.shape
+    started = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in started if name.startswith("zgraph")]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

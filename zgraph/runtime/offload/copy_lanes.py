@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zgraph.runtime.disk.folder import DiskFolder, Write
 from zgraph.runtime.offload.host_pool import HostPool
+from zgraph.torch_compat.fake_values import is_fake
 
 
 class Copy(Protocol):
@@ -66,6 +67,14 @@ class _InThread:
 
     def wait(self) -> Tensor:
         self.done.result()
+        return self.copied
+
+
+@dataclass(frozen=True, slots=True)
+class _OnPaper:
+    copied: Tensor
+
+    def wait(self) -> Tensor:
         return self.copied
 
 
@@ -144,6 +153,9 @@ class ThreadLanes:
             self.bytes_per_us = before
 
     def _start(self, lane: ThreadPoolExecutor, source: Tensor, copied: Tensor) -> Copy:
+        if is_fake(source):
+            # A fake mode notes what its kernels do for all threads in one place: a second thread would run into the first.
+            return _OnPaper(copied)
         copy = _InThread(source, copied, lane.submit(self._copy, source, copied))
         if self.waits_at_once:
             copy.wait()

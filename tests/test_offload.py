@@ -70,7 +70,7 @@ def test_a_compiled_step_is_close_to_one_that_keeps_everything(ranks: Ranks) -> 
 
 
 def test_copies_that_are_only_planned_start_no_thread() -> None:
-    """A fake mode notes in one place, for all threads, that a kernel runs on fake values: a second thread met it there."""
+    """A fake mode keeps the flags of its kernels in one place for all threads: a second thread met them set."""
     lanes, before = ThreadLanes(), threading.enumerate()
     with fake_mode():
         tensor = torch.ones(4, 3)

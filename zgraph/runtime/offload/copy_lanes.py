@@ -154,7 +154,7 @@ class ThreadLanes:
 
     def _start(self, lane: ThreadPoolExecutor, source: Tensor, copied: Tensor) -> Copy:
         if is_fake(source):
-            # A fake mode notes what its kernels do for all threads in one place: a second thread would run into the first.
+            # A fake mode keeps its kernels' flags in one place for all threads: a second one would meet them set.
             return _OnPaper(copied)
         copy = _InThread(source, copied, lane.submit(self._copy, source, copied))
         if self.waits_at_once:

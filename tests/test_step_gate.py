@@ -48,7 +48,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(one.ranks, one, id=str(one), marks=marks)
 
 
-@pytest.mark.parametrize(("ranks", "gate"), cases(), indirect=["ranks"], scope="session")
+@pytest.mark.parametrize(("ranks", "gate"), list(cases()), indirect=["ranks"], scope="session")
 def test_any_two_features_train_as_the_plain_loop(ranks: Ranks, gate: Gate) -> None:
     assert min(ranks.run(train, gate)) > 0
 

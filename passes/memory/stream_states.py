@@ -75,6 +75,9 @@ class StreamStates(GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         graph = gm.graph
+        if all(map(_is_on_device, graph.nodes)):  # most steps: spares them the analysis
+            ctx.note(self, "everything rests on the device")
+            return False
         for node in list(graph.nodes):
             split_call(node, plan_split(node, self.in_flight_bytes))
         kept = _store_pending(graph)
@@ -109,6 +112,10 @@ class StreamStates(GraphPass):
         resting = visit.resting
         is_on_host = meta.space(resting) == "host" and meta.tensor_value(resting).device.type == "cpu"
         return self.updates == "at_rest" and visit.is_update and is_on_host
+
+
+def _is_on_device(node: fx.Node) -> bool:
+    return meta.space(node) in (None, "device") and meta.rests_in(node) == "device"
 
 
 def _store_pending(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

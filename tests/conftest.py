@@ -49,10 +49,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     by_world[world].add_marker(pytest.mark.long)
 
 
+def pytest_sessionstart() -> None:
+    """Look for no garbage among tests that are all kept."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Keep what is loaded, and thousands of tests, out of every collection of garbage to come."""
+    """Keep what is loaded, and thousands of tests, out of every collection of garbage to come.
+
+    A compile makes hundreds of thousands of objects that live to its end. By default it is searched every 700.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

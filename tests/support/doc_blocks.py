@@ -294,6 +294,10 @@ def _chunk_stepped(names: dict[str, Any]) -> None:
     assert all(int(states[parameter]["step"]) == 2 for parameter in names["chunk"].parameters())
 
 
+def _stage_saved(names: dict[str, Any]) -> None:
+    assert zgraph.load_checkpoint("runs/a/step_00000002", names["model"], names["optimizer"]).step == 2
+
+
 def _equal_replicas(names: dict[str, Any]) -> None:
     names["replicas"].check_equal()
     assert all(len(names["optimizer"].state[parameter]) for parameter in names["parameters"])
@@ -445,6 +449,7 @@ SETTINGS = [
     Setting('mesh = init_device_mesh("cpu", (dp, tp)', _an_mlp, _mlp_trained),
     Setting('mesh = init_device_mesh("cpu", (dp, ep)', _a_mixture, _mixture_trained),
     Setting('zgraph.shard(chunk, mesh["dp"], zero_stage=1)', _a_chunk, _chunk_stepped),
+    Setting("model = nn.ModuleDict({str(index): chunk})", None, _stage_saved),
     # training-step.md
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),

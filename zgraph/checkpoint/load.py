@@ -23,6 +23,7 @@ from zgraph.checkpoint.optimizer_names import group_names, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_metadata
 from zgraph.checkpoint.several_optimizers import Checkpointed, as_one
+from zgraph.checkpoint.stages import names_of_no_rank, of_this_stage
 from zgraph.errors import CheckpointError
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.sharding.scope import window_is_open
@@ -72,7 +73,7 @@ def load_checkpoint(
     module, stepping = without_compile(model), as_one(optimizer)
     rank, world = rank_and_world()
 
-    def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], str]:
+    def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], list[str], str]:
         if window_is_open(module):
             raise CheckpointError(
                 "zgraph.load_checkpoint: a no_sync window is open, whose gradients are of the old values; run the last "
@@ -80,15 +81,22 @@ def load_checkpoint(
             )
         manifest = read_manifest(folder)
         metadata = read_metadata(folder)
-        wanted = _wanted(folder, metadata, module, stepping)
+        wanted, others = _wanted(folder, metadata, module, stepping)
         wanted[f"rank.{rank % manifest['ranks']}"] = None
         _check_kinds(folder, metadata, wanted)
-        return manifest, metadata, wanted, json.dumps(manifest)
+        return manifest, metadata, wanted, others, json.dumps(manifest)
 
     inspected = run_on_all_ranks("load_checkpoint", inspect)
-    manifest, metadata, wanted, text = inspected
+    manifest, metadata, wanted, others, text = inspected
     if len(set(gathered(zlib.crc32(text.encode())))) > 1:
         raise CheckpointError(f"zgraph.load_checkpoint: ranks see different checkpoints in {folder}; share the folder.")
+    unexpected = names_of_no_rank(others)  # the stages of a pipeline have each their own
+
+    def refuse_unexpected() -> None:
+        if unexpected:
+            _refuse_model(folder, {"Unexpected key(s)": unexpected})
+
+    run_on_all_ranks("load_checkpoint", refuse_unexpected)
     run_on_all_ranks("load_checkpoint", lambda: _check_files(folder, metadata, manifest["files"], rank, world))
 
     def fill(tensors: dict[str, Any]) -> None:
@@ -98,18 +106,30 @@ def load_checkpoint(
 
     fill(wanted)
 
-    def prepare() -> tuple[dict[str, Any], dict[str, Any] | None, list[error_feedback.Part], list[str]]:
+    def read_own() -> dict[str, Any]:
         own = decode(
             wanted[f"rank.{rank % manifest['ranks']}"], f"what rank {rank % manifest['ranks']} kept in {folder}"
         )
+        return of_this_stage(own, set(others))
+
+    own = run_on_all_ranks("load_checkpoint", read_own)
+    sizes = error_feedback.sizes_in(metadata)
+    # All ranks of a mesh restore errors together. What a rank has kept is of one stage, which may lie elsewhere now.
+    facts = own["runtime"].get(error_feedback.KEY, {})
+    here = {name for name in sizes if name not in others}
+    from_stages = any(gathered(bool(here - facts.keys()) or not facts.keys().isdisjoint(others)))
+
+    def prepare() -> tuple[dict[str, Any] | None, list[error_feedback.Part], list[str]]:
         RuntimeState(module).check(own["runtime"])
         optimizer_state = None
         if stepping is not None:
             optimizer_state = restored_state(folder, metadata, wanted, module, stepping, own)
-        facts = own["runtime"].get(error_feedback.KEY, {})
-        return own, optimizer_state, *error_feedback.plan_restore(facts, error_feedback.sizes_in(metadata), module)
+        if from_stages:
+            own["runtime"][error_feedback.KEY] = {}
+            return optimizer_state, [], [f"{name} ({slot})" for name in sorted(here) for slot in sizes[name]]
+        return optimizer_state, *error_feedback.plan_restore(facts, sizes, module)
 
-    own, optimizer_state, parts, dropped = run_on_all_ranks("load_checkpoint", prepare)
+    optimizer_state, parts, dropped = run_on_all_ranks("load_checkpoint", prepare)
     errors = error_feedback.read_parts(parts, lambda tensors: fill({error_feedback.KEY: tensors}))
     prefix = "model."
     module.load_state_dict({key.removeprefix(prefix): wanted[key] for key in wanted if key.startswith(prefix)})
@@ -131,8 +151,17 @@ class _Opened(SafeReader):
         return self.known
 
 
-def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Checkpointed | None) -> dict[str, Any]:
-    """Make new tensors for everything to read, by name in the checkpoint; names must agree with the model's."""
+def _wanted(
+    folder: Path, metadata: Metadata, module: nn.Module, optimizer: Checkpointed | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Make new tensors for everything to read, by name in the checkpoint.
+
+    Returns:
+        The tensors; names that the checkpoint has and this rank's model has not.
+
+    Raises:
+        CheckpointError: the checkpoint lacks something.
+    """
     held = metadata.state_dict_metadata
     wanted: dict[str, Any] = {
         f"model.{name}": _new_like(value) if isinstance(value, Tensor) else None
@@ -140,10 +169,11 @@ def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Chec
     }
     missing = [name.removeprefix("model.") for name in wanted if name not in held]
     unexpected = [name.removeprefix("model.") for name in held if name.startswith("model.") and name not in wanted]
-    if missing or unexpected:
+    if missing:
         _refuse_model(folder, {"Missing key(s)": missing, "Unexpected key(s)": unexpected})
     if optimizer is None:
-        return wanted
+        return wanted, unexpected
+    others = set(unexpected)
     parameters = {name.replace(COMPILED, ""): parameter for name, parameter in module.named_parameters()}
     stepped = {name for group in group_names(module, optimizer) for name in group}
     paths = entry_paths(metadata)
@@ -159,6 +189,8 @@ def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Chec
             )
             continue
         name, entry = str(path[2]), held[key]
+        if name in others:
+            continue
         if name not in stepped:
             _refuse_model(folder, {"Optimizer state for parameters that this optimizer does not step": [name]})
         parameter = parameters[name]
@@ -168,7 +200,7 @@ def _wanted(folder: Path, metadata: Metadata, module: nn.Module, optimizer: Chec
             wanted[key] = _new_like(parameter, entry.properties.dtype)
         else:
             wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    return wanted
+    return wanted, unexpected
 
 
 def _new_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -251,9 +283,14 @@ def restored_state(
 ) -> dict[str, Any]:
     """Build the optimizer's state dict from what was read."""
     names = group_names(module, optimizer)
-    tree = _nested({path[1:]: loaded[key] for key, path in entry_paths(metadata).items()})
+    tree = _nested({path[1:]: loaded[key] for key, path in entry_paths(metadata).items() if key in loaded})
     saved: list[dict[str, Any]] = tree["param_groups"]
-    found = [group.get("params") for group in saved]
+    here = {name for group in names for name in group}
+    elsewhere = {name for name in metadata.state_dict_metadata if name.startswith("model.") and name not in loaded}
+    found = [
+        [name for name in group.get("params") or () if name in here or f"model.{name}" not in elsewhere]
+        for group in saved
+    ]
     if found != names:
         differing = [
             f"group {position}: {_shown(theirs)} in the checkpoint, {_shown(ours)} here"

@@ -115,7 +115,10 @@ class RuntimeState:
         """This rank's part: plain values and CPU tensors. Every rank calls it, to compare buffers."""
         places = self._places()
         digests = {name: _digest(tensor) for name, tensor in self.model.state_dict().items() if _is_plain(tensor)}
-        differing = [name for name in digests if any(other.get(name) != digests[name] for other in gathered(digests))]
+        everywhere: list[dict[str, int]] = gathered(digests)  # stages of a pipeline have other buffers
+        differing = [
+            name for name in digests if any(other.get(name, digests[name]) != digests[name] for other in everywhere)
+        ]
         held = {name: tensor for name, tensor in places.items() if name in differing or isinstance(tensor, DTensor)}
         kept = {name: state.tensors for name, state in self._parameter_states().items() if state.tensors}
         return {

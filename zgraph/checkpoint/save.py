@@ -20,6 +20,7 @@ from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import METADATA, check_plain, encode
 from zgraph.checkpoint.several_optimizers import Checkpointed, as_one
+from zgraph.checkpoint.stages import check_names, merged_groups
 from zgraph.errors import CheckpointError
 from zgraph.sharding.scope import window_is_open
 from zgraph.torch_compat.dynamo import without_compile
@@ -43,7 +44,8 @@ def save_checkpoint(
 
     Args:
         directory: holds the checkpoints of one run; created if missing.
-        model: sharded or not, compiled or not.
+        model: sharded or not, compiled or not. The chunks of a pipeline have names of their own on all stages, as in
+            `nn.ModuleDict({str(number): chunk for ...})`.
         optimizer: steps the model's parameters; several that share none as a list. Gradients are not saved: call after
             a step, not in a `no_sync` window.
         step: names the checkpoint; a complete one of the same step is replaced.
@@ -67,6 +69,9 @@ def save_checkpoint(
     rank, ranks = rank_and_world()
     if len(set(steps := gathered(step))) > 1:
         raise CheckpointError(f"zgraph.save_checkpoint: ranks save different steps {steps}; pass the same everywhere.")
+    check_names(state["model"])
+    if stepping is not None:
+        state["optimizer"]["param_groups"] = merged_groups(state["optimizer"]["param_groups"])
     own: dict[str, Any] = {"runtime": RuntimeState(module).own(), "extra": dict(extra or {})}
     own["optimizer"] = {} if stepping is None else ignored_states(module, stepping)
     state["rank"] = {str(rank): encode(own)}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from zgraph.errors import ZgraphError
@@ -118,24 +119,31 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Clip like `torch.nn.utils.clip_grad_norm_`, also with `norm_type=inf` when a rank has no rows of a parameter.
 
     torch's own raises on that rank ("cannot compute the inf norm on an empty tensor"), and the others wait for it.
-    Other norms equal torch's.
+    Other norms equal torch's. Both clip each stage of a pipeline by its own norm, unless `pipeline` says who is in it.
 
     Args:
-        parameters: parameters of a sharded model; the same on every rank.
+        parameters: parameters of a sharded model; the same on every rank, or with `pipeline` on every rank of a stage.
         max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
+        pipeline: ranks whose stages make up the model, such as `mesh["pp"]`: all clip by the norm of the whole model.
+            Where stages have replicas, use `zgraph.Replicas.clip_grad_norm_`, which counts each once.
 
     Returns:
-        The norm before clipping, replicated; NaN on every rank if a gradient of any rank has one.
+        The norm before clipping, replicated; NaN on every rank if a gradient of any rank has one. With `pipeline` a
+        plain tensor, the same on all stages.
 
     Raises:
         RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite` is set.
         CollectiveError: the exchange failed.
     """
     everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if pipeline is not None:
+        return clip_by_stages(everything, everything, pipeline, max_norm, norm_type, error_if_nonfinite, foreach)
     found = [grad for grad in gradients_of(everything) if grad is not None]
     order = float(norm_type)
     if order != math.inf or not everything:
@@ -172,6 +180,52 @@ def clip_grad_norm_(
         total = DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
     torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total, foreach)
     return total
+
+
+@torch.no_grad()
+def clip_by_stages(
+    parameters: Sequence[Tensor],
+    counted: Sequence[Tensor],
+    pipeline: DeviceMesh | dist.ProcessGroup,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip the gradients of all stages of a pipeline by the norm of the whole model.
+
+    Args:
+        parameters: of all chunks of this rank.
+        counted: those of them that the norm counts on this rank.
+        pipeline: one rank of each stage.
+        max_norm, norm_type, error_if_nonfinite, foreach: as for `clip_grad_norm_`.
+
+    Returns:
+        [] norm before clipping, the same on all ranks.
+
+    Raises:
+        RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite` is set.
+        CollectiveError: an exchange failed.
+    """
+    group = pipeline.get_group() if isinstance(pipeline, DeviceMesh) else pipeline
+    own = _local(clip_grad_norm_(counted, math.inf, norm_type, foreach=foreach))  # nothing is longer than that
+    # Stages may differ in dtypes, and one that counts nothing has a norm on the CPU.
+    device = _local(parameters[0]).device if parameters else own.device
+    norms = torch.empty(dist.get_world_size(group), dtype=torch.float64, device=device)
+    try:
+        all_gather(norms, own.to(device, torch.float64).view(1), group)
+    except ZgraphError:
+        raise  # a captured step refuses it
+    except RuntimeError as error:
+        raise collective_error("all_gather", ["the gradients' norm"], group.group_name, error) from error
+    total = torch.linalg.vector_norm(norms, norm_type)
+    if error_if_nonfinite:
+        _refuse_nonfinite(total, norm_type)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            _local(parameter.grad).mul_(scale)
+    return total.to(own.dtype)
 
 
 def _refuse_nonfinite(norm: Tensor, norm_type: float) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
-from zgraph.optimizers.gradients import clip_grad_norm_
+from zgraph.optimizers.gradients import clip_by_stages
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.collectives import start_all_gather, start_all_to_all
 from zgraph.torch_compat.collectives import wait
@@ -143,16 +143,7 @@ class Replicas:
         """
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         counted = [parameter for parameter in everything if id(parameter) not in self._again]
-        norm = clip_grad_norm_(counted, math.inf, norm_type)  # the norm alone: nothing is longer than that
-        # Stages may differ in dtypes, and one that has replicas alone, counted elsewhere, has a norm on the CPU.
-        local = _local(norm).to(_local(everything[0]).device, torch.float64).reshape(1)
-        norms = self._exchange(lambda name: start_all_gather(local, dist.get_world_size(self._group), name))
-        total = torch.linalg.vector_norm(norms, norm_type)
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in everything:
-            if parameter.grad is not None:
-                _local(parameter.grad).mul_(scale)
-        return total.to(_local(norm).dtype)
+        return clip_by_stages(everything, counted, self._group, max_norm, norm_type)
 
     def check_equal(self) -> None:
         """Compare the bits of all replicas.
@@ -232,13 +223,6 @@ class Replicas:
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, own, group=self._group)
         return found
-
-    def _exchange(self, start: Any) -> Tensor:
-        name = self._group.group_name
-        try:
-            return wait(start(name))
-        except RuntimeError as error:
-            raise collective_error("all_gather", ["the gradients' norm"], name, error) from error
 
 
 def _parameters_of(part: nn.Module | nn.Parameter) -> dict[str, nn.Parameter]:

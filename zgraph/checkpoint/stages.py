@@ -1,0 +1,100 @@
+"""Checkpoints of pipelines, whose ranks hold different parameters: names of their own, and groups of all optimizers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zgraph.checkpoint.all_ranks import gathered
+from zgraph.errors import CheckpointError
+
+
+def check_names(state: Mapping[str, Any]) -> None:
+    """Check that no two parameters that lie on different ranks share a name, under which one would overwrite the other.
+
+    Raises:
+        CheckpointError: on all ranks; says which.
+    """
+    meshes = {
+        name: tuple(value.device_mesh.mesh.flatten().tolist())
+        for name, value in state.items()
+        if isinstance(value, DTensor)
+    }
+    if _equal_on_all_ranks(meshes):
+        return
+    found: dict[str, tuple[int, ...]] = {}
+    for of_rank in gathered(meshes):
+        for name, ranks in of_rank.items():
+            if found.setdefault(name, ranks) != ranks:
+                raise CheckpointError(
+                    f"zgraph.save_checkpoint: {name} is a parameter of ranks {list(found[name])} and another one of "
+                    f"ranks {list(ranks)}, and one would overwrite the other. Give the stages of a pipeline names of "
+                    "their own: save nn.ModuleDict({str(number): chunk ...}) with the number of each chunk's stage."
+                )
+
+
+def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the optimizers of all ranks, each with the names of the parameters that any rank has in it.
+
+    Raises:
+        CheckpointError: on all ranks; there are other groups, or other options in them.
+    """
+    if _equal_on_all_ranks(groups):
+        return groups
+    everywhere: list[list[dict[str, Any]]] = gathered(groups)
+    for rank, others in enumerate(everywhere):
+        if len(others) != len(everywhere[0]):
+            raise CheckpointError(
+                f"zgraph.save_checkpoint: the optimizer has {len(others)} groups on rank {rank} and "
+                f"{len(everywhere[0])} on rank 0; give it the same groups on all ranks, some without parameters."
+            )
+        for number, (first, other) in enumerate(zip(everywhere[0], others, strict=True)):
+            differing = [
+                name
+                for name in first | other
+                if name != "params" and _printed(first.get(name)) != _printed(other.get(name))
+            ]
+            if differing:
+                raise CheckpointError(
+                    f"zgraph.save_checkpoint: group {number} of the optimizer has {differing[0]}="
+                    f"{other.get(differing[0])} on rank {rank} and {first.get(differing[0])} on rank 0; make them "
+                    "groups of their own on all ranks, some without parameters."
+                )
+    return [
+        {**group, "params": list(dict.fromkeys(name for others in everywhere for name in others[number]["params"]))}
+        for number, group in enumerate(groups)
+    ]
+
+
+def names_of_no_rank(others: Sequence[str]) -> list[str]:
+    """Of the names in a checkpoint that each rank's model lacks, those that all lack."""
+    everywhere: list[Sequence[str]] = gathered(list(others))
+    lacking = set(everywhere[0]).intersection(*everywhere[1:])
+    return [name for name in others if name in lacking]
+
+
+def of_this_stage(own: dict[str, Any], others: set[str]) -> dict[str, Any]:
+    """What a rank has kept, without what it kept for parameters of another stage; errors of compression are left."""
+    runtime = own["runtime"]
+    kept = {key: {name: one for name, one in runtime[key].items() if name not in others} for key in ("local", "kept")}
+    optimizer = {name: one for name, one in own["optimizer"].items() if name not in others}
+    return {**own, "runtime": {**runtime, **kept}, "optimizer": optimizer}
+
+
+def _equal_on_all_ranks(value: Any) -> bool:
+    return len(set(gathered(zlib.crc32(repr(_printed(value)).encode())))) == 1
+
+
+def _printed(value: Any) -> Any:
+    """The same with the values of tensors, of which `repr` leaves out digits."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return {key: _printed(one) for key, one in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_printed(one) for one in cast("Sequence[Any]", value)]
+    return value

@@ -55,6 +55,7 @@ class Chunk(nn.Module):
 
 
 PARAMETERS = sum(parameter.numel() for parameter in Chunk(0).parameters())
+KEPT = PARAMETERS - Chunk(0).down.weight.numel()  # what comes first in the chunk
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -100,6 +101,7 @@ class Row:
     chunks: int = 2
     closes: Literal["last", "first"] = "last"
     compressed: bool = False
+    keep_bytes: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -111,7 +113,9 @@ class Row:
         return {"lowering": self.mode, "pipeline": zgraph.Pipeline(pipeline)}
 
     def __str__(self) -> str:
-        return f"{self.schedule.removeprefix('Schedule')}-{self.zero_stage}-{self.mode}-{self.dtype}"
+        return f"{self.schedule.removeprefix('Schedule')}-{self.zero_stage}-{self.mode}-{self.dtype}" + "-keeps" * bool(
+            self.keep_bytes
+        )
 
 
 def stage_numbers(row: Row, rank: int, world: int) -> list[int]:
@@ -143,6 +147,7 @@ class Pipeline:
                     self.last + 1,
                     torch.device("cpu"),
                     closes=row.closes,
+                    keep_bytes=row.keep_bytes,
                     group=self.mesh.get_group("pp"),
                 )
             )
@@ -214,7 +219,11 @@ def assert_one_window(ranks: Ranks, row: Row) -> None:
         narrow = row.dtype.itemsize
         if stage == 0:  # gathers nothing, and reduces on the mesh's own group
             gathered, reduced = reduced, gathered
-        if stage < 3 or row.mode == "eager":  # autograd keeps what it has gathered
+        if row.keep_bytes:  # some parameters once, the others in each micro-batch
+            once = KEPT * (DP - 1) // DP * row.chunks * narrow * (2 if row.closes == "first" else 1)
+            rest = MICRO_BATCHES * (PARAMETERS - KEPT) * (DP - 1) // DP * row.chunks * narrow
+            assert once + rest <= gathered <= once + (rest if row.mode == "eager" else 2 * rest)
+        elif stage < 3 or row.mode == "eager":  # autograd keeps what it has gathered
             assert gathered == gathers * own_bytes * narrow
         else:
             assert gathers * own_bytes * narrow < gathered <= 2 * gathers * own_bytes * narrow
@@ -243,6 +252,7 @@ def assert_one_window(ranks: Ranks, row: Row) -> None:
             Row("ScheduleZBVZeroBubble", 3, "eager"),
             Row("ScheduleLoopedBFS", 2, "fx", closes="first"),
             Row("ScheduleLoopedBFS", 3, "fx"),
+            Row("ScheduleInterleaved1F1B", 3, "inductor", torch.bfloat16, keep_bytes=2 * KEPT),
         ),
     ],
     ids=str,
@@ -255,7 +265,12 @@ def test_a_step_is_one_window(ranks: Ranks, row: Row) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [Row("Schedule1F1B", 1, "fx", chunks=1), Row("ScheduleLoopedBFS", 2, "eager", chunks=1, closes="first")],
+    [
+        Row("Schedule1F1B", 1, "fx", chunks=1),
+        Row("ScheduleLoopedBFS", 2, "eager", chunks=1, closes="first"),
+        Row("ScheduleGPipe", 3, "eager", chunks=1, keep_bytes=4 * KEPT + 100),
+        Row("Schedule1F1B", 3, "fx", chunks=1, keep_bytes=4 * KEPT),
+    ],
     ids=str,
 )
 def test_a_step_of_a_pipeline_of_one_rank_is_one_window(ranks: Ranks, row: Row) -> None:
@@ -386,6 +401,21 @@ def test_a_step_under_no_sync_leaves_its_window_to_the_next(ranks: Ranks) -> Non
             assert parameter.grad is not None
             torch.testing.assert_close(gradients["0." + name], parameter.grad * (1 + 1 / MICRO_BATCHES))
         assert sent == (1 + 2 * MICRO_BATCHES) * PARAMETERS * 4 // DP
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "keep_bytes", "text"),
+    [(2, 64, "keep_bytes=64, and no parameter is at stage 3"), (3, -1, "keep_bytes=-1; use a positive number")],
+)
+def test_room_for_what_is_not_gathered_is_refused(ranks: Ranks, zero_stage: int, keep_bytes: int, text: str) -> None:
+    for found in ranks.run(refused_to_keep, Row("Schedule1F1B", zero_stage, "eager", chunks=1, keep_bytes=keep_bytes)):
+        assert found.startswith("zgraph.PipelineStage: ") and text in found
+
+
+def refused_to_keep(row: Row) -> str:
+    with pytest.raises(ValueError) as error:
+        Pipeline(row)
+    return str(error.value)
 
 
 def test_gradients_that_bypass_autograd_are_refused() -> None:

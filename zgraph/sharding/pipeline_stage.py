@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Generator, Iterable
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import CLOSING, OPEN
 from zgraph.sharding.no_sync import refuse_early_steps
-from zgraph.sharding.scope import Scope, sharded_parameters, state_of
+from zgraph.sharding.scope import Scope, ShardedParam, scope_behind, sharded_parameters, state_of
 from zgraph.torch_compat.autograd import is_compiled
 from zgraph.torch_compat.dynamo import without_compile
 
@@ -28,8 +29,8 @@ class PipelineStage(TorchStage):
 
     All micro-batches of a `schedule.step` are one window, as if all forwards but one had run under `zgraph.no_sync`:
     at stages 0 and 1 gradients are reduced once per step, in the last backward, at stages 1 and 2 parameters are
-    gathered once, at stage 3 each micro-batch gathers and reduces. A step inside of `zgraph.no_sync` leaves the window
-    open for the next one.
+    gathered once, at stage 3 each micro-batch gathers, unless `keep_bytes` has room, and reduces. A step inside of
+    `zgraph.no_sync` leaves the window open for the next one.
 
     Schedules that split a backward in two, for inputs and for weights, are followed where nothing is compiled. A
     compiled backward is one piece and runs where the schedule wants that of the inputs; that of the weights is then
@@ -39,10 +40,13 @@ class PipelineStage(TorchStage):
         submodule, stage_index, num_stages, device: as for torch's `PipelineStage`.
         closes: which micro-batch runs its backward last: the "last" one, or the "first" in `ScheduleLoopedBFS`. With
             "first", stages 1 and 2 gather twice per step.
+        keep_bytes: at stage 3: how many bytes of gathered parameters may be kept from a step's first forward to its
+            last backward. In the module's order, what fits is gathered once per step, as at stage 2; the rest by each
+            micro-batch.
         options: further arguments of torch's `PipelineStage`, such as `group`.
 
     Raises:
-        ValueError: a `dw_builder` is given, or `closes` is something else.
+        ValueError: a `dw_builder` is given, `closes` is something else, or nothing is at stage 3 to keep.
         ZgraphError: from `schedule.step`, if another micro-batch was the last; and from `optimizer.step()`, if the
             schedule's step has failed.
     """
@@ -55,6 +59,7 @@ class PipelineStage(TorchStage):
         device: torch.device,
         *,
         closes: Literal["last", "first"] = "last",
+        keep_bytes: int = 0,
         **options: Any,
     ) -> None:
         if options.get("dw_builder") is not None:
@@ -71,8 +76,9 @@ class PipelineStage(TorchStage):
         self._closes_first = closes == "first"
         states = (state_of(part) for part in module.modules())
         self._scopes: list[Scope] = list(dict.fromkeys(state.scope for state in states if state is not None))
-        self._windows = [scope for scope in self._scopes if scope.has_windows]
         self._params = list(sharded_parameters(module).values())
+        _keep_gathered(self._params, keep_bytes)
+        self._windows = [scope for scope in self._scopes if scope.has_windows]
         self._is_open = False  # a step has begun, and its last backward has not ended
         self._done = 0  # backwards of this step that have reached the weights
         self._whole: set[int] = set()  # micro-batches whose backward was not split
@@ -178,6 +184,28 @@ class PipelineStage(TorchStage):
     def _release(self) -> None:
         for param in self._params:
             param.state.kept.clear()
+
+
+def _keep_gathered(params: Iterable[ShardedParam], most_bytes: int) -> None:
+    """Choose the parameters of stage 3 that stay gathered over a step; the same on all ranks that share them."""
+    if most_bytes < 0:
+        raise ValueError(f"zgraph.PipelineStage: keep_bytes={most_bytes}; use a positive number, or 0 to keep nothing.")
+    at_stage_3 = [param for param in params if param.spec.layout.zero_stage == 3 and not param.spec.ignored]
+    if most_bytes and not at_stage_3:
+        raise ValueError(
+            f"zgraph.PipelineStage: keep_bytes={most_bytes}, and no parameter is at stage 3; leave it out: stages 1 "
+            "and 2 keep what they have gathered, and stage 0 gathers nothing."
+        )
+    left = most_bytes
+    for param in at_stage_3:
+        spec = param.spec
+        size = spec.layout.padded_rows * math.prod(spec.layout.shape[1:]) * spec.gather_dtype.itemsize
+        param.stays_gathered = size <= left
+        left -= size if param.stays_gathered else 0
+        if param.stays_gathered:
+            scope = scope_behind(param.handle)
+            assert scope is not None
+            scope.has_windows = True
 
 
 def _any_compiled(outputs: Iterable[Any]) -> bool:

@@ -213,14 +213,24 @@ def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
     return False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ShardedParam:
-    """A parameter that a unit gathers, with every (module, attribute) that reads it."""
+    """A parameter that a unit gathers, with every (module, attribute) that reads it.
+
+    Attributes:
+        stays_gathered: at stage 3: gathered once per window, as at stage 2, by which it is lowered then.
+    """
 
     name: str
     spec: ParamSpec
     handle: Tensor
     sites: tuple[tuple[nn.Module, str], ...]
+    stays_gathered: bool = False
+
+    @property
+    def lifetime_stage(self) -> int:
+        """The ZeRO stage by which its markers are lowered; at rest, stages 1 to 3 are alike."""
+        return 2 if self.stays_gathered else self.spec.layout.zero_stage
 
     @property
     def state(self) -> ParameterState:

@@ -36,15 +36,16 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     spec = param.spec
     if spec.ignored:
         return parameter.to_local()
-    window = scope.window if spec.layout.zero_stage < 3 else ALONE
+    stage = param.lifetime_stage
+    window = scope.window if stage < 3 else ALONE
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
     if spec.codes is not None:
-        return spec.codes.decode(_unshard(parameter, handle, spec, window), spec.compute_dtype)
+        return spec.codes.decode(_unshard(parameter, handle, spec, stage, window), spec.compute_dtype)
     share = scope.gathered if not torch.compiler.is_compiling() else None
     if share is None or not (parameter.requires_grad and torch.is_grad_enabled()):
-        return _unshard(parameter, handle, spec, window)
+        return _unshard(parameter, handle, spec, stage, window)
     if param not in share:  # by identity: parts sharded one by one may have parameters of equal names
-        share[param] = _unshard(parameter, handle, spec, window)
+        share[param] = _unshard(parameter, handle, spec, stage, window)
     return share[param]
 
 
@@ -55,7 +56,7 @@ def _as_read(part: Tensor, param: ShardedParam) -> Tensor:
 
 
 @no_frames_inside
-def _unshard(parameter: DTensor, handle: Tensor, spec: ParamSpec, window: str) -> Tensor:
+def _unshard(parameter: DTensor, handle: Tensor, spec: ParamSpec, stage: int, window: str) -> Tensor:
     layout = spec.layout
     return unshard(
         parameter.to_local(),
@@ -64,7 +65,7 @@ def _unshard(parameter: DTensor, handle: Tensor, spec: ParamSpec, window: str) -
         spec.gather_dtype,
         spec.wire_dtype,
         spec.mean_dtype,
-        layout.zero_stage,
+        stage,
         spec.reduction,
         window,
         layout.replica_group,

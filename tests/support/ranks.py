@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 ANSWER_S = 240.0
+GRACE_S = 10.0  # for the others to fail as well, and to say why
 
 
 class RankFailure(AssertionError):
@@ -80,28 +83,51 @@ class Ranks:
         """Call a module-level function on every rank; its results by rank.
 
         Raises:
-            RankFailure: it raised, or a rank died or gave no answer.
+            RankFailure: it raised, or a rank died or gave no answer. The others, which may wait for it in a collective
+                until that times out, are ended after some seconds.
         """
-        answers = self.outcomes(function, *args)
+        answers = self._answers(function, args, grace_s=GRACE_S)
         failed = [f"--- rank {rank}\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failed:
-            self.close()  # a rank may still sit in a collective that the others have left
+            self._kill()  # a rank may still sit in a collective that the others have left
             self._start()
             raise RankFailure("\n".join(failed))
         return [value for _, value in answers]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
-        """(True, result) or (False, traceback) by rank, for tests of failures."""
+        """(True, result) or (False, traceback) by rank, for tests of failures: no rank is ended because of another."""
+        return self._answers(function, args, grace_s=ANSWER_S)
+
+    def _answers(
+        self, function: Callable[..., Any], args: tuple[Any, ...], *, grace_s: float
+    ) -> list[tuple[bool, Any]]:
+        """What each rank answers within `ANSWER_S`, or within `grace_s` of the first failure."""
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((function, args))
-        answers: list[tuple[bool, Any]] = []
-        for pipe in self.pipes:
-            try:
-                answers.append(pipe.recv() if pipe.poll(ANSWER_S) else (False, f"no answer in {ANSWER_S} s"))
-            except (EOFError, ConnectionResetError):
-                answers.append((False, "died"))
-        return answers
+        found: dict[int, tuple[bool, Any]] = {}
+        until, why = time.monotonic() + ANSWER_S, f"no answer in {ANSWER_S} s"
+        while len(found) < self.world:
+            waiting = {self.pipes[rank]: rank for rank in range(self.world) if rank not in found}
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    found[waiting[pipe]] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    found[waiting[pipe]] = (False, "died")
+                if not found[waiting[pipe]][0] and time.monotonic() + grace_s < until:
+                    until = time.monotonic() + grace_s
+                    why = f"no answer within {grace_s} s after rank {waiting[pipe]} had failed"
+            if not ready:
+                found |= {rank: (False, why) for rank in waiting.values()}
+        return [found[rank] for rank in range(self.world)]
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -141,7 +167,7 @@ every_world = worlds(1, 2, 3, 4)
 
 
 @contextlib.contextmanager
-def fresh_ranks(world: int, timeout_s: float = 60.0) -> Iterator[Ranks]:
+def fresh_ranks(world: int, timeout_s: float = 60.0) -> Generator[Ranks]:
     """Ranks for one test alone, such as one that kills some of them."""
     ranks = Ranks(world, timeout_s)
     try:

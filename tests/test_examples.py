@@ -81,3 +81,24 @@ def test_embedders_without_the_sum_drift_apart(tmp_path: Path) -> None:
     text = diffused(tmp_path, "--steps", "10", "--no-sync", "--no-compile")
     (apart,) = re.findall(r"4 replicas of each embedder, the furthest apart by ([\d.e-]+)", text)
     assert float(apart) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_on_two_ranks(tmp_path: Path) -> None:
+    """Its loss falls, and its experts' loads, which add up to all tokens, leave some of these without room."""
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train_moe.py"), "--quick"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **environment("lo")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < 0.8 * losses[0]
+    for shares in re.findall(r"tokens per expert ([ \d%]+)  dropped", done.stdout):
+        assert sum(int(share) for share in shares.replace("%", "").split()) == pytest.approx(100, abs=4)  # rounded
+    assert max(float(found) for found in re.findall(r"dropped ([\d.]+)%", done.stdout)) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +16,7 @@ from zgraph.sharding.offload import Offload, Resting
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.dtensor import local_of
 
-ADAM_MOMENTS = 2  # of each trained element, in its parameter's dtype
+ADAM_MOMENTS = 2  # of each trained element
 
 
 def rest_on_paper(
@@ -87,7 +88,8 @@ def plan_ledger(
     for value in map(_local, (*model.parameters(), *model.buffers())):
         space = "device" if resting is None else resting.space_of(value)
         found[space, False] = found.get((space, False), 0) + _bytes(value)
-    for value, count in _state_of(model, optimizer):
+    dtype = None if resting is None else resting.options.moments_dtype
+    for value, count in _state_of(model, optimizer, dtype):
         space = tier if value.ndim else "device"
         found[space, True] = found.get((space, True), 0) + count * _bytes(value)
     return tuple(
@@ -134,10 +136,17 @@ def _alive(curve: MemoryCurve, space: MemorySpace) -> Sequence[int]:
     return curve.bytes_during if space == "device" else curve.bytes_in(space)
 
 
-def _state_of(model: nn.Module, optimizer: optim.Optimizer | None) -> Iterator[tuple[Tensor, int]]:
-    """Tensors of this rank, and how many such there are in the optimizer's state."""
+def _state_of(
+    model: nn.Module, optimizer: optim.Optimizer | None, dtype: torch.dtype | None
+) -> Iterator[tuple[Tensor, int]]:
+    """Tensors of this rank, and how many such there are in the optimizer's state.
+
+    Args:
+        dtype: of moments; None: that of their parameters.
+    """
     if optimizer is None:
-        yield from ((_local(value), ADAM_MOMENTS) for value in model.parameters() if value.requires_grad)
+        trained = [_local(value) for value in model.parameters() if value.requires_grad]
+        yield from ((torch.empty_like(value, dtype=dtype, device="meta"), ADAM_MOMENTS) for value in trained)
         return
     for entries in optimizer.state.values():
         yield from ((_local(value), 1) for value in entries.values() if isinstance(value, Tensor))

@@ -11,6 +11,7 @@ from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
+from zgraph.optimizers.rounded_adam import check_rounded
 from zgraph.sharding.offload import Resting
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted
@@ -57,6 +58,8 @@ def plan_whole_step(
     check_optimizer(optimizer)
     check_function(function, [optimizer])
     lifted = Lifted.of(model, [optimizer])
+    if lifted.drawn() is not None:
+        check_rounded(optimizer)
     captured = capture(function, lifted, inputs, {})
     if not captured.steps:
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")

@@ -20,7 +20,7 @@ from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
-from zgraph.optimizers import pending_gradients
+from zgraph.optimizers import pending_gradients, rounded_adam
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
@@ -87,9 +87,13 @@ def training_step(
     resting = Lifted.of(module, optimizers).resting
     if resting is not None:
         resting.has_step = True
-        if resting.options.delayed_update_after is not None:
-            for one in optimizers:
+        for one in optimizers:
+            if resting.options.delayed_update_after is not None:
                 pending_gradients.guard(one)
+            if resting.options.moments_dtype is not None:
+                rounded_adam.check_rounded(one)
+                resting.rounding.add(one)
+                rounded_adam.round_plain_steps(one, partial(_drawn, module, one))
 
     def decorate(function: Callable[P, R]) -> TrainingStep[P, R]:
         check_function(function, optimizers)
@@ -111,6 +115,12 @@ def _recorder_of(model: nn.Module) -> Recorder:
             f"{' and '.join(devices) or 'no device'}; move it before zgraph.shard, or leave out cuda_graph."
         )
     return CudaGraphs()
+
+
+def _drawn(model: nn.Module, optimizer: optim.Optimizer) -> dict[int, rounded_adam.Drawn]:
+    """What the moments of each parameter are rounded by, by the parameter's id."""
+    lifted = Lifted.of(model, [optimizer])
+    return {id(lifted.held[position]): one for position, one in (lifted.drawn() or {}).items()}
 
 
 def _check_pipeline(pipeline: Pipeline | None) -> None:
@@ -227,6 +237,8 @@ class TrainingStep(Generic[P, R]):
             known = self._lifted = Lifted.of(self._model, self._optimizers)
             for optimizer in self._optimizers:
                 check_optimizer(optimizer)
+                if known.drawn() is not None:
+                    rounded_adam.check_rounded(optimizer)
             self._own = frozenset(id(one.tensor) for one in (*known.parameters, *known.buffers))
             self._modules = guards.Modules(self._model)
             self._scopes = known.scopes()

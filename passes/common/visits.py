@@ -11,7 +11,7 @@ from zgraph.analysis.liveness import Placements
 from zgraph.analysis.storages import storage_bytes
 from zgraph.graph import meta, nodes
 from zgraph.passes.common.updates import Updates, lists_of
-from zgraph.torch_compat.operators import overwritten, written_arguments
+from zgraph.torch_compat.operators import is_fused_update, overwritten, written_arguments
 
 
 @dataclass(eq=False)
@@ -128,4 +128,4 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def is_fused(node: fx.Node) -> bool:
-    return str(node.target).startswith("aten._fused_")
+    return is_fused_update(node.target)

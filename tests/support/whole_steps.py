@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": lambda given: torch.optim.Adam(given, lr=LR, amsgrad=True),
     "adamw_foreach": lambda given: torch.optim.AdamW(given, lr=LR, foreach=True),
     "adamw_fused": lambda given: torch.optim.AdamW(given, lr=LR, fused=True),
+    "adam_fused": lambda given: torch.optim.Adam(given, lr=LR, weight_decay=0.1, maximize=True, fused=True),
     "adagrad": lambda given: torch.optim.Adagrad(given, lr=LR, lr_decay=0.1),
     "rmsprop": lambda given: torch.optim.RMSprop(given, lr=LR, momentum=0.9, centered=True),
     "adamax": lambda given: torch.optim.Adamax(given, lr=LR),

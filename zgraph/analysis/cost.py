@@ -230,7 +230,7 @@ class CostModel:
         lists = [cast("list[fx.Node]", one) for one in given if isinstance(one, list | tuple) and one]
         total: Any = 0
         for members in zip(*lists, strict=True):
-            whole = [(one, meta.tensor_value(one)) for one in members]
+            whole = [(one, meta.tensor_value(one)) for one in members if isinstance(one, fx.Node)]
             numel = max(
                 (longest // value.dtype.itemsize for one, value in whole if (longest := meta.longest_bytes(one))),
                 default=0,

@@ -92,7 +92,7 @@ class _StandIn:
             grads = kept.grads(optimizer)
         if kept is None or grads is None:
             kept = self.kept = None
-            found = _shards_of(optimizer)
+            found = shards_of(optimizer)
             if found is None:
                 return None
             self.taken, state = found
@@ -120,9 +120,9 @@ class _StandIn:
         if stand_in.kept is not None:
             if not stand_in.kept.is_unchanged():
                 self.kept = None
-                _take_over(optimizer, taken, made)
+                take_over(optimizer, taken, made)
             return
-        _take_over(optimizer, taken, made)
+        take_over(optimizer, taken, made)
         self.kept = keep_step(optimizer, stand_in.made, taken, made)
 
     def drop_kept_step(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class _StandIn:
         self.kept = None
 
 
-def _take_over(
+def take_over(
     optimizer: optim.Optimizer, taken: Sequence[Sequence[Tensor]], made: Mapping[Tensor, dict[str, Any]]
 ) -> None:
     """Copy the shards' state into the optimizer's own, as DTensors."""
@@ -146,7 +146,7 @@ def _take_over(
                 known[key] = value
 
 
-def _shards_of(
+def shards_of(
     optimizer: optim.Optimizer,
 ) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
     """Local shards by group, with their gradients, and their state; None if they cannot be stepped on their own."""

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zgraph.dialect.adam import MOMENTS
+from zgraph.errors import ZgraphError
 from zgraph.graph.lanes import MemorySpace
 from zgraph.runtime.disk.folder import DiskFolder
 from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
@@ -39,6 +41,10 @@ class Offload:
         delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
             forward and backward then compute with parameters that lack the latest update, so that it may run beside
             them. This changes results. None: each call applies its own gradients.
+        moments_dtype: torch.bfloat16 keeps both moments of fused Adam and AdamW in half of the memory, and the disk reads
+            and writes half as much of them; updates compute in fp32, and round moments stochastically. This changes
+            results. Parameters stay fp32. For steps of `zgraph.training_step`. None: moments have the parameter's
+            dtype.
         param_bits: for inference: weights rest, and are sent, as codes of 8 or 4 bits with a scale for each group, and
             are decoded on the device where they are read. Lossy. Applies to floating-point parameters of two or more
             dims and 4096 or more elements. None: parameters rest as they are.
@@ -56,6 +62,7 @@ class Offload:
     path: str | os.PathLike[str] | None = None
     host_budget_bytes: int | None = None
     delayed_update_after: int | None = None
+    moments_dtype: torch.dtype | None = None
     param_bits: Bits | None = None
     full_precision: tuple[str, ...] = ()
 
@@ -85,6 +92,7 @@ class Offload:
                 "bytes, or leave it out."
             )
         self._check_delay()
+        self._check_moments()
         self._check_bits()
 
     def _check_delay(self) -> None:
@@ -100,6 +108,21 @@ class Offload:
             raise ValueError(
                 f"zgraph.Offload: delayed_update_after={after} without an optimizer that rests elsewhere, beside whose "
                 'step nothing would run; write optimizer="host", or leave delayed_update_after out.'
+            )
+
+    def _check_moments(self) -> None:
+        dtype = self.moments_dtype
+        if dtype is None:
+            return
+        if dtype != torch.bfloat16:
+            raise ValueError(
+                f"zgraph.Offload: moments_dtype={dtype!r} is not available; write torch.bfloat16, or leave it out, for "
+                "moments in the dtype of their parameters."
+            )
+        if self.optimizer is None:
+            raise ValueError(
+                f"zgraph.Offload: moments_dtype={dtype} without an optimizer that rests elsewhere; write "
+                'optimizer="host", or leave moments_dtype out.'
             )
 
     def _check_bits(self) -> None:
@@ -141,6 +164,7 @@ class Resting:
         planned: where tensors without values are to rest, by their storages, which it keeps; None: there are values.
         roots: what was sharded, by calls of `zgraph.shard`.
         has_step: whether a `zgraph.training_step` has been made for the model.
+        rounding: optimizers whose steps round their moments.
     """
 
     options: Offload
@@ -149,6 +173,7 @@ class Resting:
     planned: dict[int, tuple[MemorySpace, Tensor]] | None = None
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
     has_step: bool = False
+    rounding: weakref.WeakSet[optim.Optimizer] = field(default_factory=weakref.WeakSet[optim.Optimizer])
 
     @classmethod
     def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
@@ -174,14 +199,27 @@ class Resting:
         """Move what `optimizer.step()` makes; a captured step has copies of it in its graph, and calls no hook."""
         watched = weakref.ref(self)
 
+        def check(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+            resting = watched()
+            if resting is not None and resting.options.moments_dtype is not None and optimizer not in resting.rounding:
+                own = {id(parameter) for root in resting.roots for parameter in root.parameters()}
+                if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                    raise ZgraphError(
+                        f"zgraph.Offload: a step of {type(optimizer).__name__}, whose moments are to be "
+                        f"{resting.options.moments_dtype}, and which no zgraph.training_step was given; pass it to one "
+                        "first, or leave moments_dtype out."
+                    )
+
         def settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
             resting = watched()
             if resting is not None:
                 named = (entry for root in resting.roots for entry in root.named_parameters())
                 resting.settle(optimizer, {id(parameter): name for name, parameter in named})
 
-        hook = cast(Any, torch.compiler.disable(settle))  # where an optimizer's step is compiled
-        weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
+        # Not compiled where an optimizer's step is.
+        before, after = (cast(Any, torch.compiler.disable(hook)) for hook in (check, settle))
+        weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(after).remove)
 
     @classmethod
     def on_paper(cls, options: Offload) -> Resting:
@@ -189,8 +227,9 @@ class Resting:
         return cls(options, HostPool(), planned={})
 
     def lacks_step(self) -> bool:
-        """Whether updates are to be delayed, and nothing has been made that does."""
-        return self.options.delayed_update_after is not None and not self.has_step
+        """Whether updates are to be delayed, or moments rounded, and nothing has been made that does."""
+        options = self.options
+        return not self.has_step and (options.delayed_update_after is not None or options.moments_dtype is not None)
 
     def forbids_gradients(self) -> str | None:
         """What forbids to compute gradients here; None: nothing does."""
@@ -200,10 +239,12 @@ class Resting:
                 "rest as codes, which are for inference; run it under torch.no_grad(), or leave param_bits out."
             )
         if self.lacks_step():
+            option, can = f"delayed_update_after={self.options.delayed_update_after}", "delay updates"
+            if self.options.delayed_update_after is None:
+                option, can = f"moments_dtype={self.options.moments_dtype}", "round moments"
             return (
-                f"zgraph.Offload: delayed_update_after={self.options.delayed_update_after}, but the model "
-                "trains without zgraph.training_step, which alone can delay updates; decorate the lines of the loop "
-                "first, or leave delayed_update_after out."
+                f"zgraph.Offload: {option}, but the model trains without zgraph.training_step, which alone can {can}; "
+                f"decorate the lines of the loop first, or leave {option.split('=')[0]} out."
             )
         return None
 
@@ -242,6 +283,8 @@ class Resting:
         for parameter, entries in optimizer.state.items():
             name = names.get(id(parameter))
             for key, value in entries.items() if name is not None else ():
+                if isinstance(value, Tensor) and self.options.moments_dtype is not None and key in MOMENTS:
+                    entries[key] = value = _cast(value, self.options.moments_dtype)
                 if isinstance(value, Tensor) and value.ndim and self.space_of(_local(value)) != tier:
                     entries[key] = self._placed(value, tier, f"{name}.{key}")
 
@@ -294,3 +337,11 @@ class Resting:
 
 def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _cast(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """Moments of another dtype: `load_state_dict` gives them that of their parameter, which takes nothing from them."""
+    if state.dtype == dtype:
+        return state
+    local = _local(state).to(dtype)
+    return dtensor_like(local, state) if isinstance(state, DTensor) else local

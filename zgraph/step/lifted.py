@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.graph.lanes import MemorySpace
+from zgraph.optimizers.rounded_adam import Drawn
 from zgraph.sharding.offload import Resting
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of, locals_of
@@ -185,6 +187,17 @@ class Lifted:
         others = [None] * (len(self.handles) + len(self.buffers))
         state = [position for position, _, value in self.state_entries() if isinstance(value, Tensor)]
         return [*range(len(self.parameters)), *others, *state]
+
+    def drawn(self) -> dict[int, Drawn] | None:
+        """What the moments of each parameter, by its position, are rounded by; None: they keep the parameter's dtype."""
+        if self.resting is None or self.resting.options.moments_dtype is None:
+            return None
+        layouts = [None if (known := self.handles.get(one.name)) is None else known.spec.layout for one in self.parameters]
+        firsts = [0 if one is None else one.first_row * math.prod(one.shape[1:]) for one in layouts]
+        return {
+            position: Drawn.of(one.name, first)
+            for position, (one, first) in enumerate(zip(self.parameters, firsts, strict=True))
+        }
 
     def settle(self) -> None:
         """Move the optimizers' state to where it is to rest."""

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from zgraph.step.watch import Watch
 from zgraph.torch_compat.aot import newest_node, node_of_number, nodes_after
 from zgraph.torch_compat.fake_values import number_hint
+from zgraph.torch_compat.operators import is_fused_update
 
 
 class Redirect(TorchFunctionMode):
@@ -44,7 +45,7 @@ class Redirect(TorchFunctionMode):
             self._on_gradient(args[0])
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_"):
-            return _with_numbers(func, args, kwargs)
+            return with_numbers(func, args, kwargs)
         if func in (torch.as_tensor, torch.tensor) and args and isinstance(args[0], torch.SymFloat):
             return torch.ones((), **kwargs) * cast(float, args[0])  # these two would make a constant
         if name == "_foreach_lerp_" and len(args) == 3 and isinstance(args[2], Tensor):
@@ -70,7 +71,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
-def _with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a fused kernel with the numbers' present values, and give its node the numbers.
 
     A kernel that takes a `float` would make a constant of a symbolic number, and every new value another graph.
@@ -81,6 +82,6 @@ def _with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     present = {key: number_hint(value) for key, value in numbers.items()}
     result = func(*args, **{**kwargs, **present})
     for node in nodes_after(before):
-        if str(node.target).startswith("aten._fused_"):
+        if is_fused_update(node.target):
             node.kwargs = {key: inputs.get(key, value) for key, value in node.kwargs.items()}
     return result

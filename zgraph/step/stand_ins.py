@@ -67,8 +67,9 @@ class StandIns:
         handles = {param: next(given) for param in lifted.handles.values()}
         buffers = [next(given) for _ in lifted.buffers]
         scopes, numbers = lifted.scopes(), iter(options)
+        drawn = lifted.drawn()
         optimizers = [
-            TracedOptimizer.of(one, watch, parameters, shards, scopes, given, numbers, delays=delays)
+            TracedOptimizer.of(one, watch, parameters, shards, scopes, given, numbers, delays=delays, drawn=drawn)
             for one in lifted.optimizers
         ]
         others = [

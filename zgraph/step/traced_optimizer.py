@@ -17,9 +17,11 @@ from zgraph.errors import ZgraphError
 from zgraph.graph import meta
 from zgraph.optimizers import pending_gradients
 from zgraph.optimizers.local_step import SCALARS
+from zgraph.optimizers.rounded_adam import Drawn, rounded_step
 from zgraph.sharding.scope import Scope
 from zgraph.step.lifted import LiftedOptimizer, local
 from zgraph.step.option_inputs import with_inputs
+from zgraph.step.redirect import with_numbers
 from zgraph.step.refusals import ELEMENT_WISE, refusal, user_line
 from zgraph.step.watch import Watch
 from zgraph.torch_compat.aot import newest_node, nodes_after
@@ -43,6 +45,7 @@ class TracedOptimizer:
         waiting: what is kept of these, by position and key, see `pending_gradients`.
         kept: the same for the next call, where it is new.
         applied: (position, key) of what waits no longer.
+        drawn: what moments are rounded by, by position; None: they are not rounded.
     """
 
     lifted: LiftedOptimizer
@@ -58,6 +61,7 @@ class TracedOptimizer:
     waiting: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
     kept: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
     applied: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    drawn: Mapping[int, Drawn] | None = None
 
     @classmethod
     def of(
@@ -71,13 +75,14 @@ class TracedOptimizer:
         options: Iterator[Any],
         *,
         delays: bool = False,
+        drawn: Mapping[int, Drawn] | None = None,
     ) -> TracedOptimizer:
         """Make it from traced tensors: the next ones of the state, and the next options."""
         groups = [
             {**with_inputs(group, options), "params": [parameters[position] for position in positions]}
             for group, positions in zip(lifted.optimizer.param_groups, lifted.groups, strict=True)
         ]
-        found = cls(lifted, watch, parameters, shards, groups, scopes, delays=delays)
+        found = cls(lifted, watch, parameters, shards, groups, scopes, delays=delays, drawn=drawn)
         for position, key, value in lifted.state_entries():
             entry = next(state) if isinstance(value, Tensor) else value
             if isinstance(value, DTensor) and not found.is_element_wise:
@@ -273,7 +278,11 @@ class TracedOptimizer:
             self.watch.reading_values(optimizer),
             contextlib.nullcontext() if self.is_element_wise else own_placements(),
         ):
-            plain_step(optimizer)(stand_in)
+            if self.drawn is None:
+                plain_step(optimizer)(stand_in)
+            else:
+                drawn = {given[position]: self.drawn[position] for position in self.own}
+                rounded_step(stand_in, groups, state, drawn, with_numbers)
         if before != [_options(group) for group in groups]:
             raise _counts(optimizer, "param_groups", "state as a tensor for each parameter")
         for name, value in attributes.items():

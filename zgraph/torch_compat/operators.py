@@ -110,8 +110,17 @@ def is_binary(target: OpOverload) -> bool:
 
 def is_elementwise_over_lists(target: OpOverload) -> bool:
     """Whether the operator computes with lists of tensors element by element, by its name (2.11 - 2.13)."""
-    lists = ("_foreach_", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
-    return target.namespace == "aten" and target.__name__.startswith(lists)
+    return is_fused_update(target) or str(target).startswith("aten._foreach_")
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an operator has a kernel for a dispatch key (`_dispatch_has_kernel_for_dispatch_key`, 2.11 - 2.13)."""
+    return cast(Any, torch._C)._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def is_fused_update(target: object) -> bool:
+    """Whether it updates lists of parameters in one kernel: one of torch's, or of zgraph's (2.11 - 2.13)."""
+    return str(target).startswith(("aten._fused_", "zgraph.fused_adam_."))
 
 
 def over_lists(packet: OpOverloadPacket, overload: str) -> OpOverload:

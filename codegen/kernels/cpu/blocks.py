@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.cpu.load import function_of
 from zgraph.codegen.kernels.cpu.source import C_TYPES, emit_dequantize, emit_quantize
 from zgraph.compression.methods import BlockMethod, RngKey
 from zgraph.compression.payload import BucketLayout
-from zgraph.errors import ZgraphWarning
-from zgraph.torch_compat.inductor import load_cpp
 
 
 def quantize_bucket(
@@ -162,7 +160,7 @@ def _calls(
 def _quantize_kernel(method: BlockMethod, dtype: torch.dtype) -> Any:
     if dtype not in C_TYPES:
         return None
-    return _loaded(emit_quantize(method, dtype), "quantize", (*_SHARED, *_DRAWN, ctypes.c_int32))
+    return function_of(emit_quantize(method, dtype), "quantize", (*_SHARED, *_DRAWN, ctypes.c_int32))
 
 
 @functools.cache
@@ -170,27 +168,4 @@ def _dequantize_kernel(method: BlockMethod, dtype: torch.dtype) -> Any:
     if dtype not in C_TYPES:
         return None
     source = emit_dequantize(method, dtype)
-    return _loaded(source, "dequantize_sum", (*_SHARED, *_DRAWN, ctypes.c_float, ctypes.c_bool, ctypes.c_int32))
-
-
-def _loaded(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
-    """The function in the compiled source; None, with a warning, if it cannot be compiled."""
-    try:
-        kernel = getattr(load_cpp(source), name)
-    except (RuntimeError, OSError) as error:
-        said = str(error).strip().splitlines()
-        _warn_once(next((line for line in said if "error:" in line), said[0]))
-        return None
-    kernel.argtypes, kernel.restype = argtypes, None
-    return kernel
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(
-        f"zgraph.codegen: the compression kernels for CPUs cannot be compiled ({reason}), so plain PyTorch "
-        "compresses gradients, to the same bits and many times more slowly; install g++, or name a C++ compiler in the "
-        "environment variable CXX.",
-        ZgraphWarning,
-        stacklevel=2,
-    )
+    return function_of(source, "dequantize_sum", (*_SHARED, *_DRAWN, ctypes.c_float, ctypes.c_bool, ctypes.c_int32))

@@ -1,0 +1,127 @@
+"""Adam and AdamW with bf16 moments in plain PyTorch: what the C++ kernel equals bit for bit.
+
+Every value is fp32, and every operation rounds separately, in the order in which it is written. The parameter is updated
+by the moments as they are before they are rounded.
+
+    round(x) = the upper half of (bits of x + r),    r uniform in 0 ... 2^16 - 1
+
+is x in the mean: it is one of the two neighbours in bf16, the farther one with the probability by which x is nearer to
+it than the other one is. The 32 bits of an element and update are a hash of both, so that they depend on nothing else:
+the lower half is for the first moment, the upper half for the second.
+
+Source: stochastic rounding for training in low precision, Gupta et al. 2015, arXiv 1502.02551, section 3; of optimizer
+states in bf16, Zamirai et al. 2020, arXiv 2010.06192. Adam: Kingma and Ba 2015, arXiv 1412.6980; AdamW: Loshchilov and
+Hutter 2019, arXiv 1711.05101.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from zgraph.codegen.kernels.reference import NO_NUMBER, hash_32
+
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamOptions:
+    """Options of an update, as `aten::_fused_adamw_` takes them, but that `decoupled` tells AdamW from Adam."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    eps: float
+    decoupled: bool
+    maximize: bool
+
+    def factors(self, step: float, grad_scale: float | None) -> Factors:
+        """The numbers of one parameter's update, the `step`-th."""
+        return Factors(
+            grad_scale=1.0 if grad_scale is None else grad_scale,
+            sign=-1.0 if self.maximize else 1.0,
+            coupled=0.0 if self.decoupled else self.weight_decay,
+            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            gain1=1 - self.beta1,
+            beta2=self.beta2,
+            gain2=1 - self.beta2,
+            bias2=math.sqrt(1 - self.beta2**step),
+            eps=self.eps,
+            step_size=-self.lr / (1 - self.beta1**step),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Numbers that an update computes with, as doubles; kernels round each to fp32."""
+
+    grad_scale: float
+    sign: float
+    coupled: float
+    decay: float
+    gain1: float
+    beta2: float
+    gain2: float
+    bias2: float
+    eps: float
+    step_size: float
+
+    def values(self) -> tuple[float, ...]:
+        """All of them, in the order of `struct Factors` in adam.cpp."""
+        return astuple(self)
+
+
+def update_key(step: float, salt: int) -> int:
+    """32 bits that differ from update to update, and from parameter to parameter."""
+    return hash_32((int(step) * 0x9E3779B1 + salt * 0xC2B2AE3D + 1) & _MASK)
+
+
+def update(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[float],
+    salts: Sequence[int],
+    firsts: Sequence[int],
+    options: AdamOptions,
+    grad_scale: float | None = None,
+) -> None:
+    """Update parameters, moments and, where there is a scale, gradients in place; see `zgraph.dialect.adam`."""
+    members = zip(parameters, grads, exp_avgs, exp_avg_sqs, steps, salts, firsts, strict=True)
+    for parameter, grad, exp_avg, exp_avg_sq, step, salt, first in members:
+        by = options.factors(step, grad_scale)
+        if grad_scale is not None:
+            grad.div_(by.grad_scale)
+        used = grad * by.sign + parameter * by.coupled if by.coupled else grad * by.sign
+        decayed = parameter * by.decay
+        average, square = exp_avg.float(), exp_avg_sq.float()
+        average = average + (used - average) * by.gain1
+        square = square * by.beta2 + used * used * by.gain2
+        parameter.copy_(decayed + average * by.step_size / (root(square) / by.bias2 + by.eps))
+        random = draw(parameter.shape, update_key(step, salt), first)
+        exp_avg.copy_(round_stochastically(average, random & 0xFFFF))
+        exp_avg_sq.copy_(round_stochastically(square, random >> 16))
+
+
+def root(values: Tensor) -> Tensor:
+    """Square roots, rounded correctly: torch's own of fp32 are those of a library, which may be off by one bit."""
+    return values.double().sqrt().float()
+
+
+def draw(shape: Sequence[int], key: int, first: int) -> Tensor:
+    """int64 tensor of 32 random bits for each element, by its place in the unsharded parameter, modulo 2^32."""
+    places = torch.arange(first, first + math.prod(shape), dtype=torch.int64) & _MASK
+    return hash_32(places ^ key).view(tuple(shape))
+
+
+def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
+    """fp32 values as bf16, by 16 random bits each, which are given as int64; a NaN is one, and an inf stays."""
+    bits = values.contiguous().view(torch.int32) + random.to(torch.int32)
+    rounded = (bits >> 16).to(torch.int16)
+    return rounded.masked_fill(values.isnan(), NO_NUMBER).view(torch.bfloat16)

@@ -1,0 +1,33 @@
+"""Functions of compiled C++; without a compiler there are none, and a warning says so once."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from zgraph.errors import ZgraphWarning
+from zgraph.torch_compat.inductor import load_cpp
+
+
+def function_of(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
+    """The function of that name in the compiled source, which returns nothing; None if it cannot be compiled."""
+    try:
+        kernel = getattr(load_cpp(source), name)
+    except (RuntimeError, OSError) as error:
+        said = str(error).strip().splitlines()
+        _warn_once(next((line for line in said if "error:" in line), said[0]))
+        return None
+    kernel.argtypes, kernel.restype = argtypes, None
+    return kernel
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"zgraph.codegen: the kernels for CPUs cannot be compiled ({reason}), so plain PyTorch compresses gradients and "
+        "rounds moments, to the same bits and many times more slowly; install g++, or name a C++ compiler in the "
+        "environment variable CXX.",
+        ZgraphWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,57 @@
+"""An update by Adam or AdamW whose moments are bf16, rounded stochastically; kernels: `zgraph.codegen.adam_kernels`.
+
+    fused_adam_([shard, ...], [grad, ...], [exp_avg, ...], [exp_avg_sq, ...], [step, ...], ...)
+
+It does what `aten::_fused_adamw_` does, and is called as that is. Rounded to nearest, a second moment that decays by
+0.999 would stop: a change of less than half a unit in the last place, 1/512, is lost each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # entries of the optimizer's state that are rounded
+_SCHEMA = (
+    "(Tensor(a!)[] self, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor[] state_steps, "
+    "int[] salts, int[] firsts, *, {lr} lr, float beta1, float beta2, float weight_decay, float eps, bool decoupled, "
+    "bool maximize, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+)
+torch.library.define("zgraph::fused_adam_", _SCHEMA.format(lr="float"))
+torch.library.define("zgraph::fused_adam_.tensor_lr", _SCHEMA.format(lr="Tensor"))
+
+
+@torch.library.register_fake("zgraph::fused_adam_")
+@torch.library.register_fake("zgraph::fused_adam_.tensor_lr")
+def _(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    salts: Sequence[int],
+    firsts: Sequence[int],
+    **options: Any,
+) -> None:
+    """Update parameters by their gradients, and the moments.
+
+    Args:
+        parameters: fp32, contiguous, of any shapes; written to.
+        grads: fp32, of the same shapes; divided by `grad_scale`, in place, where there is one.
+        exp_avgs, exp_avg_sqs: bf16, of the same shapes; written to.
+        state_steps: [] fp32 each, the number of this update, from 1 on.
+        salts: 32 bits that tell the random numbers of one parameter from those of another.
+        firsts: for each parameter, the place of the first element among those of the unsharded parameter, which
+            tells the random numbers of one rank from those of another.
+        lr, beta1, beta2, weight_decay, eps, maximize, grad_scale, found_inf: as of `aten::_fused_adamw_`.
+        decoupled: whether weight decay shrinks parameters (AdamW), or is added to gradients (Adam).
+    """
+
+
+def fused_adam_op(lr: object) -> Any:
+    """zgraph::fused_adam_, for a learning rate that is a number, or a tensor."""
+    packet = torch.ops.zgraph.fused_adam_
+    return packet.tensor_lr if isinstance(lr, Tensor) else packet.default

@@ -93,7 +93,7 @@ def prefixes(entry: str) -> list[str]:
 
 
 def names_used(name: str, source: str) -> list[str]:
-    """Every module and name that a file imports, and every attribute it reads of one, in full: "torch.fx.Graph"."""
+    """Every module and name that a file imports, also while it runs, and every attribute it reads of one, in full."""
     tree = ast.parse(source)
     # The two rooms at the top are imported as zgraph.passes and zgraph.codegen.
     package = name.removeprefix("zgraph/").split("/")[:-1]
@@ -112,6 +112,8 @@ def names_used(name: str, source: str) -> list[str]:
                 full = ".".join([*above, *([node.module] if node.module else []), alias.name])
                 used.append(full)
                 meaning[alias.asname or alias.name] = full
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            used += imported_by(node)
     for node in tree.body:  # aten = torch.ops.aten
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
             start, _, rest = ast.unparse(node.value).partition(".")
@@ -123,6 +125,13 @@ def names_used(name: str, source: str) -> list[str]:
             if start in meaning:
                 used.append(f"{meaning[start]}.{rest}")
     return used
+
+
+def imported_by(call: ast.Call) -> list[str]:
+    """What `importlib.import_module` imports, or the room of it: the part of an f-string before its first value."""
+    given = call.args[0] if call.args else None
+    first = given.values[0] if isinstance(given, ast.JoinedStr) and given.values else given
+    return [first.value.rstrip(".")] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
 
 
 def within(entry: str, *modules: str) -> bool:
@@ -263,6 +272,9 @@ def test_the_package_says_where_its_names_are() -> None:
         (wrong_imports, "zgraph/reporting/dump.py", "from ..passes import presets"),
         (wrong_imports, "zgraph/reporting/dump.py", "def late():\n    import zgraph.codegen.lower_fx"),
         (wrong_imports, "zgraph/reporting/dump.py", "import zgraph\nzgraph.passes.presets.default()"),
+        (wrong_imports, "zgraph/sharding/codes.py", 'import importlib\nimportlib.import_module("zgraph.codegen")'),
+        (wrong_imports, "zgraph/sharding/codes.py", 'from importlib import import_module\nimport_module("zgraph.passes")'),
+        (wrong_imports, "zgraph/sharding/codes.py", 'import importlib\nimportlib.import_module(f"zgraph.codegen.{x}")'),
         (wrong_imports, "zgraph/torch_compat/aot.py", "from zgraph.graph import meta"),
         (wrong_imports, "zgraph/torch_compat/aot.py", "from ..graph import meta"),
         (wrong_imports, "zgraph/backend.py", "from passes import presets"),
@@ -312,6 +324,7 @@ def test_each_rule_finds_what_breaks_it(rule: Callable[[str, str], list[str]], n
         (wrong_imports, "passes/presets.py", "from .sink_waits import SinkWaits"),
         (wrong_imports, "zgraph/graph/meta.py", "from zgraph.torch_compat.fake_values import fake_mode_of"),
         (wrong_imports, "zgraph/graph/meta.py", "from zgraph.errors import ZgraphError"),
+        (wrong_imports, "zgraph/__init__.py", 'import importlib\nimportlib.import_module("zgraph.codegen")'),
         (private_torch_names, "zgraph/graph/meta.py", "import torch\naten = torch.ops.aten\naten._to_copy.default"),
         (private_torch_names, "zgraph/graph/meta.py", "import torch\ntorch.__version__"),
         (module_state, "zgraph/graph/meta.py", "__all__ = ['shard']"),

@@ -106,6 +106,8 @@ _HOMES = MappingProxyType(
     }
 )
 _MODULES = ("metrics", "passes")
+# What computes with operators of the dialect where nothing is compiled; their kernels lie in a room above its own.
+_WITH_KERNELS = frozenset({"Offload"})
 
 
 def __getattr__(name: str) -> Any:
@@ -114,6 +116,8 @@ def __getattr__(name: str) -> Any:
     importlib.import_module("zgraph.torch_compat")
     if name in _MODULES:
         return importlib.import_module(f"zgraph.{name}")
+    if name in _WITH_KERNELS:
+        importlib.import_module("zgraph.codegen")
     found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return found
 

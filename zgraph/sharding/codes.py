@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import math
 from dataclasses import dataclass, replace
 
@@ -14,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from zgraph.compression.method_text import to_text
 from zgraph.compression.methods import NoFeedback
 from zgraph.dialect.compressed import shard_bytes
+from zgraph.errors import ZgraphError
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.sharding.offload import Offload
+from zgraph.torch_compat.operators import has_kernel
 
 CODED = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_NUMEL = 4096  # the codes of fewer elements save nothing: space on disk is handed out by 4 KiB
@@ -44,13 +45,21 @@ class Codes:
 
     @classmethod
     def of(cls, options: Offload | None, name: str, parameter: Tensor, layout: ShardLayout) -> Codes | None:
-        """Codes for a parameter; None if it rests as it is: a small one, a vector, or one that was named."""
+        """Codes for a parameter; None if it rests as it is: a small one, a vector, or one that was named.
+
+        Raises:
+            ZgraphError: the kernels, which belong to a room above, are not loaded.
+        """
         if options is None or options.param_bits is None:
             return None
         is_named = any(fnmatch.fnmatchcase(name, pattern) for pattern in options.full_precision)
         if is_named or parameter.dtype not in CODED or parameter.ndim < 2 or parameter.numel() < LEAST_NUMEL:
             return None
-        load_kernels()
+        if not has_kernel("zgraph::quantize_shards", "CPU"):
+            raise ZgraphError(
+                f"zgraph.shard: {name} is to rest as codes of {options.param_bits} bits, and the kernels of codes are not "
+                "loaded; write zgraph.Offload, which loads them, or import zgraph.codegen."
+            )
         bits = options.param_bits
         method = NoFeedback(bits=bits, group=64 if bits == 4 else 128, clip_search=True)
         world = layout.world if layout.is_sharded else 1
@@ -80,8 +89,3 @@ class Codes:
         whole = flat.view(rows, *shape[1:])
         whole = whole if rows == shape[0] else whole[: shape[0]]
         return whole if first == dtype else whole.to(dtype)
-
-
-def load_kernels() -> None:
-    """Register the kernels of the codes, which belong to a room above, for forwards that nothing compiles."""
-    importlib.import_module("zgraph.codegen")

@@ -111,6 +111,23 @@ def test_the_ledger_follows_the_formulas_also_without_an_optimizer() -> None:
         assert "on the host: parameters 16.00 KiB" in str(found)
 
 
+@worlds(2)
+def test_a_plan_counts_two_bytes_for_each_rounded_moment(ranks: Ranks) -> None:
+    offload = replace(HOST, moments_dtype=torch.bfloat16)
+    nodes, ledger, _, _ = ranks.run(explained, offload)[0]
+    found = planned(offload=offload)
+    assert found.ledger == ledger and found.graphs[0].nodes == nodes
+    assert found.ledger[1].state == planned(offload=offload, optimizer_fn=None).ledger[1].state == PARAMETER_BYTES // 2
+
+
+def test_a_plan_refuses_an_optimizer_whose_moments_cannot_be_rounded() -> None:
+    with pytest.raises(ValueError, match=r"the optimizer is SGD; take torch.optim.AdamW"):
+        planned(
+            offload=replace(HOST, moments_dtype=torch.bfloat16),
+            optimizer_fn=lambda model: torch.optim.SGD(model.parameters()),
+        )
+
+
 def test_an_offload_of_shard_fn_is_planned_too() -> None:
     by_itself = planned(shard_fn=functools.partial(zgraph.shard, offload=HOST))
     assert by_itself.ledger == planned(offload=HOST).ledger

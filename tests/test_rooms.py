@@ -273,7 +273,11 @@ def test_the_package_says_where_its_names_are() -> None:
         (wrong_imports, "zgraph/reporting/dump.py", "def late():\n    import zgraph.codegen.lower_fx"),
         (wrong_imports, "zgraph/reporting/dump.py", "import zgraph\nzgraph.passes.presets.default()"),
         (wrong_imports, "zgraph/sharding/codes.py", 'import importlib\nimportlib.import_module("zgraph.codegen")'),
-        (wrong_imports, "zgraph/sharding/codes.py", 'from importlib import import_module\nimport_module("zgraph.passes")'),
+        (
+            wrong_imports,
+            "zgraph/sharding/codes.py",
+            'from importlib import import_module\nimport_module("zgraph.passes")',
+        ),
         (wrong_imports, "zgraph/sharding/codes.py", 'import importlib\nimportlib.import_module(f"zgraph.codegen.{x}")'),
         (wrong_imports, "zgraph/torch_compat/aot.py", "from zgraph.graph import meta"),
         (wrong_imports, "zgraph/torch_compat/aot.py", "from ..graph import meta"),

@@ -1,7 +1,7 @@
 """Adam and AdamW with bf16 moments in plain PyTorch: what the C++ kernel equals bit for bit.
 
-Every value is fp32, and every operation rounds separately, in the order in which it is written. The parameter is updated
-by the moments as they are before they are rounded.
+Every value is fp32, and every operation rounds separately, in the order in which it is written. Parameters are updated
+by moments that are not rounded yet.
 
     round(x) = the upper half of (bits of x + r),    r uniform in 0 ... 2^16 - 1
 

@@ -151,8 +151,8 @@ class _PlainSteps:
         if len(args) > 1 or kwargs or found is None:
             what = "gradients or state that lie unlike their parameters" if found is None else "a closure"
             raise ZgraphError(
-                f"zgraph.Offload: a step of {type(optimizer).__name__} with {what}, and moments_dtype; compute the loss "
-                "before the step and leave gradients as backward makes them, or leave moments_dtype out."
+                f"zgraph.Offload: a step of {type(optimizer).__name__} with {what}, and moments_dtype; compute the "
+                "loss before the step and leave gradients as backward makes them, or leave moments_dtype out."
             )
         shards, state = found
         known = self.drawn()

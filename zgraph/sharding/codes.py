@@ -57,8 +57,8 @@ class Codes:
             return None
         if not has_kernel("zgraph::quantize_shards", "CPU"):
             raise ZgraphError(
-                f"zgraph.shard: {name} is to rest as codes of {options.param_bits} bits, and the kernels of codes are not "
-                "loaded; write zgraph.Offload, which loads them, or import zgraph.codegen."
+                f"zgraph.shard: {name} is to rest as codes of {options.param_bits} bits, and the kernels of codes are "
+                "not loaded; write zgraph.Offload, which loads them, or import zgraph.codegen."
             )
         bits = options.param_bits
         method = NoFeedback(bits=bits, group=64 if bits == 4 else 128, clip_search=True)

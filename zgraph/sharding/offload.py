@@ -41,10 +41,9 @@ class Offload:
         delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
             forward and backward then compute with parameters that lack the latest update, so that it may run beside
             them. This changes results. None: each call applies its own gradients.
-        moments_dtype: torch.bfloat16 keeps both moments of fused Adam and AdamW in half of the memory, and the disk reads
-            and writes half as much of them; updates compute in fp32, and round moments stochastically. This changes
-            results. Parameters stay fp32. For steps of `zgraph.training_step`. None: moments have the parameter's
-            dtype.
+        moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, in half of the memory, of which a disk
+            reads and writes half as much. Updates compute in fp32, and round moments stochastically. This changes
+            results. For `zgraph.training_step`. None: moments have the parameter's dtype.
         param_bits: for inference: weights rest, and are sent, as codes of 8 or 4 bits with a scale for each group, and
             are decoded on the device where they are read. Lossy. Applies to floating-point parameters of two or more
             dims and 4096 or more elements. None: parameters rest as they are.

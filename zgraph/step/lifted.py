@@ -189,15 +189,16 @@ class Lifted:
         return [*range(len(self.parameters)), *others, *state]
 
     def drawn(self) -> dict[int, Drawn] | None:
-        """What the moments of each parameter, by its position, are rounded by; None: they keep the parameter's dtype."""
+        """By what the moments of each parameter, by its position, are rounded; None: they are not."""
         if self.resting is None or self.resting.options.moments_dtype is None:
             return None
-        layouts = [None if (known := self.handles.get(one.name)) is None else known.spec.layout for one in self.parameters]
-        firsts = [0 if one is None else one.first_row * math.prod(one.shape[1:]) for one in layouts]
-        return {
-            position: Drawn.of(one.name, first)
-            for position, (one, first) in enumerate(zip(self.parameters, firsts, strict=True))
-        }
+        found: dict[int, Drawn] = {}
+        for position, one in enumerate(self.parameters):
+            known = self.handles.get(one.name)
+            layout = None if known is None else known.spec.layout
+            first = 0 if layout is None else layout.first_row * math.prod(layout.shape[1:])
+            found[position] = Drawn.of(one.name, first)
+        return found
 
     def settle(self) -> None:
         """Move the optimizers' state to where it is to rest."""

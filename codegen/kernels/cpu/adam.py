@@ -1,4 +1,4 @@
-"""Adam and AdamW with bf16 moments: single-pass C++ that equals the reference (kernels/adam_reference.py) bit for bit."""
+"""Adam and AdamW with bf16 moments: single-pass C++ that equals kernels/adam_reference.py bit for bit."""
 
 from __future__ import annotations
 

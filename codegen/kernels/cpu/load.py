@@ -25,8 +25,8 @@ def function_of(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"zgraph.codegen: the kernels for CPUs cannot be compiled ({reason}), so plain PyTorch compresses gradients and "
-        "rounds moments, to the same bits and many times more slowly; install g++, or name a C++ compiler in the "
+        f"zgraph.codegen: the kernels for CPUs cannot be compiled ({reason}), so plain PyTorch compresses gradients "
+        "and rounds moments, to the same bits and many times more slowly; install g++, or name a C++ compiler in the "
         "environment variable CXX.",
         ZgraphWarning,
         stacklevel=2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SpaceUse
-from zgraph.plan_memory import what_would_fit
+from zgraph.compiler.plan_memory import what_would_fit
 from zgraph.reporting.export.folder import write_report
 from zgraph.reporting.summary import Report
 from zgraph.reporting.tables import Table, as_html, duration, size
+from zgraph.scheduling.cluster.axes import Axes, AxisTraffic
 from zgraph.scheduling.timeline import Timeline
 
 GIB = 2**30
@@ -29,12 +31,14 @@ class PlannedGraph:
         nodes: of the final graph.
         sent_bytes: by one rank, when it runs once.
         timeline: on the simulator.
+        traffic: what is sent along each axis of the cluster, where it has named ones.
     """
 
     direction: Direction
     nodes: int
     sent_bytes: int
     timeline: Timeline
+    traffic: Mapping[str, AxisTraffic] = field(default_factory=dict[str, AxisTraffic])
 
     @property
     def exposed_us(self) -> float:
@@ -62,6 +66,7 @@ class Plan:
         compiled: what `report` writes.
         optimizer: name of the optimizer whose step is planned with the rest; "" if none is.
         host_budget_bytes: what a rank may keep on the host; None: any number.
+        axes: of the cluster; None: its ranks were only counted.
     """
 
     world_size: int
@@ -74,6 +79,7 @@ class Plan:
     compiled: Report = field(default_factory=Report, repr=False, compare=False)
     optimizer: str = ""
     host_budget_bytes: int | None = None
+    axes: Axes | None = None
 
     @property
     def parameter_bytes(self) -> int:
@@ -133,6 +139,15 @@ class Plan:
         """The whole step; without the optimizer if none was planned."""
         return sum(graph.timeline.step_us for graph in self.graphs)
 
+    @property
+    def traffic(self) -> dict[str, AxisTraffic]:
+        """What one rank sends along each axis in one step, and how much of that compute waits for, by axis."""
+        found: dict[str, AxisTraffic] = {}
+        for graph in self.graphs:
+            for axis, traffic in graph.traffic.items():
+                found[axis] = found.get(axis, AxisTraffic()) + traffic
+        return found
+
     def report(self, directory: str | Path) -> Path:
         """Write the plan to a folder, as `zgraph.report` does for a compiled model; the folder of rank 0.
 
@@ -144,7 +159,7 @@ class Plan:
     def __str__(self) -> str:
         capacity, device = self.hardware.memory_bytes / GIB, self._device
         lines = [
-            f"zgraph.plan for {self.world_size} ranks of {self.hardware.name}",
+            f"zgraph.plan for {self._ranks} of {self.hardware.name}",
             f"memory of a rank: parameters {size(device.parameters)}, {self._state} {size(device.state)}, "
             f"peak of the step beside them {size(self.step_bytes)}; "
             f"together {size(self.peak_bytes)} of {capacity:.0f} GiB",
@@ -164,6 +179,11 @@ class Plan:
                 f"  {graph.direction}: {graph.nodes} nodes, {graph.timeline.step_us / 1e3:.2f} ms, "
                 f"{size(graph.sent_bytes)} sent, {graph.exposed_us / 1e3:.2f} ms exposed; busy: {used}"
             )
+        lines += [
+            f"  along {axis}: {size(sent.sent_bytes)} sent, {sent.exposed_us / 1e3:.2f} ms exposed, "
+            f"{sent.hidden_us / 1e3:.2f} ms hidden"
+            for axis, sent in self.traffic.items()
+        ]
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
@@ -207,7 +227,7 @@ class Plan:
         step = ("step", "", size(self.sent_bytes), duration(self.step_us), duration(exposed_us), "")
         return [
             Table(
-                f"memory of one of {self.world_size} ranks",
+                f"memory of one of {self._ranks}",
                 (),
                 tuple((name, size(count)) for name, count in memory.items() if count),
             ),
@@ -217,6 +237,14 @@ class Plan:
                 self._title,
                 ("graph", "nodes", "sent", "time", "exposed", "busy lanes"),
                 (*graphs, *([step] if len(graphs) > 1 else [])),
+            ),
+            Table(
+                "traffic of the step by axis",
+                ("axis", "sent", "exposed", "hidden"),
+                tuple(
+                    (axis, size(sent.sent_bytes), duration(sent.exposed_us), duration(sent.hidden_us))
+                    for axis, sent in self.traffic.items()
+                ),
             ),
         ]
 
@@ -228,6 +256,10 @@ class Plan:
             f"{', '.join(f'{kind} {size(count)}' for kind, count in kinds.items() if count)}; together "
             f"{size(line.together)}{limit if self.host_budget_bytes else ''}"
         )
+
+    @property
+    def _ranks(self) -> str:
+        return f"{self.world_size} ranks{f' ({self.axes})' if self.axes is not None else ''}"
 
     @property
     def _state(self) -> str:
@@ -251,6 +283,8 @@ class Plan:
             "memory": [asdict(line) for line in self.ledger],
             "host_budget_bytes": self.host_budget_bytes,
             "fits": self.fits,
+            "axes": None if self.axes is None else dict(self.axes.sizes),
+            "traffic": {axis: asdict(sent) for axis, sent in self.traffic.items()},
             "graphs": [
                 {
                     "direction": graph.direction,

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import fx, nn, optim
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.analysis.cost import CostModel
 from zgraph.analysis.cuda_workspace import resting_bytes
 from zgraph.analysis.hardware import Hardware
-from zgraph.analysis.liveness import EXACT, Allocator, MemoryCurve, memory_curve, step_curve
-from zgraph.compile_frame import FrameCompiler
-from zgraph.compiler.frame import Frame
-from zgraph.compiler.frame_plan import FramePlan
-from zgraph.compiler.graph_pass import Direction, PassContext
+from zgraph.analysis.liveness import EXACT, Allocator
 from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.plan_memory import plan_ledger, rest_on_paper
 from zgraph.compiler.target import Target
 from zgraph.errors import ZgraphError
-from zgraph.graph.traffic import transfers
-from zgraph.options import CompileOptions
 from zgraph.passes import presets
-from zgraph.plan_memory import plan_ledger, rest_on_paper
+from zgraph.plan_frames import FramePlanner
 from zgraph.plan_whole_step import StepMaker, delays_updates, loop_body, plan_whole_step
-from zgraph.planned_step import Plan, PlannedGraph
-from zgraph.reporting.summary import Report
-from zgraph.scheduling.simulate import simulate
+from zgraph.planned_step import Plan
+from zgraph.scheduling.cluster.axes import Axes
 from zgraph.sharding.offload import Offload
+from zgraph.sharding.scope import sharded_parameters
 from zgraph.sharding.shard import shard
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world, groups_of_ranks, is_distributed_ready
+
+Sharder = Callable[..., object]
 
 
 def plan(
     model_fn: Callable[[], nn.Module],
     *,
-    world_size: int,
+    world_size: int | None = None,
+    world: Mapping[str, int] | None = None,
     batch: Callable[[], tuple[Any, ...]],
-    shard_fn: Callable[[nn.Module], object] = shard,
+    shard_fn: Sharder = shard,
     hardware: Hardware | str = "h100",
     pipeline: Pipeline | None = None,
     allocator: Allocator = EXACT,
@@ -56,9 +54,13 @@ def plan(
     Args:
         model_fn: makes the model; its dtype comes from its options or torch.set_default_dtype, for torch cannot convert
             modules without values.
-        world_size: ranks of the cluster.
+        world_size: ranks of the cluster, where there is only data parallelism.
+        world: or its axes and their sizes, the outermost first, such as {"dp": 8, "tp": 2}. Axes are "dp" and "tp", and
+            "replicate" and "ep" for hybrid sharding and experts.
         batch: makes the arguments of one rank's forward.
-        shard_fn: shards the model as `zgraph.shard(model)` does; called in a process group of the cluster's size.
+        shard_fn: shards the model as `zgraph.shard(model)` does; called in a process group of the cluster's size. With
+            `world` it is called with the model and the mesh of these axes, as `zgraph.shard(model, mesh)`; on a "tp"
+            axis it parallelizes the model over `mesh["tp"]`, then shards it over `mesh["dp"]`.
         hardware: of each rank, or the name of a preset.
         pipeline: as given to torch.compile; None: `presets.default()`. A target of its own counts instead of hardware.
         allocator: how sizes are rounded.
@@ -71,17 +73,18 @@ def plan(
             batch makes. None: forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
 
     Raises:
-        ValueError: world_size is not a number of ranks, there is no such preset, model_fn or batch is not a function,
-            batch returns something else than a tuple, there is a step_fn and no optimizer_fn, or the offload cannot be
-            honoured; or the step does not fit into the target's budget_bytes, or the offload's host_budget_bytes: says
-            what would.
+        ValueError: world_size is not a number of ranks, or world not that of axes; there is no such preset, model_fn or
+            batch is not a function, batch returns something else than a tuple, shard_fn does not use the axes as they
+            are, there is a step_fn and no optimizer_fn, or the offload cannot be honoured; or the step does not fit
+            into the target's budget_bytes, or the offload's host_budget_bytes: says what would.
         ZgraphError: this process is in a process group already, or the model or the step cannot be compiled.
     """
     _check_functions(model_fn, batch)
     if step_fn is not None and optimizer_fn is None:
         raise ValueError("zgraph.plan: there is a step_fn and no optimizer_fn; pass both, or neither.")
-    if isinstance(world_size, bool) or world_size < 1:
-        raise ValueError(f"zgraph.plan: world_size={world_size!r}; write the number of ranks of the cluster.")
+    axes = _axes_of(world_size, world)
+    ranks = world_size if axes is None else axes.world_size
+    assert ranks is not None
     if is_distributed_ready():
         raise ZgraphError(
             "zgraph.plan: this process is in a process group already, and a plan needs one of its own; call it in a "
@@ -91,25 +94,8 @@ def plan(
     pipeline = pipeline or Pipeline(presets.default())
     if pipeline.target is None:
         pipeline = replace(pipeline, target=Target(hardware=machine))
-    # No lowering is needed, but fx costs nothing: what runs has no values.
-    report = Report(keep_passes=True)
-    options = CompileOptions(lowering="fx", report=report)
-    known = PassContext(machine=machine, planned_backend=machine.backend)
-    costs = CostModel(machine)
-    graphs: list[PlannedGraph] = []
-    curves: list[MemoryCurve] = []
-
-    def keep(plan: FramePlan) -> None:
-        graphs.extend(_planned(direction, plan, costs) for direction in plan.graphs)
-        curves.append(_curve(plan, allocator, "cuda" if machine.backend == "nccl" else "cpu"))
-
-    def compiler_of(frame: Frame) -> FrameCompiler:
-        return FrameCompiler(frame, options, known=known, on_plan=keep)
-
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compiler_of(Frame.of_dynamo(gm)).compile(gm, inputs)
-
-    with fake_world(world_size):
+    with fake_world(ranks):
+        mesh = None if axes is None else axes.mesh()
         with fake_mode():
             model, inputs = model_fn(), batch()
         if not isinstance(inputs, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -117,37 +103,97 @@ def plan(
                 f"zgraph.plan: batch returned a {type(inputs).__name__}; return the tuple of forward's arguments, such "
                 "as (tokens,) where there is one."
             )
-        shard_fn(model)
+        _shard(shard_fn, model, axes, mesh)
         resting = rest_on_paper(model, offload, machine, has_optimizer=optimizer_fn is not None)
         streaming = presets.with_streams(pipeline, delays=delays_updates(resting))
-        options = replace(options, pipeline=streaming)
+        planner = FramePlanner(machine, streaming, allocator, axes)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
-            plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, compiler_of)
+            plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, planner.compiler_of)
         else:
-            compiled: Any = torch.compile(model, backend=backend, dynamic=False)
-            try:
-                compiled(*inputs)  # forward and backward are planned at once
-            finally:
-                torch.compiler.reset()  # or the next plans of the same classes would meet the limit of recompiles
+            planner.compile(model, inputs)  # forward and backward are planned at once
         cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
-        ledger = plan_ledger(model, optimizer, resting, curves)
-    if not graphs:
+        ledger = plan_ledger(model, optimizer, resting, planner.curves)
+    if not planner.graphs:
         raise ZgraphError("zgraph.plan: nothing was compiled; the model's forward is disabled for torch.compile.")
+    if axes is not None:
+        _check_tensor_parallel(axes, planner)
     if resting is not None:
         resting.check_budget(ledger[1].parameters, ledger[1].state, ledger[1].step)
     return Plan(
-        world_size=world_size,
+        world_size=ranks,
         hardware=machine,
         ledger=ledger,
         cublas_bytes=cublas,
         communicator_bytes=communicators,
-        graphs=tuple(graphs),
-        curves=tuple(curves),
-        compiled=report,
+        graphs=tuple(planner.graphs),
+        curves=tuple(planner.curves),
+        compiled=planner.report,
         optimizer="" if optimizer is None else type(optimizer).__name__,
         host_budget_bytes=None if resting is None else resting.options.host_budget_bytes,
+        axes=axes,
     )
+
+
+def _axes_of(world_size: object, world: Mapping[str, int] | None) -> Axes | None:
+    """The axes of the cluster; None where its ranks are only counted."""
+    if world is not None and world_size is not None:
+        raise ValueError(f"zgraph.plan: world_size={world_size!r} and world={world!r}; write one of them.")
+    if world is not None:
+        return Axes(world)
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(
+            f"zgraph.plan: world_size={world_size!r}; write the number of ranks of the cluster, or its axes, such as "
+            'world={"dp": 8, "tp": 2}.'
+        )
+    return None
+
+
+SHARD_ON_AXES = (
+    "write a function of model and mesh that parallelizes and then shards: parallelize_module(model, mesh["
+    '"tp"], ...); zgraph.shard(model, mesh["dp"]).'
+)
+
+
+def _shard(shard_fn: Sharder, model: nn.Module, axes: Axes | None, mesh: DeviceMesh | None) -> None:
+    """Let the user's function shard a model, over the axes that a stage of the pipeline has."""
+    if axes is None or mesh is None:
+        shard_fn(model)
+        return
+    inner = mesh[axes.inner]
+    if _takes_a_mesh(shard_fn):
+        shard_fn(model, inner)
+    elif axes.inner == tuple(axes.sizes) == ("dp",):
+        shard_fn(model)
+    else:
+        raise ValueError(
+            f"zgraph.plan: shard_fn takes the model alone, and a cluster of {axes} has several axes; {SHARD_ON_AXES}"
+        )
+    for name, param in sharded_parameters(model).items():
+        layout = param.spec.layout
+        used = [axes.along(group) for group in (layout.gather_group, layout.replica_group) if group]
+        if any("tp" in axis.split(" x ") for axis in used):
+            raise ValueError(
+                f"zgraph.plan: shard_fn shards {name} over the tensor-parallel axis tp as well, as if it were "
+                f"data-parallel; {SHARD_ON_AXES}"
+            )
+
+
+def _takes_a_mesh(shard_fn: Sharder) -> bool:
+    try:
+        inspect.signature(shard_fn).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def _check_tensor_parallel(axes: Axes, planner: FramePlanner) -> None:
+    """Refuse a tensor-parallel axis on which nothing travels: every rank would compute the same."""
+    if axes.sizes.get("tp", 1) > 1 and not any("tp" in graph.traffic for graph in planner.graphs):
+        raise ValueError(
+            f"zgraph.plan: nothing travels over the axis tp of {axes}, whose ranks all compute the same; "
+            f"shard_fn parallelizes nothing over it: {SHARD_ON_AXES}"
+        )
 
 
 def _check_functions(model_fn: object, batch: object) -> None:
@@ -162,22 +208,3 @@ def _check_functions(model_fn: object, batch: object) -> None:
             f"zgraph.plan: batch is a {type(batch).__name__}; pass a function that returns the tuple of forward's "
             "arguments, such as lambda: (torch.zeros(8, 1024),)."
         )
-
-
-def _planned(direction: Direction, plan: FramePlan, costs: CostModel) -> PlannedGraph:
-    graph = plan.graphs[direction].graph
-    order = list(graph.nodes)
-    timeline = simulate(order, {node: costs.cost(node) for node in order}, plan.ctx.sharing)
-    sent = sum(transfer.sent_bytes for transfer in transfers(graph))
-    return PlannedGraph(direction, len(order), sent, timeline)
-
-
-def _curve(plan: FramePlan, allocator: Allocator, device_type: str) -> MemoryCurve:
-    if "forward" not in plan.graphs:
-        (whole,) = plan.graphs.values()
-        return memory_curve(whole.graph, allocator=allocator, device_type=device_type)
-    forward, backward = (plan.graphs[direction].graph for direction in ("forward", "backward"))
-    assert plan.ctx.user_outputs is not None
-    return step_curve(
-        forward, backward, user_outputs=plan.ctx.user_outputs, allocator=allocator, device_type=device_type
-    )

@@ -1,0 +1,136 @@
+"""The axes of a planned cluster, such as pp x dp x tp, and what a graph sends along each."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zgraph.graph import nodes
+from zgraph.graph.traffic import transfers_of
+from zgraph.scheduling.timeline import Timeline
+from zgraph.torch_compat.groups import resolve_group
+
+AXES = ("pp", "replicate", "dp", "ep", "tp")
+PIPELINE = "pp"
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What one rank sends along an axis in one run of a graph.
+
+    Attributes:
+        sent_bytes: on the wire.
+        exposed_us: time for which compute waits for it.
+        hidden_us: time for which it runs while compute does not wait.
+    """
+
+    sent_bytes: int = 0
+    exposed_us: float = 0.0
+    hidden_us: float = 0.0
+
+    def __add__(self, other: AxisTraffic) -> AxisTraffic:
+        return AxisTraffic(
+            self.sent_bytes + other.sent_bytes,
+            self.exposed_us + other.exposed_us,
+            self.hidden_us + other.hidden_us,
+        )
+
+    def times(self, runs: int) -> AxisTraffic:
+        """The traffic of several runs."""
+        return AxisTraffic(self.sent_bytes * runs, self.exposed_us * runs, self.hidden_us * runs)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of a cluster's axes, the outermost first, as in `init_device_mesh`: neighbours on the last are next ranks.
+
+    Attributes:
+        sizes: by name, of `AXES`; a missing dp has one rank.
+
+    Raises:
+        ValueError: there is no axis, a name is unknown, or a size is not a positive whole number.
+    """
+
+    sizes: Mapping[str, int] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sizes, Mapping) or not self.sizes:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"zgraph.plan: world={self.sizes!r}; write the size of each axis, the outermost first, such as "
+                '{"pp": 4, "dp": 8, "tp": 2}, or world_size=8 where there is only data parallelism.'
+            )
+        for name, size in self.sizes.items():
+            if name not in AXES:
+                near = difflib.get_close_matches(str(name), AXES, 1)
+                guess = f"; did you mean {near[0]!r}?" if near else "."
+                raise ValueError(f"zgraph.plan: world has an axis {name!r}, and a plan knows {', '.join(AXES)}{guess}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(
+                    f"zgraph.plan: world has {size!r} ranks on its axis {name!r}; write a number from 1 on."
+                )
+        sizes = dict(self.sizes)
+        if "dp" not in sizes:  # a rank shards over itself
+            outer = [name for name in sizes if name in AXES[: AXES.index("dp")]]
+            sizes = {name: sizes[name] for name in outer} | {"dp": 1} | sizes
+        object.__setattr__(self, "sizes", sizes)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole cluster."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def stages(self) -> int:
+        """Ranks of a pipeline; 1 where there is none."""
+        return self.sizes.get(PIPELINE, 1)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The axes that a stage of the pipeline has."""
+        return tuple(name for name in self.sizes if name != PIPELINE)
+
+    def stride(self, axis: str) -> int:
+        """Distance of neighbours along an axis, in global ranks."""
+        names = list(self.sizes)
+        return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
+
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all axes, in the default group."""
+        return init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+
+    def along(self, group_name: str) -> str:
+        """The axis along which a group's ranks lie; several are joined by " x "."""
+        members = dist.get_process_group_ranks(resolve_group(group_name))
+        differ = [
+            name for name, size in self.sizes.items() if len({rank // self.stride(name) % size for rank in members}) > 1
+        ]
+        return " x ".join(differ) or "alone"
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+
+def traffic_of(order: Iterable[fx.Node], timeline: Timeline, axes: Axes) -> dict[str, AxisTraffic]:
+    """What a graph sends along each axis.
+
+    Args:
+        order: nodes of the graph.
+        timeline: of the same nodes.
+        axes: of the default group's ranks.
+    """
+    found: dict[str, AxisTraffic] = {}
+    for node in order:
+        if not (nodes.is_collective(node) or nodes.is_marker(node)):
+            continue
+        times = timeline.exposed_us.get(node, 0.0), timeline.hidden_us.get(node, 0.0)
+        for transfer in transfers_of(node):
+            axis = axes.along(transfer.group_name)
+            found[axis] = found.get(axis, AxisTraffic()) + AxisTraffic(transfer.sent_bytes, *times)
+            times = 0.0, 0.0  # a marker's time is that of all of its collectives
+    return found

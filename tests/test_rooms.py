@@ -26,6 +26,7 @@ ROOMS = (
     "zgraph.analysis",
     "zgraph.scheduling",
     "zgraph.scheduling.lifetimes",
+    "zgraph.scheduling.cluster",
     "zgraph.sharding.meshes",
     "zgraph.sharding",
     "zgraph.optimizers",

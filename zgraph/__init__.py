@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from zgraph.reporting.network import graph_of
     from zgraph.reporting.of_model import explain, measure, summary
     from zgraph.reporting.summary import Report
+    from zgraph.scheduling.cluster.split_stages import split_stages
     from zgraph.sharding.materialize import materialize
     from zgraph.sharding.no_sync import no_sync
     from zgraph.sharding.offload import Offload
@@ -100,6 +101,7 @@ _HOMES = MappingProxyType(
         "save_checkpoint": "zgraph.checkpoint",
         "set_loss_scale": "zgraph.optimizers.loss_scale",
         "shard": "zgraph.sharding.shard",
+        "split_stages": "zgraph.scheduling.cluster.split_stages",
         "step_on_shards": "zgraph.optimizers.local_step",
         "summary": "zgraph.reporting.of_model",
         "training_step": "zgraph.whole_step",
@@ -169,6 +171,7 @@ __all__ = [
     "save_checkpoint",
     "set_loss_scale",
     "shard",
+    "split_stages",
     "step_on_shards",
     "summary",
     "training_step",

@@ -96,6 +96,13 @@ def fake_of(mode: Any, tensor: Tensor) -> Tensor:
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
 
+def fake_on_cpu(mode: Any, tensor: Tensor) -> Tensor:
+    """A leaf on the CPU, without values, whose shape, strides, dtype and need of a gradient are the tensor's."""
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
     """What is raised where Python asks for a value that only the run will know (2.11 - 2.13)."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException

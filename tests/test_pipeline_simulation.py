@@ -1,0 +1,156 @@
+"""Schedules of a pipeline on the simulator: torch's orders, bubbles by formula, memory by what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
+from zgraph.scheduling.cluster.pipeline_run import PipelineRun, StageCost, simulate_pipeline
+from zgraph.scheduling.cluster.schedule_order import SCHEDULES, Action, order_of, schedules_for, why_not
+
+SHAPES = [(1, 1, 1), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (2, 2, 4), (4, 2, 8), (4, 3, 6), (2, 3, 3), (4, 2, 3)]
+
+
+def of_torch(ranks: int, chunks: int, micro_batches: int, rank: int) -> list[tuple[str, int, int | None]]:
+    """What torch's interleaved schedule lists for a rank, by the class's own code."""
+    rounds = max(1, micro_batches // ranks)
+    numbers: Any = SimpleNamespace(
+        n_local_stages=chunks,
+        pp_group_size=ranks,
+        _n_microbatches=micro_batches,
+        microbatches_per_round=micro_batches // rounds,
+    )
+    listed = ScheduleInterleaved1F1B._calculate_single_rank_operations(numbers, rank)  # pyright: ignore[reportPrivateUsage]
+    kinds = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+    return [
+        (kinds[one.computation_type.name], one.stage_index, one.microbatch_index) for one in listed if one is not None
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), SHAPES)
+def test_interleaved_orders_are_those_of_torch(ranks: int, chunks: int, micro_batches: int) -> None:
+    if why_not("Interleaved1F1B", ranks, ranks * chunks, micro_batches):
+        assert micro_batches % max(1, micro_batches // ranks)
+        return
+    found = order_of("Interleaved1F1B", ranks, ranks * chunks, micro_batches)
+    for rank in range(ranks):
+        listed = [(one.kind, one.stage, one.micro_batch) for one in found[rank]]
+        assert listed == of_torch(ranks, chunks, micro_batches, rank)
+
+
+def test_the_orders_of_one_stage_on_each_rank() -> None:
+    """As torch's loops of GPipe and 1F1B run: the last rank alternates from the start."""
+    short = [[f"{one.kind[0]}{one.micro_batch}" for one in actions] for actions in order_of("1F1B", 2, 2, 3)]
+    assert short == [["f0", "f1", "b0", "f2", "b1", "b2"], ["f0", "b0", "f1", "b1", "f2", "b2"]]
+    assert [[f"{one.kind[0]}{one.micro_batch}" for one in actions] for actions in order_of("GPipe", 2, 2, 2)] == [
+        ["f0", "f1", "b0", "b1"]
+    ] * 2
+
+
+def runs(forward_us: float = 2.0, backward_us: float = 4.0, **more: Any) -> Iterator[tuple[int, int, int, PipelineRun]]:
+    for ranks, chunks, micro_batches in SHAPES:
+        for schedule in schedules_for(ranks, ranks * chunks, micro_batches):
+            cost = StageCost(
+                forward_us=(forward_us,) * micro_batches, backward_us=(backward_us,) * micro_batches, **more
+            )
+            yield ranks, chunks, micro_batches, simulate_pipeline(schedule, ranks, [cost] * (ranks * chunks))
+
+
+def test_equal_stages_have_the_bubble_of_the_formula() -> None:
+    """(p-1) / (v m + p-1) of p ranks with v chunks, where whole rounds of micro-batches keep all ranks busy."""
+    seen: set[str] = set()
+    for ranks, chunks, micro_batches, run in runs():
+        if micro_batches % ranks == 0 or chunks == 1:
+            seen.add(run.schedule)
+            if run.schedule == "Interleaved1F1B" and chunks == 1 and micro_batches % ranks:
+                continue
+            assert run.bubble == pytest.approx((ranks - 1) / (chunks * micro_batches + ranks - 1)), run
+    assert seen == set(SCHEDULES)
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    """Its rank never waits once it has begun, and the others wait for it."""
+    usual = StageCost(forward_us=(1.0,) * 8, backward_us=(2.0,) * 8)
+    slow = StageCost(forward_us=(3.0,) * 8, backward_us=(6.0,) * 8)
+    run = simulate_pipeline("1F1B", 3, [usual, slow, usual])
+    assert run.step_us == 1 + 8 * (3 + 6) + 2  # until it begins, its work, the first stage's last backward
+    assert run.busy_us == (24.0, 72.0, 24.0)
+
+
+def test_sending_delays_the_first_and_the_last_micro_batch() -> None:
+    """In between it hides behind compute, as long as it is shorter."""
+    cost = StageCost(forward_us=(2.0,) * 4, backward_us=(4.0,) * 4, send_us=1.0)
+    alone = StageCost(forward_us=(2.0,) * 4, backward_us=(4.0,) * 4)
+    sent, plain = (simulate_pipeline("GPipe", 4, [one] * 4) for one in (cost, alone))
+    assert sent.step_us == plain.step_us + 2 * 3
+    # Messages of one direction queue: with slow links the last of four arrives after four messages on each hop.
+    slow = StageCost(forward_us=(2.0,) * 4, backward_us=(4.0,) * 4, send_us=100.0)
+    assert simulate_pipeline("GPipe", 2, [slow] * 2).step_us == 2 + 4 * 100 + 2 + 4 + 4 * 100 + 4
+
+
+def judge(order: list[Action], costs: list[StageCost]) -> int:
+    """Peak of a rank by asking, at each action, what has run before it."""
+    peak = 0
+    for place, action in enumerate(order):
+        before, cost = order[:place], costs[action.stage]
+        held = cost.forward_peak_bytes if action.kind == "forward" else cost.backward_peak_bytes
+        for stage in {one.stage for one in order}:
+            of_stage = costs[stage]
+            ran = [one.micro_batch for one in before if (one.kind, one.stage) == ("forward", stage)]
+            ended = [one.micro_batch for one in before if (one.kind, one.stage) == ("backward", stage)]
+            is_open = (ran or (action.kind, action.stage) == ("forward", stage)) and len(ended) < len(
+                of_stage.forward_us
+            )
+            waiting = set(ran) - set(ended) - ({action.micro_batch} if action.stage == stage else set())
+            held += of_stage.resting_bytes + of_stage.buffer_bytes + of_stage.saved_bytes * len(waiting)
+            held += of_stage.kept_bytes if is_open else 0
+            held += of_stage.gradient_bytes if ended else 0
+        peak = max(peak, held)
+    return peak
+
+
+def test_the_peak_is_what_is_alive_at_some_action() -> None:
+    for ranks, chunks, micro_batches in SHAPES:
+        costs = [
+            StageCost(
+                forward_us=(1.0,) * micro_batches,
+                backward_us=(2.0,) * micro_batches,
+                resting_bytes=10**6 + stage,
+                gradient_bytes=1000 * (stage + 3),
+                kept_bytes=70 * (stage + 1),
+                saved_bytes=500 + 31 * stage,
+                forward_peak_bytes=900 + 40 * stage,
+                backward_peak_bytes=1500 - 7 * stage,
+                buffer_bytes=11 * stage,
+            )
+            for stage in range(ranks * chunks)
+        ]
+        for schedule in schedules_for(ranks, ranks * chunks, micro_batches):
+            order = order_of(schedule, ranks, ranks * chunks, micro_batches)
+            run = simulate_pipeline(schedule, ranks, costs)
+            assert list(run.peak_bytes) == [judge(actions, costs) for actions in order], run
+
+
+def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:
+    cost = StageCost(forward_us=(1.0,) * 9, backward_us=(2.0,) * 9)
+    assert simulate_pipeline("1F1B", 4, [cost] * 4).in_flight == (4, 3, 2, 1)
+    assert simulate_pipeline("GPipe", 4, [cost] * 4).in_flight == (9, 9, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "numbers", "message"),
+    [
+        ("1F1b", (2, 2, 4), "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B; did you mean '1F1B'"),
+        ("ScheduleGPipe", (2, 2, 4), "did you mean 'GPipe'"),
+        ("ZBVZeroBubble", (2, 2, 4), "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B"),
+        ("GPipe", (2, 4, 4), "it takes one stage on each rank, and there are 4 on 2;"),
+        ("1F1B", (4, 4, 3), "it needs at least as many micro-batches as there are ranks, 4"),
+        ("Interleaved1F1B", (4, 8, 9), "it needs a multiple of 2 micro-batches"),
+    ],
+)
+def test_what_torch_would_refuse_has_a_reason(schedule: str, numbers: tuple[int, int, int], message: str) -> None:
+    assert message in why_not(schedule, *numbers)

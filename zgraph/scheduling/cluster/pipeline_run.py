@@ -1,0 +1,144 @@
+"""A step of a pipeline on the simulator: its time, its bubble, and what each rank holds at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zgraph.scheduling.cluster.schedule_order import Action, order_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """What the micro-batches of one stage take, in the order in which they run.
+
+    Attributes:
+        forward_us, backward_us: [micro_batches] time of each.
+        send_us: time in which an activation reaches the next stage, and its gradient comes back.
+        resting_bytes: parameters, buffers and the optimizer's state.
+        gradient_bytes: gradients that stay from the first backward on, and those that wait to be reduced.
+        kept_bytes: gathered parameters that stay from the first forward to the end of the last backward.
+        saved_bytes: what one micro-batch keeps from its forward to its backward.
+        forward_peak_bytes, backward_peak_bytes: most that one holds while it runs, with what it saves.
+        buffer_bytes: in which torch's stage receives activations and gradients, and the outputs that it returns.
+    """
+
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    send_us: float = 0.0
+    resting_bytes: int = 0
+    gradient_bytes: int = 0
+    kept_bytes: int = 0
+    saved_bytes: int = 0
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+    buffer_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRun:
+    """A step under one schedule.
+
+    Attributes:
+        schedule: its name.
+        step_us: until the last rank is done.
+        busy_us: [ranks] time in which each runs forwards and backwards.
+        peak_bytes: [ranks] most that each holds, with what rests there.
+        in_flight: [ranks] most micro-batches whose forward has run and whose backward has not, over all its stages.
+    """
+
+    schedule: str
+    step_us: float
+    busy_us: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they wait for other stages."""
+        return 1 - sum(self.busy_us) / (len(self.busy_us) * self.step_us) if self.step_us else 0.0
+
+
+def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> PipelineRun:
+    """Run the order of a schedule.
+
+    Ranks start what is next in their order as soon as its input has arrived; sending takes time on the link alone, one
+    message after the other in each direction.
+
+    Args:
+        schedule: one of `schedules_for` these numbers.
+        ranks: of the pipeline; rank r has the stages r, r + ranks, ...
+        costs: of each stage.
+    """
+    order = order_of(schedule, ranks, len(costs), len(costs[0].forward_us))
+    free = [0.0] * ranks  # when each rank has done what it has begun
+    links: dict[tuple[int, int], float] = {}  # when each has sent what it was given, by sender and receiver
+    arrived: dict[Action, float] = {}
+    busy, position = [0.0] * ranks, [0] * ranks
+    while any(position[rank] < len(order[rank]) for rank in range(ranks)):
+        before = list(position)
+        for rank in range(ranks):
+            while position[rank] < len(order[rank]):
+                action = order[rank][position[rank]]
+                needed = _needs(action, len(costs))
+                if needed is not None and needed not in arrived:
+                    break
+                cost = costs[action.stage]
+                us = (cost.forward_us if action.kind == "forward" else cost.backward_us)[action.micro_batch]
+                free[rank] = max(free[rank], 0.0 if needed is None else arrived[needed]) + us
+                busy[rank] += us
+                position[rank] += 1
+                arrived[action] = _arrival(action, free[rank], ranks, costs, links)
+        assert position != before, f"the order of {schedule} waits for itself"
+    found = [_memory(order[rank], costs) for rank in range(ranks)]
+    return PipelineRun(
+        schedule=schedule,
+        step_us=max(free),
+        busy_us=tuple(busy),
+        peak_bytes=tuple(peak for peak, _ in found),
+        in_flight=tuple(most for _, most in found),
+    )
+
+
+def _needs(action: Action, stages: int) -> Action | None:
+    """The action of another stage whose result this one takes."""
+    if action.kind == "forward":
+        return Action("forward", action.stage - 1, action.micro_batch) if action.stage else None
+    return Action("backward", action.stage + 1, action.micro_batch) if action.stage + 1 < stages else None
+
+
+def _arrival(
+    action: Action, ended: float, ranks: int, costs: Sequence[StageCost], links: dict[tuple[int, int], float]
+) -> float:
+    """When the result of an action is where it is needed next."""
+    other = action.stage + (1 if action.kind == "forward" else -1)
+    if not 0 <= other < len(costs) or other % ranks == action.stage % ranks:
+        return ended
+    link = action.stage % ranks, other % ranks
+    links[link] = max(ended, links.get(link, 0.0)) + costs[min(action.stage, other)].send_us
+    return links[link]
+
+
+def _memory(order: Sequence[Action], costs: Sequence[StageCost]) -> tuple[int, int]:
+    """Peak of a rank, and the most micro-batches in flight."""
+    stages = {action.stage: costs[action.stage] for action in order}
+    held = sum(cost.resting_bytes + cost.buffer_bytes for cost in stages.values())
+    done = {(kind, stage): 0 for kind in ("forward", "backward") for stage in stages}
+    peak, flying, most = held, 0, 0
+    for action in order:
+        cost = stages[action.stage]
+        turn = done[action.kind, action.stage]
+        done[action.kind, action.stage] += 1
+        if action.kind == "forward":
+            held += 0 if turn else cost.kept_bytes
+            peak = max(peak, held + cost.forward_peak_bytes)
+            held += cost.saved_bytes
+            flying += 1
+            most = max(most, flying)
+            continue
+        held -= cost.saved_bytes
+        peak = max(peak, held + cost.backward_peak_bytes)
+        held += 0 if turn else cost.gradient_bytes
+        held -= cost.kept_bytes if turn + 1 == len(cost.backward_us) else 0
+        flying -= 1
+    return peak, most

@@ -1,0 +1,83 @@
+"""What each rank of a pipeline does in turn, under the schedules of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")  # as torch's get_schedule_class spells them
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A forward or a backward of one micro-batch through one stage."""
+
+    kind: Literal["forward", "backward"]
+    stage: int
+    micro_batch: int
+
+
+def schedules_for(ranks: int, stages: int, micro_batches: int) -> tuple[str, ...]:
+    """The schedules that torch can run on so many stages and micro-batches."""
+    return tuple(name for name in SCHEDULES if not why_not(name, ranks, stages, micro_batches))
+
+
+def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
+    """Why torch cannot run a schedule on so many stages and micro-batches; "" if it can."""
+    if schedule not in SCHEDULES:
+        near = difflib.get_close_matches(schedule.removeprefix("Schedule"), SCHEDULES, 1)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        return f"a plan knows the schedules {', '.join(SCHEDULES)}{guess}"
+    rounds = max(1, micro_batches // ranks)
+    if schedule == "Interleaved1F1B":
+        return (
+            f"it needs a multiple of {rounds} micro-batches, as many as it makes rounds"
+            if micro_batches % rounds
+            else ""
+        )
+    if stages != ranks:
+        return f"it takes one stage on each rank, and there are {stages} on {ranks}; Interleaved1F1B takes several"
+    if schedule == "1F1B" and micro_batches < ranks:
+        return f"it needs at least as many micro-batches as there are ranks, {ranks}"
+    return ""
+
+
+def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[list[Action]]:
+    """The actions of each rank, in their order. Rank r has the stages r, r + ranks, ...
+
+    Args:
+        schedule: one of `schedules_for` these numbers.
+        ranks: of the pipeline.
+        stages: a multiple of them.
+        micro_batches: of a step.
+
+    Source: GPipe: Huang et al. 2019, arXiv 1811.06965. 1F1B and interleaved 1F1B: Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2; the length of each warm-up is that of torch 2.11 - 2.13.
+    """
+    return [_of_rank(schedule, rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
+
+
+def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Action]:
+    in_a_round = micro_batches // max(1, micro_batches // ranks)  # micro-batches that pass one chunk before the next
+    total = chunks * micro_batches
+    if schedule == "GPipe":
+        warm_up = total
+    elif schedule == "1F1B":
+        warm_up = ranks - rank - 1
+    else:
+        warm_up = (chunks - 1) * in_a_round + 2 * (ranks - rank - 1)
+
+    def forward(turn: int) -> Action:
+        lap, place = divmod(turn, in_a_round)
+        return Action("forward", lap % chunks * ranks + rank, lap // chunks * in_a_round + place)
+
+    def backward(turn: int) -> Action:
+        lap, place = divmod(turn, in_a_round)
+        return Action("backward", (chunks - 1 - lap % chunks) * ranks + rank, lap // chunks * in_a_round + place)
+
+    ahead = min(warm_up, total)
+    order = [forward(turn) for turn in range(ahead)]
+    for turn in range(total - ahead):
+        order += [forward(ahead + turn), backward(turn)]
+    return order + [backward(turn) for turn in range(total - ahead, total)]

@@ -162,20 +162,20 @@ def test_only_the_first_step_gathers(ranks: Ranks, stage: int, make: Any) -> Non
     ids=["bf16", "no_sync, stage 3", "no_sync, stage 1", "inductor", "unclipped"],
 )
 def test_other_steps_gather_ahead(ranks: Ranks, setting: Setting) -> None:
-    for _, gathers in ranks.run(gathers_of, setting):
+    for _, gathers in ranks.run(gathers_of, replace(setting, started=True)):
         assert gathers == 1
 
 
 @worlds(2)
 def test_several_buckets_are_held(ranks: Ranks) -> None:
-    for _, gathers in ranks.run(gathers_of, replace(AHEAD, preset={"bucket_bytes": 160})):
+    for _, gathers in ranks.run(gathers_of, replace(AHEAD, preset={"bucket_bytes": 160}, started=True)):
         assert gathers > 1
 
 
 @worlds(2)
 @pytest.mark.slow  # the two meet nowhere in the graph
 def test_compressed_gradients_change_nothing_of_it(ranks: Ranks) -> None:
-    for _, gathers in ranks.run(gathers_of, replace(AHEAD, preset={"compression": LoCo()}, stage=2)):
+    for _, gathers in ranks.run(gathers_of, replace(AHEAD, preset={"compression": LoCo()}, stage=2, started=True)):
         assert gathers == 1
 
 
@@ -185,7 +185,8 @@ def test_compressed_gradients_change_nothing_of_it(ranks: Ranks) -> None:
     [(Evaluated, 0), (Stepped, 1), (WrittenUnseen, 1), *slow((Loaded, 1), (Written, 1))],  # which are seen more easily
 )
 def test_what_was_gathered_is_dropped_when_a_parameter_was_written(ranks: Ranks, script: Any, again: int) -> None:
-    for _, gathers in ranks.run(gathers_of, replace(AHEAD, script=script, make=adamw_fused, stage=2)):
+    setting = replace(AHEAD, script=script, make=adamw_fused, stage=2, started=True)
+    for _, gathers in ranks.run(gathers_of, setting):
         assert gathers == 1 + again
 
 

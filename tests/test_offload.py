@@ -52,12 +52,12 @@ def compare(case: Case) -> list[str]:
 @worlds(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_what_lay_on_the_host_comes_back_as_the_same_bits(ranks: Ranks, name: str) -> None:
-    for notes in ranks.run(compare, CASES[name]):
+    for notes in ranks.run(compare, replace(CASES[name], started=name != "stage 3")):
         assert notes and not any(" 0 activations" in note for note in notes)
 
 
 def close() -> None:
-    case = Case(lowering="inductor", optimizer="sgd", offload=True)
+    case = Case(lowering="inductor", optimizer="sgd", offload=True, started=True)
     with_it, without = (train(replace(case, offload=offload), whole_step=True) for offload in (True, False))
     for name, parameter in without.parameters.items():
         torch.testing.assert_close(with_it.parameters[name], parameter, msg=lambda text, name=name: f"{name}: {text}")

@@ -41,7 +41,7 @@ ROWS = [*QUICK, *slow("shards alone"), *long(*(name for name in CASES if name no
 @worlds(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_on_offloaded_state_equals_the_plain_loop(ranks: Ranks, name: str) -> None:
-    assert ranks.run(compare, CASES[name])
+    assert ranks.run(compare, replace(CASES[name], started=name != "stage 3"))
 
 
 DISK_CASES = {
@@ -83,7 +83,11 @@ def case_of(window: str, plan: str, at_rest: zgraph.Offload, **levels: Any) -> C
     return Case(at_rest=at_rest, planned=plan == "planned", frugal=plan == "frugal", **micro_batches, **levels)
 
 
-PAIRS = [case_of(**dict(zip(LEVELS, row, strict=True))) for row in make([*LEVELS.values()], salt="1")]
+# Every other one is compiled once instead of twice.
+PAIRS = [
+    replace(case_of(**dict(zip(LEVELS, row, strict=True))), started=bool(number % 2))
+    for number, row in enumerate(make([*LEVELS.values()], salt="1"))
+]
 
 
 def name_of(case: Case) -> str:
@@ -134,7 +138,7 @@ def test_a_compiled_model_and_a_step_on_shards_equal_the_plain_loop(ranks: Ranks
 
 def close() -> None:
     """Compiled by Inductor, whose kernels round in another order."""
-    case = Case(at_rest=HOST, lowering="inductor", optimizer="sgd", clip="zgraph")
+    case = Case(at_rest=HOST, lowering="inductor", optimizer="sgd", clip="zgraph", started=True)
     found, expected = train(case, whole_step=True), train(replace(case, at_rest=None), whole_step=False)
     for name, parameter in expected.parameters.items():
         torch.testing.assert_close(found.parameters[name], parameter, msg=lambda text, name=name: f"{name}: {text}")

@@ -97,8 +97,8 @@ EIGHT_BITS = {"gather_compression": P.NoFeedback(bits=8)}
 def test_a_captured_step_equals_the_plain_loop(
     ranks: Ranks, script: type[Script], make: Any, stage: int, preset: dict[str, Any]
 ) -> None:
-    for reasons in ranks.run(compare, Setting(script, make, stage=stage, preset=preset)):
-        assert kinds(reasons) == ["", "state"]
+    for reasons in ranks.run(compare, Setting(script, make, stage=stage, preset=preset, started=True)):
+        assert kinds(reasons) == [""]
 
 
 # One model: what is compiled for one of them is there for the others.
@@ -116,8 +116,9 @@ def test_a_captured_step_equals_the_plain_loop(
 def test_a_step_compiled_by_inductor_is_close_to_the_plain_loop(
     ranks: Ranks, script: type[Script], make: Any, stage: int, bound: float
 ) -> None:
-    for reasons in ranks.run(compare, Setting(script, make, stage=stage, close=True, bound=bound, steps=4)):
-        assert kinds(reasons) == ["", "state"]
+    setting = Setting(script, make, stage=stage, close=True, bound=bound, steps=4, started=True)
+    for reasons in ranks.run(compare, setting):
+        assert kinds(reasons) == [""]
 
 
 class Kept:

@@ -194,8 +194,9 @@ class Evaluated(Script):
 def test_several_optimizers_step_as_in_the_plain_loop(
     ranks: Ranks, script: type[Script], make: Any, stage: int, close: bool
 ) -> None:
-    for reasons in ranks.run(compare, Setting(script, make, stage=stage, close=close, steps=7)):
-        assert kinds(reasons) == ["", "state"]
+    started = script is not Two  # whose states are made in the captured step
+    for reasons in ranks.run(compare, Setting(script, make, stage=stage, close=close, steps=7, started=started)):
+        assert kinds(reasons) == ([""] if started else ["", "state"])
 
 
 @worlds(2)
@@ -211,9 +212,10 @@ def test_several_optimizers_step_as_in_the_plain_loop(
 def test_several_optimizers_step_on_what_rests_elsewhere(
     ranks: Ranks, script: type[Script], make: Any, at_rest: zgraph.Offload, tmp_path: Path
 ) -> None:
-    setting = Setting(script, make, steps=7, at_rest=under(tmp_path, at_rest), activations=True)
+    started = script is not Two  # whose states are made in the captured step
+    setting = Setting(script, make, steps=7, at_rest=under(tmp_path, at_rest), activations=True, started=started)
     for reasons in ranks.run(compare, setting):
-        assert kinds(reasons) == ["", "state"]
+        assert kinds(reasons) == ([""] if started else ["", "state"])
 
 
 class Stored(Two):

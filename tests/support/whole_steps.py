@@ -74,6 +74,7 @@ class Case:
     at_rest: zgraph.Offload | None = None  # of parameters and optimizer state
     streamed: bool = False  # updates of what rests on the host run on copies
     gated: bool = False  # a model of which backward can compute much again at no cost
+    started: bool = False  # the first step is a plain one: the captured one finds the state, and is compiled once
 
     def options(self) -> dict[str, Any]:
         compression = P.CompressGradients(method=P.LoCo(), min_numel=64) if self.loco else None
@@ -97,7 +98,7 @@ class Case:
         target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if has_costs else None
         return {
             "lowering": self.lowering,
-            "pipeline": zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0),
+            "pipeline": zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0 and not self.started),
         }
 
 
@@ -208,7 +209,7 @@ def train(
     for number in range(steps):
         if case.resume and number == steps // 2:
             _reload(loop)
-        found = function(*loop.batch(number))
+        found = (loop.plain() if case.started and number == 0 else function)(*loop.batch(number))
         metrics.append({key: _number(value) for key, value in found.items()})
         loop.advance()
     finish(function)

@@ -18,7 +18,7 @@ from zgraph.graph.collective_dispatch import dispatcher_of
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.collectives import bind, finish_group
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.offload.copy_lanes import Copy, ThreadLanes, lanes_of
+from zgraph.runtime.offload.copy_lanes import Copy, StreamLanes, ThreadLanes, lanes_of
 from zgraph.runtime.profiler import Probe, Program, Runner
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
 from zgraph.torch_compat.modules import generate_code, lazy_graph_module
@@ -84,17 +84,31 @@ def _call_cast_kernels(graph: fx.Graph) -> None:
 
 
 def _copy_beside_compute(graph: fx.Graph) -> None:
-    """Let copies between memory spaces run on their lanes: what a start yields is then known to its wait alone."""
+    """Let copies between memory spaces run on their lanes: what a start yields is then known to its wait alone.
+
+    What rests on the host of a GPU belongs to the host again once the program has ended, which waits for that.
+    """
+    touched: dict[int, StreamLanes] = {}
     for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or nodes.is_copy_wait(node)):
         if nodes.is_copy_wait(node):
             node.target = finish_copy
         else:
             device = meta.tensor_value(node if nodes.is_reload(node) else node.all_input_nodes[0]).device
             lanes = lanes_of(device)
+            if isinstance(lanes, StreamLanes) and _touches_resting(node):
+                touched[id(lanes)] = lanes
             if nodes.is_store(node) or nodes.is_spill(node):
                 node.target = lanes.store if nodes.is_store(node) else lanes.spill
             else:
                 node.target, node.args = lanes.reload if nodes.is_reload(node) else lanes.offload, node.args[:1]
+    for lanes in touched.values():
+        with graph.inserting_before(nodes.output_of(graph)):
+            graph.call_function(lanes.finish)
+
+
+def _touches_resting(start: fx.Node) -> bool:
+    """Whether a copy reads or writes what outlives the step on the host; activations do not."""
+    return any(meta.kept_as(node) is not None for node in (start, *start.all_input_nodes))
 
 
 def _update_beside_compute(graph: fx.Graph) -> None:

@@ -19,6 +19,7 @@ from zgraph.compiler.agreement import Signature, agree
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, Variant, plan_frame, plan_within_budget
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
+from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
 from zgraph.compiler.partition import partition
 from zgraph.compiler.pipeline import Observer, Pipeline
 from zgraph.graph import meta, nodes
@@ -155,6 +156,7 @@ class FrameCompiler:
     def _plan(self, captured: fx.GraphModule, ctx: PassContext) -> FramePlan:
         """Plan the frame, within the budget if there is one; agree on the plan with the other ranks, and report it."""
         self._name_markers(captured.graph)
+        take_to_device(captured.graph)
         self.known = known_parameters(captured.graph, self.names.values())
         target = self.pipeline.target
         if target is not None:
@@ -171,6 +173,8 @@ class FrameCompiler:
                     self.frame,
                 )
         self.variants = plan.variants
+        for gm in plan.graphs.values():
+            check_only_copied(gm.graph)
         self._finish(plan, ctx.plan_bytes)
         self.on_plan(plan)
         return plan

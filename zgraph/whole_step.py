@@ -80,11 +80,16 @@ def training_step(
     module = without_compile(model)
     parsed = CompileOptions.parse(options)
     _check_pipeline(parsed.pipeline)
-    recorder = _recorder_of(module) if parsed.cuda_graph else None
     optimizers = (optimizer,) if isinstance(optimizer, optim.Optimizer) else tuple(optimizer)
     for one in optimizers:
         check_optimizer(one)
     resting = Lifted.of(module, optimizers).resting
+    if resting is not None and parsed.cuda_graph:
+        raise ValueError(
+            "zgraph.training_step: cuda_graph=True and a model with zgraph.Offload: the host waits at the end of each "
+            "step for what goes back there, which a recording cannot hold; leave out one of the two."
+        )
+    recorder = _recorder_of(module) if parsed.cuda_graph else None
     if resting is not None:
         resting.has_step = True
         for one in optimizers:
@@ -207,7 +212,8 @@ class TrainingStep(Generic[P, R]):
         lifted.settle()
         state = self._state_of(lifted)
         options = OptionInputs.of(self._optimizers)
-        outside = Outside.of(self.function, self._model, self._own, parameters[0].device)
+        device = parameters[0].device if lifted.resting is None else lifted.resting.device
+        outside = Outside.of(self.function, self._model, self._own, device)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
         conditions = self._conditions(lifted, leaves, tree, options, outside, tensors)
         variant = next((one for one in reversed(self._variants) if _holds(one, conditions, options, tensors)), None)
@@ -280,7 +286,7 @@ class TrainingStep(Generic[P, R]):
             layouts=self._layouts,
             outside=guards.of_tensors(outside),
             variables=guards.of_variables(outside),
-            spaces=lifted.spaces(tensors),
+            spaces=lifted.spaces(tensors, outside.tensors.values()),
             ambient=guards.ambient(),
         )
 
@@ -370,7 +376,9 @@ class TrainingStep(Generic[P, R]):
             for (number, position, key), like in zip(captured.state, captured.layouts, strict=True)
         ]
         for position in captured.grads:
-            parameters[position].tensor.grad = _wrapped(next(given), parameters[position].tensor)
+            parameter = parameters[position].tensor
+            # Torch keeps gradients where their parameters are, which may be the host.
+            parameter.grad = _wrapped(next(given).to(local(parameter).device), parameter)
         for scaler, optimizer, flags in captured.told:
             scaler.tell_models([(optimizer, [next(given) for _ in range(flags)])])
         flags = dict(zip(captured.skips, given, strict=True))

@@ -84,7 +84,8 @@ class StreamStates(GraphPass):
         order = list(graph.nodes)
         placed = placements(graph)
         planned = plan_visits(order, placed)
-        visits = [visit for visit in planned if not self._stays(visit)]
+        stays = self.updates == "at_rest" and ctx.planned_backend != "nccl"  # CPU tensors may stand for a GPU's
+        visits = [visit for visit in planned if not (stays and _stays(visit))]
         made = plan_new_state(order, placed)
         if not planned and not made and not kept:
             ctx.note(self, "everything rests on the device")
@@ -98,7 +99,7 @@ class StreamStates(GraphPass):
         _prefetch(order, visits, self.prefetch, self.in_flight_bytes)
         _write_behind(graph, outgoing, visits, self.stores_in_flight)
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
-        at_rest = dict.fromkeys(use for visit in planned if self._stays(visit) for use in visit.uses)
+        at_rest = dict.fromkeys(use for visit in planned if visit not in visits for use in visit.uses)
         beside = _update_beside(graph, [use for use in at_rest if _may_run_beside(use)], self.stores_in_flight)
         brought = sum(bytes_of(visit.resting) for visit in visits)
         stored = sum(bytes_of(visit.resting) for visit in visits if visit.store)
@@ -107,11 +108,12 @@ class StreamStates(GraphPass):
             ctx.note(self, f"{len(at_rest)} calls update where their tensors rest, {beside} of them beside compute")
         return bool(visits or made or kept or beside)
 
-    def _stays(self, visit: Visit) -> bool:
-        """Whether an update runs where its tensors rest."""
-        resting = visit.resting
-        is_on_host = meta.space(resting) == "host" and meta.tensor_value(resting).device.type == "cpu"
-        return self.updates == "at_rest" and visit.is_update and is_on_host
+
+def _stays(visit: Visit) -> bool:
+    """Whether an update can run where its tensors rest."""
+    resting = visit.resting
+    is_on_host = meta.space(resting) == "host" and meta.tensor_value(resting).device.type == "cpu"
+    return visit.is_update and is_on_host
 
 
 def _is_on_device(node: fx.Node) -> bool:

@@ -19,8 +19,9 @@ from zgraph.graph.lanes import MemorySpace
 from zgraph.runtime.disk.folder import DiskFolder
 from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
 from zgraph.runtime.offload.host_pool import HostPool
+from zgraph.runtime.offload.pinned_pool import PinnedPool
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
-from zgraph.torch_compat.fake_values import fake_storage_key
+from zgraph.torch_compat.fake_values import fake_storage_key, is_fake
 
 Tier = Literal["host", "disk"]
 Bits = Literal[8, 4]
@@ -164,15 +165,17 @@ class Resting:
         roots: what was sharded, by calls of `zgraph.shard`.
         has_step: whether a `zgraph.training_step` has been made for the model.
         rounding: optimizers whose steps round their moments.
+        device: on which everything is computed. A GPU computes nothing where tensors rest: they are copied to it.
     """
 
     options: Offload
-    pool: HostPool
+    pool: HostPool | PinnedPool
     disk: DiskFolder | None = None
     planned: dict[int, tuple[MemorySpace, Tensor]] | None = None
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
     has_step: bool = False
     rounding: weakref.WeakSet[optim.Optimizer] = field(default_factory=weakref.WeakSet[optim.Optimizer])
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
     def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
@@ -181,11 +184,27 @@ class Resting:
         Raises:
             ValueError: what is asked for does not exist here.
         """
-        if mesh.device_type != "cpu":
+        if mesh.device_type not in ("cpu", "cuda"):
             raise ValueError(
-                f"zgraph.shard: offload is not available on a mesh of {mesh.device_type} yet; use a mesh of CPUs, or "
-                "leave offload out."
+                f"zgraph.shard: offload is not available on a mesh of {mesh.device_type} yet; use a mesh of CPUs or of "
+                "CUDA devices, or leave offload out."
             )
+        if mesh.device_type == "cuda":
+            if options.path is not None:
+                named = "params" if options.params == "disk" else "optimizer"
+                raise ValueError(
+                    f'zgraph.shard: {named}="disk" is not available on a mesh of cuda yet; write {named}="host", and '
+                    "leave path out."
+                )
+            if options.moments_dtype is not None:
+                raise ValueError(
+                    f"zgraph.shard: moments_dtype={options.moments_dtype} is not available on a mesh of cuda yet, whose "
+                    "updates run on the device; leave it out."
+                )
+            device = torch.device("cuda", torch.accelerator.current_device_index())
+            found = cls(options, PinnedPool(), device=device)
+            found._follow_steps()
+            return found
         lanes = lanes_of(torch.device(mesh.device_type))
         assert isinstance(lanes, ThreadLanes)
         disk = None if options.path is None else lanes.disk(os.fspath(options.path), mesh.get_rank())
@@ -212,13 +231,29 @@ class Resting:
         def settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
             resting = watched()
             if resting is not None:
-                named = (entry for root in resting.roots for entry in root.named_parameters())
-                resting.settle(optimizer, {id(parameter): name for name, parameter in named})
+                resting.settle(optimizer, resting._names())
+
+        def join(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+            resting = watched()
+            if resting is not None:
+                resting._join_parameters(optimizer, resting._names())
 
         # Not compiled where an optimizer's step is.
-        before, after = (cast(Any, torch.compiler.disable(hook)) for hook in (check, settle))
-        weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
-        weakref.finalize(self, register_optimizer_step_post_hook(after).remove)
+        for hook in (check, join) if self.computes_elsewhere else (check,):
+            handle = register_optimizer_step_pre_hook(cast(Any, torch.compiler.disable(hook)))
+            weakref.finalize(self, handle.remove)
+        handle = register_optimizer_step_post_hook(cast(Any, torch.compiler.disable(settle)))
+        weakref.finalize(self, handle.remove)
+
+    def _names(self) -> dict[int, str]:
+        """Names of the parameters of what was sharded, by their ids."""
+        named = (entry for root in self.roots for entry in root.named_parameters())
+        return {id(parameter): name for name, parameter in named}
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        """Whether nothing computes with tensors of the host, as where the device is a GPU."""
+        return self.device.type != "cpu"
 
     @classmethod
     def on_paper(cls, options: Offload) -> Resting:
@@ -277,15 +312,48 @@ class Resting:
             names: of the model's parameters, by their ids.
         """
         tier = self.options.optimizer
-        if tier is None:
+        if tier is None and not self.computes_elsewhere:
             return
         for parameter, entries in optimizer.state.items():
             name = names.get(id(parameter))
             for key, value in entries.items() if name is not None else ():
-                if isinstance(value, Tensor) and self.options.moments_dtype is not None and key in MOMENTS:
+                if not isinstance(value, Tensor):
+                    continue
+                if self.options.moments_dtype is not None and key in MOMENTS:
                     entries[key] = value = _cast(value, self.options.moments_dtype)
-                if isinstance(value, Tensor) and value.ndim and self.space_of(_local(value)) != tier:
+                if not value.ndim:
+                    continue
+                local = _local(value)
+                if tier is None:
+                    entries[key] = _moved(value, self.device)
+                elif self.space_of(local) != tier or self._is_pageable(local):
                     entries[key] = self._placed(value, tier, f"{name}.{key}")
+
+    def settle_counts(self, optimizer: optim.Optimizer) -> None:
+        """Move step counts to the device if the optimizer updates there by them, as a captured step does.
+
+        Args:
+            optimizer: all of whose parameters are the model's.
+        """
+        if not self.computes_elsewhere:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and not value.ndim:
+                        optimizer.state[parameter][key] = _moved(value, self.device)
+
+    def _join_parameters(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
+        """Move the state of an optimizer to its parameters, where a plain step computes; `settle` moves it back."""
+        for parameter, entries in optimizer.state.items():
+            device = _local(parameter).device
+            for key, value in entries.items() if id(parameter) in names else ():
+                if isinstance(value, Tensor) and (value.ndim or device.type == "cpu"):
+                    entries[key] = _moved(value, device)
+
+    def _is_pageable(self, local: Tensor) -> bool:
+        """Whether a tensor of the host is not pinned, as what `load_state_dict` makes: copies of it wait."""
+        return self.computes_elsewhere and bool(local.numel()) and not is_fake(local) and not local.is_pinned()
 
     def check_budget(self, params_bytes: int, state_bytes: int, step_bytes: int = 0) -> None:
         """Refuse a step that keeps more on the host than the budget allows.
@@ -319,7 +387,9 @@ class Resting:
 
     def _placed(self, tensor: T, tier: Tier | None, name: str) -> T:
         local = _local(tensor)
-        if tier is None or local.is_meta or not local.ndim or self.space_of(local) == tier:
+        if tier is None or local.is_meta or not local.ndim:
+            return tensor
+        if self.space_of(local) == tier and not self._is_pageable(local):
             return tensor
         if self.planned is not None:
             self.planned[fake_storage_key(local)] = tier, local
@@ -344,3 +414,12 @@ def _cast(state: Tensor, dtype: torch.dtype) -> Tensor:
         return state
     local = _local(state).to(dtype)
     return dtensor_like(local, state) if isinstance(state, DTensor) else local
+
+
+def _moved(tensor: T, device: torch.device) -> T:
+    """The same tensor with its local part on a device."""
+    local = _local(tensor)
+    if local.device == device:
+        return tensor
+    moved = local.to(device)
+    return cast(Any, dtensor_like(moved, tensor) if isinstance(tensor, DTensor) else moved)

@@ -18,6 +18,7 @@ from zgraph.runtime.collective_error import collective_error
 from zgraph.sharding.codes import Codes
 from zgraph.sharding.offload import Resting
 from zgraph.sharding.scope import state_of
+from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.memory import storage_key
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 
@@ -340,12 +341,10 @@ def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
         page.unsharded.untyped_storage().resize_(0)
     codes = _codes(page)
     if codes is None:
-        values = _as_dtensor(page, _at_rest(page, shard))
+        values = dtensor_like(_at_rest(page, shard), sharded)
     else:
         coded = codes.encoded(_as_dtensor(page, shard))
-        values = DTensor.from_local(
-            _at_rest(page, coded.to_local()), coded.device_mesh, coded.placements, run_check=False
-        )
+        values = dtensor_like(_at_rest(page, coded.to_local()), coded)
     filled = nn.Parameter(values, requires_grad=page.shown.requires_grad and codes is None)
     for mark, value in vars(page.shown).items():
         setattr(filled, mark, value)

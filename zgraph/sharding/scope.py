@@ -38,6 +38,7 @@ class ParamSpec:
         layout: how it, or this rank's part of it, lies on the mesh.
         dtype: dtype of the sharded parameter.
         device_type: device type of the mesh that it was sharded on.
+        rests_on: device type of the parameter between forwards.
         compute_dtype: dtype in which it is read.
         wire_dtype: dtype in which its gradient travels; None: the gradient's own.
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
@@ -50,6 +51,7 @@ class ParamSpec:
     layout: ShardLayout
     dtype: torch.dtype
     device_type: str
+    rests_on: str
     compute_dtype: torch.dtype
     wire_dtype: torch.dtype | None
     mean_dtype: torch.dtype | None
@@ -272,10 +274,13 @@ class ShardedParam:
                 "torch.distributed.tensor.parallel.",
                 ZgraphError,
             )
-        shape = spec.shape
-        if (parameter.shape, parameter.dtype, parameter.device.type) != (shape, spec.dtype, spec.device_type):
+        shape, state = spec.shape, state_of(owner)
+        # What stands for it while a whole step is traced is on the device.
+        is_traced = state is not None and state.scope.handle_of is not None
+        device_type = spec.device_type if is_traced else spec.rests_on
+        if (parameter.shape, parameter.dtype, parameter.device.type) != (shape, spec.dtype, device_type):
             raise_through_dynamo(
-                f"zgraph: {self.name} was sharded as {list(shape)} {spec.dtype} on {spec.device_type} and is now "
+                f"zgraph: {self.name} was sharded as {list(shape)} {spec.dtype} on {device_type} and is now "
                 f"{list(parameter.shape)} {parameter.dtype} on {parameter.device.type}. Move, cast or resize the model "
                 "before zgraph.shard.",
                 ZgraphError,

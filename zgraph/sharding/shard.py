@@ -163,6 +163,7 @@ def shard(
             split=split,
             dtype=entry.parameter.dtype if codes is None else torch.uint8,
             device_type=mesh.device_type,
+            rests_on=_rests_on(scope.resting, mesh, entry.parameter),
             compute_dtype=(
                 param_dtype if param_dtype and entry.parameter.is_floating_point() else entry.parameter.dtype
             ),
@@ -311,14 +312,20 @@ def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Re
     if known is None or offload is None:
         if known is not None or offload is None:
             return known
-        has_values = not any(is_fake(parameter) for parameter in module.parameters())
-        return Resting.of(offload, mesh) if has_values else Resting.on_paper(offload)
+        # A plan's tensors have no values, and those of CPUs may stand for a GPU's.
+        is_planned = mesh.device_type == "cpu" and any(is_fake(parameter) for parameter in module.parameters())
+        return Resting.on_paper(offload) if is_planned else Resting.of(offload, mesh)
     if known.options != offload:
         raise ValueError(
             f"zgraph.shard: offload={offload}, but a part of the model was sharded with {known.options}; all parts of "
             "a model rest alike: write the same for each."
         )
     return known
+
+
+def _rests_on(resting: Resting | None, mesh: DeviceMesh, parameter: nn.Parameter) -> str:
+    """Device type of a parameter between forwards; what rests on the host is a CPU's, whatever the mesh."""
+    return "cpu" if resting is not None and resting.options.params and parameter.ndim else mesh.device_type
 
 
 def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh, resting: Resting | None) -> None:

@@ -35,7 +35,7 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     parameter = cast(DTensor, local_parameters(owner)[attribute])
     spec = param.spec
     if spec.ignored:
-        return parameter.to_local()
+        return _on_device(parameter, spec)
     stage = param.lifetime_stage
     window = scope.window if stage < 3 else ALONE
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
@@ -50,6 +50,16 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
 
 
 @no_frames_inside
+def _on_device(parameter: DTensor, spec: ParamSpec) -> Tensor:
+    """The local part where it is computed with: what rests on the host of a GPU is copied, and so is its gradient.
+
+    A compiled graph copies it ahead instead (`zgraph.compiler.inputs_at_rest`).
+    """
+    part = parameter.to_local()
+    return part if part.device.type == spec.device_type else part.to(spec.device_type)
+
+
+@no_frames_inside
 def _as_read(part: Tensor, param: ShardedParam) -> Tensor:
     """What the module reads: a DTensor where the parameter is tensor-parallel."""
     return part if param.spec.split is None else param.spec.split.as_read(part)
@@ -59,7 +69,7 @@ def _as_read(part: Tensor, param: ShardedParam) -> Tensor:
 def _unshard(parameter: DTensor, handle: Tensor, spec: ParamSpec, stage: int, window: str) -> Tensor:
     layout = spec.layout
     return unshard(
-        parameter.to_local(),
+        _on_device(parameter, spec),
         handle,
         layout.shape,
         spec.gather_dtype,

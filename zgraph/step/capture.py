@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.liveness import placements
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.gradients import GradScaler
 from zgraph.step.clean import clean, number_parts
 from zgraph.step.lifted import Lifted, local, name_part, overlapping
@@ -130,10 +131,10 @@ def _kind(optimizer: object) -> str:
     return type(optimizer).__name__
 
 
-def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor]) -> None:
+def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor], spaces: Sequence[MemorySpace]) -> None:
     """Mark inputs that rest elsewhere than on the device."""
     given, places = graph.find_nodes(op="placeholder"), lifted.places()
-    for number, (node, space) in enumerate(zip(given, lifted.spaces(inputs), strict=False)):
+    for number, (node, space) in enumerate(zip(given, spaces, strict=False)):
         if space != "device":
             meta.set_space(node, space)
             place = places[number] if number < len(places) else None
@@ -198,6 +199,7 @@ class _Tracer:
 
     def trace(self, decompose: bool) -> fx.GraphModule:
         inputs = [*self.lifted.tensors(), *map(local, self.outside.tensors.values())]
+        spaces = self.lifted.spaces(inputs, self.outside.tensors.values())
         # What lies in the memory of another input is refused if it is used: writes to one would not show in the other.
         self.present = inputs
         self.shared = overlapping(inputs) if self.outside.tensors else set()
@@ -208,7 +210,7 @@ class _Tracer:
             for name, value in zip(option_names, options, strict=True)
             if isinstance(value, float)
         }
-        fakes: list[Any] = [fake_of(self.mode, tensor) for tensor in inputs]
+        fakes: list[Any] = self._fakes_of(inputs, spaces)
         fakes += [
             fake_of(self.mode, value) if isinstance(value, Tensor) else numbers[name]
             for name, value in zip(option_names, options, strict=True)
@@ -225,9 +227,19 @@ class _Tracer:
         guards = NumberGuards(self.mode, numbers | known.numbers)
         self.found["assumed"] = Assumed(guards, option_names, options, known.read)
         gm = clean(gm, [name_part(name) for name in names])
-        _tag_resting(gm.graph, self.lifted, inputs)
+        _tag_resting(gm.graph, self.lifted, inputs, spaces)
         _tag_kept(gm.graph, self.lifted)
         return gm
+
+    def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[MemorySpace]) -> list[Any]:
+        """Stand-ins of inputs; on a GPU also of what rests on its host, as copies are all that will read it there."""
+        resting = self.lifted.resting
+        if resting is None or not resting.computes_elsewhere:
+            return [fake_of(self.mode, tensor) for tensor in inputs]
+        return [
+            fake_of(self.mode, tensor, None if space == "device" else resting.device)
+            for tensor, space in zip(inputs, spaces, strict=True)
+        ]
 
     def _run(self, *inputs: Any) -> list[Any]:
         given = iter(inputs)

@@ -163,10 +163,25 @@ class Lifted:
         """The memory of what the model offloads."""
         return next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
 
-    def spaces(self, tensors: Iterable[Tensor]) -> tuple[MemorySpace, ...]:
-        """The memory spaces in which inputs of the graph rest; () if the model offloads nothing."""
+    def spaces(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> tuple[MemorySpace, ...]:
+        """The memory spaces in which inputs of the graph rest; () if the model offloads nothing.
+
+        Args:
+            tensors: this rank's parts of the inputs.
+            outside: the last of them, as they are. On the host of a GPU only parts of DTensors rest; other tensors
+                there, as are handles, are read where they lie.
+        """
         resting = self.resting
-        return () if resting is None else tuple(resting.space_of(tensor) for tensor in tensors)
+        if resting is None:
+            return ()
+        found: list[MemorySpace] = [resting.space_of(tensor) for tensor in tensors]
+        if resting.computes_elsewhere:
+            begin, count = len(self.parameters), len(self.handles) + len(self.buffers)
+            found[begin : begin + count] = ["device"] * count
+            last = [*outside]
+            for place, tensor in enumerate(last, len(found) - len(last)):
+                found[place] = found[place] if isinstance(tensor, DTensor) else "device"
+        return tuple(found)
 
     def longest_bytes(self, position: int, part: Tensor) -> int:
         """Bytes that the rank with most rows of a parameter holds of it, or of state of its shape.
@@ -206,6 +221,7 @@ class Lifted:
             names = {id(one.tensor): one.name for one in self.parameters}
             for one in self.optimizers:
                 self.resting.settle(one.optimizer, names)
+                self.resting.settle_counts(one.optimizer)
 
     def check_host(self, plan: FramePlan, *, delays: bool = False) -> None:
         """Refuse a step, before it has run, that keeps more on the host than it may.

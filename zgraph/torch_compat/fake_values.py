@@ -88,11 +88,19 @@ def step_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=False, shape_env=ShapeEnv(), static_shapes=True)
 
 
-def fake_of(mode: Any, tensor: Tensor) -> Tensor:
-    """A leaf without gradient that looks like the tensor (`from_tensor`, 2.11 - 2.13), which may be another mode's."""
-    if is_fake(tensor):
+def fake_of(mode: Any, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A leaf without gradient that looks like the tensor (`from_tensor`, 2.11 - 2.13), which may be another mode's.
+
+    Args:
+        mode: in which it is.
+        tensor: real, or fake.
+        device: on which it is to lie; None: the tensor's.
+    """
+    if is_fake(tensor) or device is not None:
         with mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+            )
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
 

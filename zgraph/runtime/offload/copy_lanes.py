@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zgraph.runtime.disk.folder import DiskFolder, Write
 from zgraph.runtime.offload.host_pool import HostPool
+from zgraph.runtime.offload.pinned_pool import PinnedPool
 from zgraph.torch_compat.fake_values import is_fake
 
 
@@ -173,16 +174,27 @@ def _thread(name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"zgraph-{name}")
 
 
-@dataclass(frozen=True, slots=True)
 class _OnStream:
-    source: Tensor  # what a copy reads lives until compute is ordered behind it
-    copied: Tensor
-    end: Any
-    lanes: StreamLanes
+    """A copy on a stream; what it reads lives until compute is ordered behind it."""
+
+    __slots__ = ("copied", "end", "lanes", "source")
+
+    def __init__(self, source: Tensor, copied: Tensor, end: Any, lanes: StreamLanes) -> None:
+        self.source, self.copied, self.lanes = source, copied, lanes
+        self.end: Any = end
 
     def wait(self) -> Tensor:
-        self.lanes.cuda.current_stream(self.lanes.device).wait_event(self.end)  # the host goes on
+        self._order_compute()
         return self.copied
+
+    def __del__(self) -> None:
+        """A program that fails lets go of copies under way: their memory is freed behind them all the same."""
+        self._order_compute()
+
+    def _order_compute(self) -> None:
+        end, self.end = self.end, None
+        if end is not None:
+            self.lanes.cuda.current_stream(self.lanes.device).wait_event(end)  # the host goes on
 
 
 class StreamLanes:
@@ -191,7 +203,8 @@ class StreamLanes:
     Memory of the device is allocated and freed on the compute stream. A copy begins after that stream has come to where
     it was started; what it reads is held until the compute stream waits for its end, so it cannot be given to others
     before. Memory of the host is freed by torch's allocator of pinned memory, which asks the streams that used it. A
-    reload follows the offload before it because the compute stream, which it waits for, has waited for that one.
+    reload follows the offload or store before it because the compute stream, which it waits for, has waited for that
+    one. The host itself waits for nothing but in `finish`.
 
     Args:
         device: of the copies.
@@ -200,6 +213,7 @@ class StreamLanes:
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self.device, self.cuda = device, cuda
+        self.pool = PinnedPool()
         self.out, self.back = cuda.Stream(device), cuda.Stream(device)
 
     def offload(self, tensor: Tensor) -> Copy:
@@ -214,10 +228,17 @@ class StreamLanes:
     def spill(self, tensor: Tensor, folder: str) -> Copy:
         raise NotImplementedError("tensors of CUDA devices do not rest on disk yet")
 
+    def finish(self) -> None:
+        """Let the host wait for all copies: from then on it may read and write what rests there."""
+        self.out.synchronize()
+        self.back.synchronize()
+
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return self.pool.empty_like(tensor)
 
     def _start(self, lane: Any, source: Tensor, copied: Tensor) -> Copy:
+        if is_fake(source):
+            return _OnPaper(copied)
         lane.wait_stream(self.cuda.current_stream(self.device))
         with self.cuda.stream(lane):
             copied.copy_(source, non_blocking=True)

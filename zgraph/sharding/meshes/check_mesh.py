@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from zgraph.torch_compat.groups import backend_of
 
@@ -29,8 +30,11 @@ def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
                 'torch.compile(model, backend="zgraph") works without it.'
             )
         first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
-        # With meta parameters only: the device on which the process group works.
-        device_type = first.device.type if first is not None else _device_type_of(dist.group.WORLD)
+        if isinstance(first, DTensor):  # sharded before, and may rest on another device
+            device_type = first.device_mesh.device_type
+        else:
+            # With meta parameters only: the device on which the process group works.
+            device_type = first.device.type if first is not None else _device_type_of(dist.group.WORLD)
         return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(

@@ -1,0 +1,104 @@
+"""Parameters that rest on the host of a GPU, as a compiled forward and backward read them.
+
+Where a module reads such a parameter it copies it to the GPU, and autograd copies the gradient back:
+
+    shard (cpu) -> copy (cuda) -> unshard -> ...      reduce_grad (cuda) -> copy (cpu) -> returned
+
+As everywhere else in a plan, the input is then the shard on the device, and copies ahead of each use are the pass
+`StreamStates`'s to place. What is returned to the host is copied at the end, beside compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import fx
+
+from zgraph.dialect.copies import offload_op, wait_copy_op
+from zgraph.errors import ZgraphError
+from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import DEVICE_TO_HOST
+
+_MOVES = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
+
+
+def take_to_device(graph: fx.Graph) -> bool:
+    """Let what reads copies of inputs at rest read the inputs, and gradients go back on a lane.
+
+    Args:
+        graph: as it was captured, with the memory spaces of its inputs.
+
+    Returns:
+        Whether something was copied.
+    """
+    found = False
+    for resting in graph.find_nodes(op="placeholder"):
+        if meta.space(resting) is None:
+            continue
+        copies = [user for user in resting.users if _moves_to(user, "cuda")]
+        for copy in copies:
+            meta.set_value(resting, meta.value(copy))
+            copy.replace_all_uses_with(resting)
+            graph.erase_node(copy)
+        if copies:
+            meta.set_kept(resting, "parameters")
+            found = True
+    if found:
+        _return_beside_compute(graph)
+    return found
+
+
+def check_only_copied(graph: fx.Graph) -> None:
+    """Check that a final graph only copies what rests on the host of a GPU, and computes with the copies.
+
+    Raises:
+        ZgraphError: names the operator that would be given a tensor of the host, and what to do.
+    """
+    for resting in graph.find_nodes(op="placeholder"):
+        value = meta.value(resting)
+        if meta.space(resting) is None or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            continue
+        for user in resting.users:
+            if not nodes.is_copy_start(user) and user.op != "output":
+                raise ZgraphError(
+                    f"zgraph: {user.name} ({user.target}) reads {resting.name}, which rests on the "
+                    f"{meta.space(resting)}, on the device; put stream_states at the end of the pipeline, or behind "
+                    "the pass that made this operator."
+                )
+
+
+def _return_beside_compute(graph: fx.Graph) -> None:
+    """Start all copies of results to the host at the end, where gradients have been reduced, and wait there."""
+    output = nodes.output_of(graph)
+    returned = [node for node in dict.fromkeys(output.all_input_nodes) if _moves_to(node, "cpu")]
+    starts: list[fx.Node] = []
+    for copy in returned:
+        source = cast(fx.Node, copy.args[0])
+        with graph.inserting_before(output):
+            start = meta.create(graph, offload_op(), (source,), like=copy, name=f"offload_{source.name}")
+        meta.set_lane(start, DEVICE_TO_HOST)
+        meta.set_space(start, "host")
+        meta.set_kept(start, "state")
+        starts.append(start)
+    for copy, start in zip(returned, starts, strict=True):
+        with graph.inserting_before(output):
+            kept = meta.create(graph, wait_copy_op(), (start,), like=copy, name=f"kept_{start.name}")
+        meta.set_space(kept, "host")
+        copy.replace_all_uses_with(kept)
+    _erase(graph, returned)
+
+
+def _erase(graph: fx.Graph, unused: Iterable[fx.Node]) -> None:
+    for node in unused:
+        graph.erase_node(node)
+
+
+def _moves_to(node: fx.Node, device_type: str) -> bool:
+    """Whether a node copies a tensor of another device to one of this type, and does nothing else."""
+    if node.op != "call_function" or node.target not in _MOVES:
+        return False
+    source, result = meta.tensor_value(cast(fx.Node, node.args[0])), meta.tensor_value(node)
+    moves = source.device.type != device_type and result.device.type == device_type
+    return moves and source.dtype == result.dtype

@@ -12,7 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "examples" / "benchmarks"
 ORDER = (
     *("kernels", "large-bucket", "sanitizer", "train", "overlap"),
-    *("resume", "profile-gpt", "profile-llama", "nccl"),
+    *("offload", "resume", "profile-gpt", "profile-llama", "nccl"),
 )
 
 

@@ -77,7 +77,7 @@ def _losses(
     peaks: list[int] = []
     for step in range(5):
         tokens = make_batch(config, step, 0).to(setting.device)
-        with _requested(setting, peaks):
+        with requested(setting, peaks):
             with torch.autocast(setting.device.type, torch.bfloat16, enabled=precision.autocast):
                 loss = called(tokens)
             scaler.scale(loss).backward()
@@ -95,7 +95,7 @@ def _losses(
 
 
 @contextlib.contextmanager
-def _requested(setting: Setting, peaks: list[int]) -> Generator[None]:
+def requested(setting: Setting, peaks: list[int]) -> Generator[None]:
     """Append by how much what was asked of the CUDA allocator rises inside."""
     if not setting.on_cuda:
         yield

@@ -31,8 +31,8 @@ def rest_on_paper(
         has_optimizer: whether its step is planned, too.
 
     Raises:
-        ValueError: nothing is sharded, the model has another offload, or there is none on such a machine yet; or the
-            offload is one that no such step has.
+        ValueError: nothing is sharded, the model has another offload, or it is not available on such a machine yet; or
+            the offload is one that no such step has.
     """
     states = (state_of(part) for part in model.modules())
     scopes = list(dict.fromkeys(state.scope for state in states if state is not None))
@@ -47,10 +47,11 @@ def rest_on_paper(
             f"zgraph.plan: offload={offload}, but shard_fn shards with {known.options}; write the same for both, or "
             "leave one out."
         )
-    if machine.backend == "nccl":
+    if machine.backend == "nccl" and options.path is not None:
+        named = "params" if options.params == "disk" else "optimizer"
         raise ValueError(
-            f"zgraph.plan: offload is not available on GPUs yet, and {machine.name} has some; pass the hardware of "
-            'CPUs, such as hardware="cpu", or leave offload out.'
+            f'zgraph.plan: {named}="disk" is not available on GPUs yet, and {machine.name} has some; write '
+            f'{named}="host", and leave path out.'
         )
     if options.param_bits is not None:
         raise ValueError(

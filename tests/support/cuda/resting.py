@@ -5,12 +5,13 @@ Runs in the process of `tests.support.cuda.pretended_gpu`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 import zgraph
 from zgraph.compile_frame import FrameCompiler
@@ -20,6 +21,8 @@ from zgraph.graph import meta, nodes
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.plan_whole_step import plan_whole_step
+from zgraph.step.lifted import Lifted
+from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world
 
@@ -125,3 +128,69 @@ def compile_resting(case: Rest) -> list[Copies]:
         finally:
             torch.compiler.reset()
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Device types in a plain loop, where nothing is compiled.
+
+    Attributes:
+        shards, grads: of parameters between forward, backward and the next.
+        read: of a parameter as its module reads it.
+        stepped: of state while the optimizer steps.
+        state: of state with dims after the step, and after
+        settled: a captured step has taken over, with its
+        counts: numbers of steps.
+    """
+
+    shards: list[str]
+    grads: list[str]
+    read: list[str]
+    stepped: list[str]
+    state: list[str]
+    settled: list[str]
+    counts: list[str]
+
+
+def plain_places(case: Rest) -> Places:
+    """Where tensors are in a forward, a backward and an `optimizer.step()` that are not compiled."""
+    read: list[Tensor] = []
+    stepped: list[Tensor] = []
+    with fake_world(4):
+        with fake_mode(), torch.device("cuda"):
+            model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+            x = torch.zeros(8, WIDTH)
+            zgraph.shard(model, zero_stage=case.zero_stage, offload=case.offload)
+            optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), fused=case.fused)
+            model[0].register_forward_pre_hook(lambda part, args: read.append(part.weight))
+
+            def watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                stepped.extend(_state(optimizer))
+
+            for _ in range(2):  # the second step has state
+                model(x).square().mean().backward()
+                grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                hook = optimizer.register_step_pre_hook(watch)
+                optimizer.step()
+                hook.remove()
+            state = _state(optimizer)
+            Lifted.of(model, [optimizer]).settle()
+            settled, counts = _state(optimizer), _state(optimizer, ndim=0)
+        return Places(
+            shards=_devices(model.parameters()),
+            grads=_devices(grads),
+            read=_devices(read),
+            stepped=_devices(stepped),
+            state=_devices(state),
+            settled=_devices(settled),
+            counts=_devices(counts),
+        )
+
+
+def _state(optimizer: torch.optim.Optimizer, ndim: int = 1) -> list[Tensor]:
+    values = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
+    return [value for value in values if min(value.ndim, 1) == ndim]
+
+
+def _devices(tensors: Iterable[Tensor]) -> list[str]:
+    return sorted({(local_of(one) if isinstance(one, DTensor) else one).device.type for one in tensors})

@@ -1,0 +1,124 @@
+"""Part of gpu.py: parameters and optimizer state on the host, beside the same steps with everything on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_setting import Row, Setting, alone, config_of, median_ms
+from gpu_training import requested
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from workload import LanguageModel, ModelConfig, make_batch
+
+import zgraph
+
+STEPS = 5
+RESTS: dict[str, zgraph.Offload | None] = {
+    "nothing": None,
+    "state": zgraph.Offload(optimizer="host"),
+    "all": zgraph.Offload(params="host", optimizer="host"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What some steps left, and took.
+
+    Attributes:
+        tensors: parameters and state, on the host.
+        losses: of the steps.
+        figures: memory and time.
+    """
+
+    tensors: list[Tensor]
+    losses: list[float]
+    figures: Row
+
+
+def run_offload(setting: Setting) -> Iterator[Row]:
+    """Whole steps of AdamW at two stages, then forward and backward alone: the same bits wherever tensors rest."""
+    config = config_of(setting, vocabulary=8192, width=1024, layers=8, heads=16, sequence=256, batch=4)
+    with alone(setting):
+        for stage in (3, 1):
+            plain = _steps(setting, config, stage, None)
+            yield {"what": f"stage {stage}, on the host: nothing", **plain.figures}
+            for name in ("state", "all"):
+                yield _row(f"stage {stage}, on the host: {name}", plain, _steps(setting, config, stage, RESTS[name]))
+        plain = _three_calls(setting, config, None)
+        yield _row("in three calls, on the host: all", plain, _three_calls(setting, config, RESTS["all"]))
+
+
+def _row(what: str, plain: Found, found: Found) -> Row:
+    same = found.losses == plain.losses and len(found.tensors) == len(plain.tensors)
+    same = same and all(map(torch.equal, found.tensors, plain.tensors))
+    return {"what": what, "same bits": same, **found.figures, "ok": same}
+
+
+def _steps(setting: Setting, config: ModelConfig, stage: int, offload: zgraph.Offload | None) -> Found:
+    """Captured steps; the first makes the optimizer's state."""
+    model = _model(setting, config, stage, offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    report = zgraph.Report()
+
+    @zgraph.training_step(model, optimizer, options={"lowering": "fx", "report": report})
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses: list[float] = []
+    peaks: list[int] = []
+    for number in range(STEPS):
+        tokens = make_batch(config, number, 0).to(setting.device)
+        with requested(setting, peaks):
+            losses.append(step(tokens).item())
+    kept = _kept(model, optimizer)
+    again = make_batch(config, 0, 0).to(setting.device)
+    figures: Row = {"ms": round(median_ms(setting, lambda: step(again)), 2)}
+    peak = report.graphs[-1].peak
+    if peak is not None:
+        figures |= {
+            "predicted peak MiB": round(peak.bytes / 2**20, 1),
+            "predicted host MiB": round(peak.host_bytes / 2**20, 1),
+        }
+    if peaks:
+        figures["rise MiB"] = round(peaks[-1] / 2**20, 1)
+        figures["held MiB"] = round(torch.cuda.memory_stats()["requested_bytes.all.current"] / 2**20, 1)
+    return Found(kept, losses, figures)
+
+
+def _three_calls(setting: Setting, config: ModelConfig, offload: zgraph.Offload | None) -> Found:
+    """Compiled forwards and backwards with gradients on the host; no step, which would be another device's."""
+    model = _model(setting, config, 3, offload)
+    called: Any = torch.compile(model, backend="zgraph", options={"lowering": "fx"})
+    losses: list[float] = []
+    grads: list[Tensor] = []
+    for number in range(2):
+        loss = called(make_batch(config, number, 0).to(setting.device))
+        loss.backward()
+        losses.append(loss.item())
+        grads += [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+    return Found(grads, losses, {})
+
+
+def _model(setting: Setting, config: ModelConfig, stage: int, offload: zgraph.Offload | None) -> nn.Module:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
+    return zgraph.shard(LanguageModel(config).to(setting.device), mesh, zero_stage=stage, offload=offload)
+
+
+def _kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    state = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
+    return [_local(one) for one in (*model.parameters(), *state)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()

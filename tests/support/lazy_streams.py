@@ -1,0 +1,140 @@
+"""Streams of a GPU that is not there, which copy as late as they may, and notice memory that was freed too early."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zgraph.runtime.offload.copy_lanes import StreamLanes
+from zgraph.runtime.offload.host_pool import HostPool
+
+
+@dataclass(frozen=True)
+class _Late:
+    """A copy that is due. It keeps neither of its tensors alive."""
+
+    source: tuple[Any, Any, torch.dtype]
+    target: tuple[Any, Any, torch.dtype]
+
+    @classmethod
+    def of(cls, target: Tensor, source: Tensor) -> _Late:
+        # Until it has arrived nobody knows what is there.
+        target.fill_(torch.nan if target.is_floating_point() else 111)
+        return cls(_remembered(source), _remembered(target))
+
+    def run(self) -> bool:
+        """Copy; returns whether both tensors were still there."""
+        source, target = _found(*self.source), _found(*self.target)
+        if source is None or target is None:
+            return False
+        target.copy_(source)
+        return True
+
+
+def _remembered(tensor: Tensor) -> tuple[Any, Any, torch.dtype]:
+    layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return weakref.ref(tensor.untyped_storage()), layout, tensor.dtype
+
+
+def _found(reference: Any, layout: Any, dtype: torch.dtype) -> Tensor | None:
+    storage = reference()
+    return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, *layout)
+
+
+class LazyStream:
+    """A queue of copies, which run when the program, or the host, waits for them."""
+
+    def __init__(self, cuda: LazyCuda) -> None:
+        self.cuda = cuda
+        self.due: list[_Late] = []
+        self.begun = self.done = 0
+
+    def wait_stream(self, other: LazyStream) -> None:
+        assert other is self.cuda.compute and not other.due, "compute runs at once"
+
+    def record_event(self) -> tuple[LazyStream, int]:
+        return self, self.begun
+
+    def wait_event(self, event: tuple[LazyStream, int]) -> None:
+        lane, until = event
+        lane.run(until)
+
+    def synchronize(self) -> None:
+        self.run(self.begun)
+
+    def put(self, copy: _Late) -> None:
+        self.due.append(copy)
+        self.begun += 1
+
+    def run(self, until: int) -> None:
+        while self.done < until:
+            if not self.due.pop(0).run():
+                self.cuda.freed.append(self.done)
+            self.done += 1
+
+
+@dataclass(eq=False)
+class LazyCuda:
+    """In place of `torch.cuda`, for tensors of the CPU.
+
+    Attributes:
+        compute: what the program runs on.
+        lanes: the streams that were made.
+        freed: numbers of copies of which a tensor was gone when they ran.
+    """
+
+    lanes: list[LazyStream] = field(default_factory=list[LazyStream])
+    freed: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self.compute = LazyStream(self)
+
+    def Stream(self, device: torch.device) -> LazyStream:
+        self.lanes.append(LazyStream(self))
+        return self.lanes[-1]
+
+    def current_stream(self, device: torch.device) -> LazyStream:
+        return self.compute
+
+    @contextlib.contextmanager
+    def stream(self, lane: LazyStream) -> Generator[None]:
+        with _Taking(lane):
+            yield
+
+
+class _Taking(TorchDispatchMode):
+    """Puts copies on a lane."""
+
+    def __init__(self, lane: LazyStream) -> None:
+        super().__init__()
+        self.lane = lane
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        self.lane.put(_Late.of(args[0], args[1]))
+        return args[0]
+
+
+class LazyLanes(StreamLanes):
+    """The lanes of a GPU, on such streams and with the host memory of a CPU."""
+
+    def __init__(self) -> None:
+        self.lazy = LazyCuda()
+        self.host = HostPool()
+        super().__init__(torch.device("cpu"), self.lazy)
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        return self.host.empty_like(tensor)
+
+    @property
+    def copies(self) -> tuple[int, int]:
+        """How many copies have ended, from the device and to it."""
+        return self.out.done, self.back.done

@@ -1,0 +1,154 @@
+"""What rests on the host of a GPU, on streams that stand in for its own: order, lifetimes, and the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zgraph
+from examples.benchmarks.loopback import Transfer, Wire, loopback
+from tests.support.judges.happens_before import HappensBefore, judging
+from tests.support.lazy_streams import LazyLanes
+from tests.support.ranks import Ranks, worlds
+from tests.support.resting import HOST, STATE
+from tests.support.tiers import slow
+from tests.support.whole_steps import Case, assert_same, train
+from zgraph import codegen
+from zgraph.passes import StreamStates, presets
+
+# Updates run on copies, as they do on a GPU.
+CASES = {
+    "stage 3": Case(at_rest=HOST, streamed=True, clip="torch", schedule=True),
+    "stage 2": Case(at_rest=HOST, streamed=True, stage=2, precision="bf16", accumulation=2, no_sync=True),
+    "stage 1": Case(at_rest=HOST, streamed=True, stage=1, optimizer="adamw_foreach", resume=True),
+    "stage 0": Case(at_rest=HOST, streamed=True, stage=0, optimizer="adam", offload=True),
+    "state": Case(at_rest=STATE, streamed=True, frugal=True, precision="autocast"),
+}
+
+
+def on_late_streams(case: Case) -> tuple[int, int]:
+    """Train with copies that are made when they are waited for; returns how many went each way."""
+    expected = train(replace(case, at_rest=None, offload=False, frugal=False, streamed=False), whole_step=False)
+    lanes = LazyLanes()
+    with mock.patch.object(codegen.lower_fx, "lanes_of", lambda device: lanes):
+        found = train(case, whole_step=True)
+    assert_same(found, expected)
+    assert lanes.lazy.freed == []
+    assert [lane.due for lane in lanes.lazy.lanes] == [[], []], "the host has waited for all of them"
+    return lanes.copies
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", ["stage 3", *slow(*[*CASES][1:])])
+def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
+    for out, back in ranks.run(on_late_streams, CASES[name]):
+        assert back > out > 0
+
+
+def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:
+    """As where a step fails between a start and its wait."""
+    lanes = LazyLanes()
+    kept = lanes.pinned_like(torch.ones(3))
+    copy = lanes.store(torch.ones(3), kept)
+    assert lanes.copies == (0, 0) and kept.isnan().all()
+    del copy
+    assert lanes.copies == (1, 0) and lanes.lazy.freed == []
+    assert torch.equal(kept, torch.ones(3))
+
+
+def test_late_streams_see_memory_that_is_freed_early() -> None:
+    """The stand-in itself."""
+    lanes = LazyLanes()
+    source, kept = torch.ones(3), torch.zeros(3)
+    with lanes.lazy.stream(lanes.out):
+        kept.copy_(source, non_blocking=True)
+    del source
+    lanes.finish()
+    assert lanes.lazy.freed == [0] and kept.isnan().all()
+
+
+# --- who may touch what, and when -------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 32, 3
+
+
+@dataclass(eq=False)
+class JudgedCopy:
+    """A copy that a judge is told of, as it is of collectives."""
+
+    judge: HappensBefore
+    transfer: Transfer
+
+    def wait(self) -> Tensor:
+        self.transfer.was_waited_for = True
+        self.judge.waited(self.transfer)
+        return self.transfer.filled[0].copy_(self.transfer.sent[0])
+
+
+@dataclass(eq=False)
+class JudgedLanes:
+    """Lanes of which a judge hears."""
+
+    judge: HappensBefore
+
+    def offload(self, tensor: Tensor) -> JudgedCopy:
+        return self._start("offload", tensor.detach(), torch.empty_like(tensor))
+
+    def reload(self, kept: Tensor) -> JudgedCopy:
+        return self._start("reload", kept, torch.empty_like(kept))
+
+    def store(self, source: Tensor, kept: Tensor) -> JudgedCopy:
+        return self._start("store", source.detach(), kept)
+
+    def _start(self, kind: str, source: Tensor, filled: Tensor) -> JudgedCopy:
+        transfer = Transfer(kind=kind, number=0, sent=[source], filled=[filled], copy=None, sent_bytes=source.nbytes)
+        self.judge.started(transfer)
+        return JudgedCopy(self.judge, transfer)
+
+
+def trained(stage: int, planned: bool, watcher: HappensBefore) -> None:
+    """Three calls: state is made by the first."""
+    torch.manual_seed(0)
+    with loopback(4, Wire(watcher=watcher)):
+        parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        model = zgraph.shard(nn.Sequential(*parts), zero_stage=stage, offload=HOST)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu")) if planned else None
+        passes = presets.planned() if planned else presets.default()
+        streamed = [StreamStates(updates="streamed") if isinstance(one, StreamStates) else one for one in passes]
+        options = {"lowering": "fx", "pipeline": zgraph.Pipeline(streamed, target=target)}
+
+        @zgraph.training_step(model, optimizer, options=options)
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        for _ in range(3):
+            step(torch.randn(8, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("stage", "planned"), [(3, False), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((0, True), (1, False)))]
+)
+def test_nothing_at_rest_is_touched_while_it_travels(
+    monkeypatch: pytest.MonkeyPatch, stage: int, planned: bool
+) -> None:
+    """Copies and collectives in flight together, over several calls."""
+    judge = judging(monkeypatch)
+    lanes = JudgedLanes(judge)
+    monkeypatch.setattr(codegen.lower_fx, "lanes_of", lambda device: lanes)
+    trained(stage, planned, judge)
+    assert judge.races == []
+    kinds = [one.kind for one in judge.transfers]
+    parameters = 2 * LAYERS
+    # Two moments of each parameter are made by the first call; each later one stores these and all parameters.
+    assert kinds.count("offload") == 2 * parameters
+    assert kinds.count("store") == parameters + 2 * 3 * parameters
+    assert kinds.count("reload") > kinds.count("store")

@@ -168,10 +168,28 @@ def test_a_plan_says_what_would_make_it_fit() -> None:
     assert planned(offload=disk, hardware=small).fits
 
 
+def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
+    """All of it comes to the device for each update, and goes back."""
+    gpu = replace(CPU, backend="nccl")
+    everything, resting = planned(hardware=gpu), planned(hardware=gpu, offload=HOST)
+    before, device, host = everything.ledger[0], resting.ledger[0], resting.ledger[1]
+    assert (before.parameters, before.state) == (PARAMETER_BYTES // 2, PARAMETER_BYTES + COUNTS)
+    assert (device.parameters, device.state) == (0, COUNTS)
+    assert (host.parameters, host.state, host.step) == (PARAMETER_BYTES // 2, PARAMETER_BYTES, 0)
+    notes = next(note for note in resting.compiled.notes if note.startswith("stream_states"))
+    assert f" {3 * PARAMETER_BYTES // 2} bytes go back" in notes
+    small = replace(gpu, memory_bytes=before.together - 1)
+    assert 'an offload with optimizer="host"' in str(planned(hardware=small))
+    assert planned(hardware=small, offload=HOST).fits
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"hardware": "h100"}, "not available on GPUs yet, and h100 has some"),
+        (
+            {"hardware": "h100", "offload": zgraph.Offload(optimizer="disk", path="anywhere")},
+            'optimizer="disk" is not available on GPUs yet, and h100 has some; write optimizer="host"',
+        ),
         ({"shard_fn": lambda model: model}, "shard_fn shards nothing"),
         (
             {"shard_fn": functools.partial(zgraph.shard, offload=zgraph.Offload(params="host"))},

@@ -10,7 +10,18 @@ import pytest
 import torch
 
 import zgraph
-from tests.support.cuda.resting import LAYERS, Copies, Places, Rest, compile_resting, plain_places
+from tests.support.cuda.resting import (
+    LAYERS,
+    WIDTH,
+    WORLD,
+    Copies,
+    Places,
+    Ran,
+    Rest,
+    compile_resting,
+    plain_places,
+    run_resting,
+)
 
 pytestmark = pytest.mark.slow  # each compiles two graphs, in a process of its own
 
@@ -38,6 +49,15 @@ def test_a_step_copies_ahead_of_each_use_and_back_behind_each_update(stage: int,
     assert step.resting == step.stores == PARAMETERS + MOMENTS
     assert step.reloads == GATHERS[stage] + PARAMETERS + MOMENTS
     assert step.offloads == 0
+    held = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 // (WORLD if stage else 1)
+    assert step.host_bytes == 3 * held
+    assert step.device_bytes == PARAMETERS * 4, "step counts"
+
+
+def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> None:
+    (step,) = on_gpu(compile_resting, Rest(offload=HOST, what="first step"))
+    check([step])
+    assert (step.resting, step.stores, step.offloads) == (PARAMETERS, PARAMETERS, MOMENTS)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +110,38 @@ def test_a_backward_for_inductor_copies_gradients_out(on_gpu: Callable[..., Any]
 def test_a_plain_loop_steps_where_parameters_rest(
     offload: zgraph.Offload, shards: str, stepped: str, state: str, on_gpu: Callable[..., Any]
 ) -> None:
-    """Modules read parameters on the GPU, gradients come back to the parameters, and state comes to them to step."""
+    """Modules read parameters on the GPU, gradients go back to the parameters, and state comes to them to step."""
     found: Places = on_gpu(plain_places, Rest(offload=offload))
     assert found.read == ["cuda"]
-    assert found.shards == found.grads == [shards]
+    assert found.shards == [shards]
+    assert found.returns == (["ToCopyBackward0"] if shards == "cpu" else [])
     assert found.stepped == [stepped]
     assert found.state == found.settled == [state]
     assert found.counts == ["cuda"], "where a captured step of a fused optimizer counts"
+
+
+@pytest.mark.parametrize(
+    ("case", "shards", "state", "counts"),
+    [
+        (Rest(offload=HOST), "cpu", "cpu", "cuda"),
+        (Rest(offload=STATE, fused=False, zero_stage=1), "cuda", "cpu", "cpu"),
+        (Rest(offload=HOST, what="three calls"), "cpu", "cpu", "cpu"),
+        (Rest(offload=STATE, what="three calls"), "cuda", "cpu", "cuda"),
+    ],
+    ids=["step", "state", "three calls", "three calls, state"],
+)
+def test_programs_leave_everything_where_it_rests(
+    case: Rest, shards: str, state: str, counts: str, on_gpu: Callable[..., Any]
+) -> None:
+    """The generated programs run, on tensors without values; the host waits at the end of each that copies."""
+    found: Ran = on_gpu(run_resting, case, 3, False)
+    assert (found.shards, found.state, found.counts) == ([shards], [state], [counts])
+    assert found.grads == [shards], "where torch keeps them"
+    assert found.result == ["cuda"]
+    if case.what == "step":
+        assert found.host_waits == 3
+    else:
+        assert found.host_waits == (8 if case.offload.params else 0), "forward and backward"
 
 
 def test_what_a_gpu_cannot_do_yet_is_refused(on_gpu: Callable[..., Any]) -> None:

@@ -67,6 +67,7 @@ class LazyStream:
         lane.run(until)
 
     def synchronize(self) -> None:
+        self.cuda.host_waits += 1
         self.run(self.begun)
 
     def put(self, copy: _Late) -> None:
@@ -88,10 +89,12 @@ class LazyCuda:
         compute: what the program runs on.
         lanes: the streams that were made.
         freed: numbers of copies of which a tensor was gone when they ran.
+        host_waits: how often the host has waited for a stream.
     """
 
     lanes: list[LazyStream] = field(default_factory=list[LazyStream])
     freed: list[int] = field(default_factory=list[int])
+    host_waits: int = 0
 
     def __post_init__(self) -> None:
         self.compute = LazyStream(self)

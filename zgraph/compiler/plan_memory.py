@@ -124,11 +124,11 @@ def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Ha
             f"a target with budget_bytes={device.step - too_much}, by which the step is planned, or refused if nothing "
             "is found"
         )
-    if machine.backend != "nccl":
-        parameters = sum(line.parameters for line in in_memory)
-        state = sum(line.state for line in in_memory)
-        freed = {'optimizer="disk"': state, 'params="disk"': parameters, 'both on "disk"': parameters + state}
-        ways += [f"an offload with {name}" for name, size in freed.items() if size >= too_much][:1]
+    tier = "host" if machine.backend == "nccl" else "disk"
+    parameters = sum(line.parameters for line in in_memory)
+    state = sum(line.state for line in in_memory)
+    freed = {f'optimizer="{tier}"': state, f'params="{tier}"': parameters, f'both on "{tier}"': parameters + state}
+    ways += [f"an offload with {name}" for name, size in freed.items() if size >= too_much][:1]
     ways.append("more ranks")
     return f"does not fit, by {too_much} bytes; what would help: {', or '.join(ways)}"
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.optimizers.local_norm import ShardedGradients
@@ -23,7 +23,7 @@ from zgraph.runtime.collective_error import collective_error
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.torch_compat.autograd import AgreeingGradScaler
 from zgraph.torch_compat.collectives import all_gather, all_reduce_op, wait
-from zgraph.torch_compat.dtensor import gradients_of
+from zgraph.torch_compat.dtensor import gradients_of, replicated_scalar
 
 Found = list[tuple[torch.optim.Optimizer, list[Tensor]]]  # flags of dropped steps
 
@@ -162,7 +162,9 @@ def clip_grad_norm_(
     for parameter in everything[1:]:
         dtype = torch.promote_types(dtype, parameter.dtype)
     filled = [grad for grad in grads if grad.numel()]
-    total = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(first.device, dtype)
+    # The mesh's device, which exchanges norms; gradients of parameters that rest on the host of a GPU are there.
+    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+    total = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(device, dtype)
     for group in _groups_of(everything):
         # Gathered, not reduced by MAX, which gloo may answer with a number where a rank has sent a NaN.
         norms = total.new_empty(dist.get_world_size(group))
@@ -176,8 +178,7 @@ def clip_grad_norm_(
     if error_if_nonfinite:
         _refuse_nonfinite(total, norm_type)
     if isinstance(first, DTensor):
-        mesh = first.device_mesh
-        total = DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        total = replicated_scalar(total.to(first.device), first.device_mesh)
     torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total, foreach)
     return total
 

@@ -66,9 +66,11 @@ class ShardedGradients:
             CollectiveError: the exchange failed.
         """
         if foreach is False:
-            norms = torch.stack([torch.linalg.vector_norm(shard, norm_type) for shard in self.shards])
+            each = [torch.linalg.vector_norm(shard, norm_type) for shard in self.shards]
         else:
-            norms = torch.stack(foreach_norms(self.shards, norm_type))
+            each = foreach_norms(self.shards, norm_type)
+        # Of parameters that rest on the host of a GPU they are there, and the mesh sends nothing from the host.
+        norms = torch.stack([_on(self.mesh.device_type, norm) for norm in each])
         split = [not all(axis) for axis in self.is_replicated]
         for axis, replicated in enumerate(self.is_replicated):
             if split[axis] and any(replicated):  # each rank contributes an equal part of these
@@ -99,6 +101,11 @@ class ShardedGradients:
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if foreach is False:
             for shard in self.shards:
-                shard.mul_(coefficient)
-        else:
-            foreach_scale(self.shards, coefficient)
+                shard.mul_(coefficient.to(shard.device))
+            return
+        for device in dict.fromkeys(shard.device for shard in self.shards):
+            foreach_scale([shard for shard in self.shards if shard.device == device], coefficient.to(device))
+
+
+def _on(device_type: str, norm: Tensor) -> Tensor:
+    return norm if norm.device.type == device_type else norm.to(device_type)

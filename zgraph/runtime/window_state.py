@@ -80,7 +80,7 @@ class ParameterState:
             self.accumulated = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         else:
             self.accumulated += grad
-        return torch.zeros_like(_local(self._sharded()))
+        return torch.zeros_like(_local(self._sharded()), device=grad.device)
 
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Return the sum of all gradients of the window, `grad` being the last; nothing waits afterwards."""
@@ -91,7 +91,7 @@ class ParameterState:
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if zero_stage == 0:
             assert held is not None
-            total = held + grad
+            total = held.to(grad.device) + grad  # on the host where the parameter rests there
             if self.earlier is None:
                 held.zero_()
             else:

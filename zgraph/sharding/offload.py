@@ -198,8 +198,8 @@ class Resting:
                 )
             if options.moments_dtype is not None:
                 raise ValueError(
-                    f"zgraph.shard: moments_dtype={options.moments_dtype} is not available on a mesh of cuda yet, whose "
-                    "updates run on the device; leave it out."
+                    f"zgraph.shard: moments_dtype={options.moments_dtype} is not available on a mesh of cuda yet, "
+                    "where updates run on the device; leave moments_dtype out."
                 )
             device = torch.device("cuda", torch.accelerator.current_device_index())
             found = cls(options, PinnedPool(), device=device)

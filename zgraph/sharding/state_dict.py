@@ -195,7 +195,10 @@ def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> T
         return plain.to("cpu", copy=True) if first else None
     split = spec.split
     sent_on = split is not None and split.dim is not None
-    part = _gathered_part(cast(DTensor, value), spec.layout, value.device if sent_on else torch.device("cpu"))
+    sharded = cast(DTensor, value)
+    # Groups of GPUs send nothing from the host, where parameters may rest.
+    device_type = sharded.device_mesh.device_type
+    part = _gathered_part(sharded, spec.layout, torch.device(device_type if sent_on else "cpu"))
     if part is None or split is None or split.dim is None:
         return part.to("cpu", copy=not spec.layout.is_sharded) if part is not None and first else None
     pieces = [torch.empty_like(part) for _ in range(split.size)] if split.mesh.get_local_rank() == 0 else None
@@ -207,9 +210,10 @@ def _gathered_part(value: DTensor, layout: ShardLayout, device: torch.device) ->
     """A tensor-parallel rank's part of a parameter, or all of it, on a device; None on all but the first rank."""
     if layout.replica > 0 or (layout.rank > 0 and not layout.is_sharded):
         return None  # the first rank has these, or its group the shards of these
+    local = value.to_local().to(value.device_mesh.device_type)
     if not layout.is_sharded:
-        return value.to_local()
-    chunk = pad_rows(value.to_local(), layout.chunk_rows)
+        return local
+    chunk = pad_rows(local, layout.chunk_rows)
     pieces = [torch.empty_like(chunk) for _ in range(layout.world)] if layout.rank == 0 else None
     dist.gather(chunk, pieces, group=resolve_group(layout.gather_group), group_dst=0)
     if pieces is None:

@@ -5,28 +5,39 @@ Runs in the process of `tests.support.cuda.pretended_gpu`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
+from tests.support.cuda import triton_driver
+from tests.support.cuda.tracing import compile_only
+from zgraph.analysis.liveness import memory_curve
 from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan
+from zgraph.compiler.graph_pass import Direction
+from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.graph import meta, nodes
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.plan_whole_step import plan_whole_step
+from zgraph.runtime.offload.copy_lanes import StreamLanes
+from zgraph.sharding.scope import state_of
+from zgraph.step.capture import capture
 from zgraph.step.lifted import Lifted
+from zgraph.torch_compat.aot import boxed
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world
 
-WIDTH, LAYERS = 64, 3
+WIDTH, LAYERS, WORLD = 64, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +46,8 @@ class Rest:
 
     Attributes:
         offload: where parameters and state rest.
-        what: "step" for the whole step, "three calls" for forward and backward, or "inference".
+        what: "step" for the whole step, "first step" for the one that makes the optimizer's state, "three calls" for
+            forward and backward, or "inference".
         lowering: "fx" or "inductor".
         zero_stage, param_dtype: as `zgraph.shard` takes them.
         optimizer: of torch.optim, with
@@ -61,6 +73,7 @@ class Copies:
         resting: inputs that rest on the host.
         readers: operators that read these otherwise, by name.
         devices: device types of the inputs that rest, as the graph has them.
+        host_bytes, device_bytes: of parameters and state, as the ledger of the plan has them.
     """
 
     direction: str
@@ -70,10 +83,13 @@ class Copies:
     resting: int
     readers: list[str]
     devices: list[str]
+    host_bytes: int
+    device_bytes: int
 
 
 def copies_of(direction: str, gm: fx.GraphModule) -> Copies:
     """Count what a final graph copies."""
+    device, host, _ = ledger_of(memory_curve(gm.graph))
     resting = [node for node in gm.graph.find_nodes(op="placeholder") if meta.space(node) is not None]
     readers = [user for node in resting for user in node.users if user.op != "output" and not nodes.is_copy_start(user)]
     return Copies(
@@ -84,32 +100,56 @@ def copies_of(direction: str, gm: fx.GraphModule) -> Copies:
         resting=len(resting),
         readers=[node.name for node in readers],
         devices=sorted({meta.tensor_value(node).device.type for node in resting}),
+        host_bytes=host.parameters + host.state,
+        device_bytes=device.parameters + device.state,
     )
+
+
+class CompilesOnly(FrameCompiler):
+    """Compiles graphs, and returns what yields tensors without values: kernels cannot run here."""
+
+    def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        outputs = [meta.value(node) if isinstance(node, fx.Node) else node for node in nodes.returned_by(gm.graph)]
+        super().lower(direction, gm, inputs)
+
+        def run(args: list[Any]) -> list[Any]:
+            args.clear()
+            return [torch.empty_like(each) if isinstance(each, Tensor) else each for each in outputs]
+
+        return boxed(run)
 
 
 def compile_resting(case: Rest) -> list[Copies]:
     """Compile it, and count."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
     found: list[Copies] = []
 
     def keep(plan: FramePlan) -> None:
         found.extend(copies_of(direction, gm) for direction, gm in plan.graphs.items())
 
     options = CompileOptions(lowering=case.lowering, pipeline=presets.with_streams(None))
+    triton_driver.pretend()
 
     def compiler_of(frame: Frame) -> FrameCompiler:
-        return FrameCompiler(frame, options, known=zgraph.PassContext(planned_backend="nccl"), on_plan=keep)
+        return CompilesOnly(frame, options, known=zgraph.PassContext(planned_backend="nccl"), on_plan=keep)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return compiler_of(Frame.of_dynamo(gm)).compile(gm, inputs)
 
-    with fake_world(4):
+    with (
+        fake_world(WORLD),
+        mock.patch.object(AsyncCompile, "triton", compile_only),
+        config.patch(compile_threads=1, fx_graph_cache=False),
+    ):
         mode = fake_mode()
         with mode, torch.device("cuda"):
             parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
             model: nn.Module = nn.Sequential(*parts)
             x = torch.zeros(8, WIDTH)
         zgraph.shard(model, zero_stage=case.zero_stage, param_dtype=case.param_dtype, offload=case.offload)
-        if case.what == "step":
+        if "step" in case.what:
             optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), fused=case.fused)
 
             def step(x: Tensor) -> Tensor:
@@ -119,12 +159,24 @@ def compile_resting(case: Rest) -> list[Copies]:
                 optimizer.zero_grad()
                 return loss.detach()
 
-            plan_whole_step(step, model, optimizer, (x,), compiler_of)
+            state = state_of(model)
+            assert state is not None and state.scope.resting is not None
+            state.scope.resting.has_step = True  # as training_step says
+            if case.what == "step":
+                plan_whole_step(step, model, optimizer, (x,), compiler_of)
+            if case.what == "first step" or case.lowering == "inductor":
+                found.clear()
+                lifted = Lifted.of(model, [optimizer])
+                captured = capture(step, lifted, (x,), {}, decompose=case.lowering == "inductor")
+                frame = Frame(name="step/0", reason="", inputs=lifted.tensors(), is_step=True)
+                compiler_of(frame).compile_step(captured.gm)
             return found
         compiled = torch.compile(model, backend=backend, dynamic=False)
         try:
             with mode, torch.set_grad_enabled(case.what == "three calls"):
-                compiled(x)
+                result = compiled(x)
+                if case.what == "three calls":
+                    result.sum().backward()
         finally:
             torch.compiler.reset()
     return found
@@ -135,8 +187,9 @@ class Places:
     """Device types in a plain loop, where nothing is compiled.
 
     Attributes:
-        shards, grads: of parameters between forward, backward and the next.
+        shards: of parameters.
         read: of a parameter as its module reads it.
+        returns: nodes of autograd between that and the parameter that copy its gradient.
         stepped: of state while the optimizer steps.
         state: of state with dims after the step, and after
         settled: a captured step has taken over, with its
@@ -144,8 +197,8 @@ class Places:
     """
 
     shards: list[str]
-    grads: list[str]
     read: list[str]
+    returns: list[str]
     stepped: list[str]
     state: list[str]
     settled: list[str]
@@ -156,11 +209,13 @@ def plain_places(case: Rest) -> Places:
     """Where tensors are in a forward, a backward and an `optimizer.step()` that are not compiled."""
     read: list[Tensor] = []
     stepped: list[Tensor] = []
-    with fake_world(4):
-        with fake_mode(), torch.device("cuda"):
+    with fake_world(WORLD):
+        mode = fake_mode()
+        with mode, torch.device("cuda"):
             model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
             x = torch.zeros(8, WIDTH)
-            zgraph.shard(model, zero_stage=case.zero_stage, offload=case.offload)
+        zgraph.shard(model, zero_stage=case.zero_stage, offload=case.offload)
+        with mode:
             optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), fused=case.fused)
             model[0].register_forward_pre_hook(lambda part, args: read.append(part.weight))
 
@@ -168,8 +223,9 @@ def plain_places(case: Rest) -> Places:
                 stepped.extend(_state(optimizer))
 
             for _ in range(2):  # the second step has state
-                model(x).square().mean().backward()
-                grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                model(x)
+                for parameter in model.parameters():  # autograd runs on no streams that are not there
+                    parameter.grad = torch.zeros_like(parameter)
                 hook = optimizer.register_step_pre_hook(watch)
                 optimizer.step()
                 hook.remove()
@@ -178,13 +234,21 @@ def plain_places(case: Rest) -> Places:
             settled, counts = _state(optimizer), _state(optimizer, ndim=0)
         return Places(
             shards=_devices(model.parameters()),
-            grads=_devices(grads),
             read=_devices(read),
+            returns=[name for one in read[:1] for name in _copies_back(one)],
             stepped=_devices(stepped),
             state=_devices(state),
             settled=_devices(settled),
             counts=_devices(counts),
         )
+
+
+def _copies_back(read: Tensor) -> Iterable[str]:
+    node = read.grad_fn
+    while node is not None:
+        if "Copy" in node.name():
+            yield node.name()
+        node = node.next_functions[0][0] if node.next_functions else None
 
 
 def _state(optimizer: torch.optim.Optimizer, ndim: int = 1) -> list[Tensor]:
@@ -194,3 +258,91 @@ def _state(optimizer: torch.optim.Optimizer, ndim: int = 1) -> list[Tensor]:
 
 def _devices(tensors: Iterable[Tensor]) -> list[str]:
     return sorted({(local_of(one) if isinstance(one, DTensor) else one).device.type for one in tensors})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """Device types after programs for a GPU have run on tensors without values.
+
+    Attributes:
+        shards, grads: of parameters.
+        state, counts: of the optimizer, with dims and without.
+        result: of the loss.
+        host_waits: how often the host has waited for copies.
+        programs: compiled ones that have run.
+    """
+
+    shards: list[str]
+    grads: list[str]
+    state: list[str]
+    counts: list[str]
+    result: list[str]
+    host_waits: int
+    programs: int
+
+
+class Fixed(nn.Module):
+    """Layers that hold what they are given: an argument of a step must have values."""
+
+    x: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self.layers = nn.Sequential(*parts)
+        self.register_buffer("x", torch.zeros(8, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.layers(self.x)
+
+
+def run_resting(case: Rest, calls: int = 3, clears: bool = True) -> Ran:
+    """Train by `zgraph.training_step`, or in three calls by a compiled model and a plain step.
+
+    Args:
+        case: with the lowering "fx", whose programs need no kernels.
+        calls: of the step, after a plain one.
+        clears: whether gradients are cleared at its end.
+    """
+    waits: list[int] = []
+    reports = zgraph.Report()
+    options: dict[str, Any] = {"lowering": "fx", "report": reports}
+    with (
+        fake_world(WORLD),
+        mock.patch.object(StreamLanes, "finish", lambda lanes: waits.append(1)),
+    ):
+        mode = fake_mode()
+        with mode, torch.device("cuda"):
+            model = Fixed()
+        zgraph.shard(model, zero_stage=case.zero_stage, param_dtype=case.param_dtype, offload=case.offload)
+        optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), fused=case.fused)
+        forward: Any = model
+        if case.what == "three calls":
+            forward = torch.compile(model, backend="zgraph", options=options, dynamic=False)
+
+        def step() -> Tensor:
+            loss = forward().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+            return loss.detach()
+
+        run: Any = zgraph.training_step(model, optimizer, options=options)(step) if case.what == "step" else step
+        try:
+            with mode:
+                step()  # makes the state: what it fills has no tensor to be like
+            with nullcontext() if case.what == "step" else mode:
+                losses = [run() for _ in range(calls)]
+        finally:
+            torch.compiler.reset()
+        return Ran(
+            shards=_devices(model.parameters()),
+            grads=_devices(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+            state=_devices(_state(optimizer)),
+            counts=_devices(_state(optimizer, ndim=0)),
+            result=_devices(losses),
+            host_waits=len(waits),
+            programs=len(reports.graphs),
+        )

@@ -48,6 +48,19 @@ CASES = {
     "llama_autocast": tp.Case(autocast=torch.bfloat16, rounding=BF16),
     "sequence": tp.Case(split=tp.split_sequence, max_norm=0.1),
     "tied": tp.Case(build=lambda: tp.Llama(tied=True), split=tp.split_sequence, options={"zero_stage": 2}),
+    "repeated": tp.Case(build=lambda: tp.Llama(repeats=True), steps=2),
+    "repeated_eager": tp.Case(
+        build=lambda: tp.Llama(layers=2, repeats=True),
+        split=tp.split_sequence,
+        compile="eager",
+        micro_batches=2,
+        options={"zero_stage": 1},
+        steps=2,
+    ),
+    "budget": tp.Case(
+        split=tp.split_sequence, budget_bytes=40_000, micro_batches=2, options={"zero_stage": 2}, steps=2
+    ),
+    "budget_repeated": tp.Case(build=lambda: tp.Llama(repeats=True), budget_bytes=40_000, steps=2),
 }
 
 
@@ -56,13 +69,13 @@ def run_case(name: str) -> float:
 
 
 # One group of tp 2 and nothing to shard over: what DTensor computes with what a unit reads.
-@pytest.mark.parametrize("name", ["mlp", "mlp_torch_clip"])
+@pytest.mark.parametrize("name", ["mlp", "mlp_torch_clip", "repeated_eager"])
 def test_equals_the_whole_model_on_one_tensor_parallel_group(ranks: Ranks, name: str) -> None:
     ranks.run(run_case, name)
 
 
 @worlds(4)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "mlp"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("mlp", "repeated_eager")])
 def test_equals_the_whole_model(ranks: Ranks, name: str) -> None:
     ranks.run(run_case, name)
 
@@ -87,11 +100,11 @@ def test_logits_stay_split_for_a_parallel_loss(ranks: Ranks, mode: str) -> None:
     ranks.run(split_loss, mode)
 
 
-def whole_step() -> None:
-    """A step whose model and optimizer rest on the host, beside its lines, whose do not."""
+def whole_step(offload: zgraph.Offload) -> None:
+    """A step whose model and optimizer rest elsewhere, beside its lines, whose do not."""
     case = tp.Case(split=tp.split_sequence)
     mesh = tp.mesh_of()
-    model, _ = tp.built(replace(case, options={"offload": zgraph.Offload(params="host", optimizer="host")}), mesh)
+    model, _ = tp.built(replace(case, options={"offload": offload}), mesh)
     twin, _ = tp.built(case, mesh)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, foreach=False) for one in (model, twin)]
 
@@ -122,7 +135,13 @@ def assert_equal_parts(model: nn.Module, twin: nn.Module) -> None:
 
 @worlds(4)
 def test_a_whole_step_has_the_same_bits_as_its_lines(ranks: Ranks) -> None:
-    ranks.run(whole_step)
+    ranks.run(whole_step, zgraph.Offload(params="host", optimizer="host"))
+
+
+@worlds(2)
+def test_a_whole_step_from_disk_has_the_same_bits_as_its_lines(ranks: Ranks, tmp_path: Path) -> None:
+    """Six seconds: tensor parallelism's collectives are traced into one graph with everything else."""
+    ranks.run(whole_step, zgraph.Offload(params="disk", optimizer="disk", path=str(tmp_path)))
 
 
 def init(part: nn.Module) -> None:
@@ -322,8 +341,8 @@ def test_what_does_not_fit_together_is_refused(ranks: Ranks) -> None:
     assert {name: text for name, text in texts.items() if not re.search(REFUSED[name][1], text)} == {}
 
 
-def part_of_a_gradient() -> str:
-    """A norm that is plain and reads a part of the sequence."""
+def part_of_a_gradient(as_step: bool) -> str:
+    """A norm that is plain and reads a part of the sequence; in the lines of a loop, or in those of a whole step."""
 
     def split(model: nn.Module, axis: DeviceMesh) -> None:
         assert isinstance(model, tp.Llama)
@@ -336,14 +355,20 @@ def part_of_a_gradient() -> str:
     case = tp.Case(split=split)
     model, _ = tp.built(case, tp.mesh_of())
     optimizer = torch.optim.AdamW(model.parameters())
-    tp.train_micro(case, model, model, 0, waits=False)
-    with pytest.raises(zgraph.ZgraphError) as error:
+
+    def lines() -> None:
+        tp.train_micro(case, model, model, 0, waits=False)
         optimizer.step()
+
+    step = zgraph.training_step(model, optimizer)(lines) if as_step else None
+    with pytest.raises(zgraph.ZgraphError) as error:
+        lines() if step is None else step.function()
     return str(error.value)
 
 
-def test_a_gradient_that_nobody_sums_is_found_before_the_first_step(ranks: Ranks) -> None:
-    text = ranks.run(part_of_a_gradient)[0]
+@pytest.mark.parametrize("as_step", [False, True])
+def test_a_gradient_that_nobody_sums_is_found_before_the_first_step(ranks: Ranks, as_step: bool) -> None:
+    text = ranks.run(part_of_a_gradient, as_step)[0]
     assert re.search(r"zgraph: norm\.weight got different gradients .* SequenceParallel\(\)", text)
 
 

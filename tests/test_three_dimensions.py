@@ -1,4 +1,4 @@
-"""Pipeline x data parallel x tensor parallel on eight ranks: every gradient, every norm, and the steps that follow."""
+"""Pipeline x data parallel x tensor parallel: every gradient, every norm, and the steps that follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zgraph
 from tests.support.judges.replicated import whole
-from tests.support.ranks import fresh_ranks
+from tests.support.ranks import Ranks, fresh_ranks, worlds
 
 WIDTH, CHUNKS, MICRO_BATCHES, STEPS = 8, 4, 4, 3
 ROUNDING = 1e-5  # tensor parallelism splits sums, and the mean over ranks comes after that over micro-batches
@@ -41,25 +41,30 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def on_one_rank() -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters after the steps, and norms; one `time` in all chunks."""
+Trained = tuple[dict[str, Tensor], dict[str, Tensor], list[float]]
+
+
+def on_one_rank() -> Trained:
+    """Clipped gradients of the last step, parameters after it, and norms; one `time` in all chunks."""
     model = nn.Sequential(*[Chunk(number) for number in range(CHUNKS)])
     for chunk in model:
         chunk.time = model[0].time
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     norms: list[float] = []
+    gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
         x, y = batch(step)
         F.mse_loss(model(x), y).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.named_parameters()}, norms
+    return gradients, {name: value.detach() for name, value in model.named_parameters()}, norms
 
 
-def on_eight(zero_stage: int, mode: str) -> tuple[dict[str, Tensor], list[float]]:
-    """Of this rank's chunks: two of each stage."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+def on_a_mesh(dp_size: int, zero_stage: int, mode: str) -> Trained:
+    """Of this rank's chunks, two of each stage; on 2 x dp x 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, dp_size, 2), mesh_dim_names=("pp", "dp", "tp"))
     rank, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     numbers = [rank, rank + 2]
     chunks = [Chunk(number) for number in numbers]
@@ -74,17 +79,44 @@ def on_eight(zero_stage: int, mode: str) -> tuple[dict[str, Tensor], list[float]
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     norms: list[float] = []
+    named = list(zip(numbers, chunks, strict=True))
+    gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
-        x, y = (rows.chunk(2)[dp] for rows in batch(step))
+        x, y = (rows.chunk(dp_size)[dp] for rows in batch(step))
         more: dict[str, Any] = {"target": y} if rank == 1 else {}
         schedule.step(*((x,) if rank == 0 else ()), **more)
         replicas.all_reduce_grads()
         norms.append(whole(replicas.clip_grad_norm_(parameters, 0.1)).item())
+        pairs = [(f"{number}.{name}", one.grad) for number, c in named for name, one in c.named_parameters()]
+        gradients = {name: whole(grad).clone() for name, grad in pairs if grad is not None}
         optimizer.step()
         optimizer.zero_grad()
     replicas.check_equal()
-    named = zip(numbers, chunks, strict=True)
-    return {f"{number}.{name}": whole(v).detach() for number, c in named for name, v in c.named_parameters()}, norms
+    values = {f"{number}.{name}": whole(v).detach() for number, c in named for name, v in c.named_parameters()}
+    return gradients, values, norms
+
+
+def assert_equal_to_one_model(found: list[Trained]) -> None:
+    *expected, norms = on_one_rank()
+    compared: set[str] = set()
+    for *values, found_norms in found:
+        assert found_norms == pytest.approx(norms, rel=ROUNDING)
+        for here, wanted in zip(values, expected, strict=True):  # gradients, then parameters
+            for name, value in here.items():
+                one = wanted[name if not name.endswith("time.weight") else "0.time.weight"]
+                torch.testing.assert_close(value, one)
+            compared |= here.keys()
+            assert len(here) == 2 * len(list(Chunk(0).parameters()))
+    assert compared >= set(expected[1])
+
+
+@worlds(4)
+@pytest.mark.parametrize(
+    ("zero_stage", "mode"),
+    [(0, "eager"), (2, "fx"), pytest.param(3, "inductor", marks=pytest.mark.long)],  # a C++ compiler on four ranks
+)
+def test_pipeline_and_tensor_parallel_train_like_one_model(ranks: Ranks, zero_stage: int, mode: str) -> None:
+    assert_equal_to_one_model(ranks.run(on_a_mesh, 1, zero_stage, mode))
 
 
 @pytest.mark.parametrize(
@@ -95,13 +127,5 @@ def on_eight(zero_stage: int, mode: str) -> tuple[dict[str, Tensor], list[float]
     ],
 )
 def test_three_dimensions_train_like_one_model(zero_stage: int, mode: str) -> None:
-    expected, norms = on_one_rank()
     with fresh_ranks(8, timeout_s=120) as ranks:
-        found = ranks.run(on_eight, zero_stage, mode)
-    compared: set[str] = set()
-    for parameters, found_norms in found:
-        assert found_norms == pytest.approx(norms, rel=ROUNDING)
-        for name, value in parameters.items():
-            torch.testing.assert_close(value, expected[name if not name.endswith("time.weight") else "0.time.weight"])
-            compared.add(name)
-    assert compared >= set(expected)
+        assert_equal_to_one_model(ranks.run(on_a_mesh, 2, zero_stage, mode))

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support.compiled import with_fx
@@ -79,10 +80,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embedding, blocks, norm and head."""
+    """Embedding, blocks, norm and head; `repeats`: each block's backward runs its forward again."""
 
-    def __init__(self, layers: int = 1, tied: bool = False) -> None:
+    def __init__(self, layers: int = 1, tied: bool = False, repeats: bool = False) -> None:
         super().__init__()
+        self.repeats = repeats
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm = nn.RMSNorm(WIDTH)
@@ -93,7 +95,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.repeats else block(x)
         return self.head(self.norm(x))
 
 
@@ -171,6 +173,7 @@ class Case:
         batch: (index, data-parallel rank) -> inputs, targets.
         options: for zgraph.shard.
         compile: "eager", or the lowering.
+        budget_bytes: of the target, by whose costs passes then go; None: the default passes.
         micro_batches: per step; all but the last under no_sync.
         autocast: dtype to autocast to.
         max_norm: to which gradients are clipped by `clip`, whose norm must be the whole model's; None: no clipping.
@@ -183,6 +186,7 @@ class Case:
     batch: Callable[[int, int], tuple[Tensor, Tensor]] = tokens
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     compile: str = "fx"
+    budget_bytes: int | None = None
     micro_batches: int = 1
     autocast: torch.dtype | None = None
     max_norm: float | None = None
@@ -214,9 +218,11 @@ def compiled(case: Case, model: nn.Module) -> Callable[..., Tensor]:
     if case.compile == "eager":
         return model
     if case.compile == "fx":
-        return with_fx(
-            model, pipeline=zgraph.Pipeline(zgraph.passes.presets.default(), replay_all=dist.get_rank() == 0)
-        )
+        passes, target = zgraph.passes.presets.default(), None
+        if case.budget_bytes is not None:
+            passes = zgraph.passes.presets.planned()
+            target = zgraph.Target(hardware=zgraph.calibrate(), budget_bytes=case.budget_bytes)
+        return with_fx(model, pipeline=zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0))
     return torch.compile(model, backend="zgraph")
 
 

@@ -285,6 +285,7 @@ def _a_chunk() -> dict[str, Any]:
         "device": torch.device("cpu"),
         "Schedule1F1B": Schedule1F1B,
         "loss_fn": F.mse_loss,
+        "nn": nn,
         "batches": [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(2)],
     }
 

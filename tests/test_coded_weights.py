@@ -139,6 +139,63 @@ def test_weights_of_meta_models_are_coded_when_they_have_values(ranks: Ranks, tm
     ranks.run(check_materialized, zgraph.Offload(params="disk", path=tmp_path, param_bits=4))
 
 
+def served_of(zero_stage: int, offload: zgraph.Offload, rows: int) -> nn.Module:
+    torch.manual_seed(0)
+    return zgraph.shard(nn.Sequential(nn.Linear(64, rows), nn.Linear(rows, 64)), zero_stage=zero_stage, offload=offload)
+
+
+def check_stored(folder: str) -> None:
+    """Codes come back from a checkpoint, and are refused where as many bytes would stand for other weights."""
+    offload = zgraph.Offload(params="disk", path=Path(folder, "rests"), param_bits=4)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        served, again = (served_of(3, offload, 65) for _ in range(2))
+        expected = served(x)
+        for parameter in again.parameters():
+            local(parameter).fill_(1)
+        assert not torch.equal(again(x), expected)
+        zgraph.load_checkpoint(zgraph.save_checkpoint(Path(folder, "codes"), served, step=1), again)
+        assert torch.equal(again(x), expected)
+        split, whole = served_of(3, offload, 64), served_of(0, offload, 64)
+        assert [one.shape for one in split.parameters()] == [one.shape for one in whole.parameters()]
+        expected = whole(x)
+        saved = zgraph.save_checkpoint(Path(folder, "split"), split, step=1)
+        with pytest.raises(
+            zgraph.CheckpointError, match=r"2048 elements on each of 2 ranks in the checkpoint, and as "
+        ):
+            zgraph.load_checkpoint(saved, whole)
+        assert torch.equal(whole(x), expected)
+
+
+@worlds(2)
+def test_codes_are_stored_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_stored, str(tmp_path))
+
+
+def check_planned(offload: zgraph.Offload) -> None:
+    served, plain = zgraph.shard(model(), offload=offload), twin(model(), torch.distributed.get_world_size(), 4)
+    x = torch.randn(5, WIDTH)
+    needed = 32 << 10
+    for budget_bytes in (None, needed, 1000):
+        torch.compiler.reset()
+        target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes)
+        pipeline = zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
+        compiled: Any = torch.compile(served, backend="zgraph", options={"lowering": "fx", "pipeline": pipeline})
+        with torch.no_grad():
+            if budget_bytes == 1000:
+                with pytest.raises(ValueError, match=r"does not fit into budget_bytes=1000\. The smallest budget"):
+                    compiled(x)
+            else:
+                assert torch.equal(compiled(x), plain(x))
+
+
+@worlds(2)
+@pytest.mark.parametrize("tier", ["disk", *slow("host")])
+def test_codes_serve_by_a_plan(ranks: Ranks, tier: Any, tmp_path: Path) -> None:
+    path = tmp_path if tier == "disk" else None
+    ranks.run(check_planned, zgraph.Offload(params=tier, path=path, param_bits=4))
+
+
 def test_codes_do_not_train(tmp_path: Path) -> None:
     with loopback(1, Wire()):
         served = zgraph.shard(model(), offload=zgraph.Offload(params="disk", path=tmp_path, param_bits=8))

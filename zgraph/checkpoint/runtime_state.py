@@ -125,6 +125,7 @@ class RuntimeState:
             "random": _random_state(),
             "local": {name: _copy(tensor) for name, tensor in held.items()},
             "kept": {name: {key: _copy(value) for key, value in tensors.items()} for name, tensors in kept.items()},
+            "codes": self._codes(),
             error_feedback.KEY: error_feedback.facts_of(self.model),
         }
 
@@ -141,6 +142,14 @@ class RuntimeState:
                     f"zgraph: the checkpoint's runtime state has {name} {list(tensor.shape)}, which this model has not "
                     "or has in another shape; load it into the model that was saved."
                 )
+        ours, theirs = self._codes(), own.get("codes", {})
+        name = next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None)
+        if name is not None:
+            raise CheckpointError(
+                f"zgraph: {name} rests as {theirs.get(name, 'it is')} in the checkpoint, and as "
+                f"{ours.get(name, 'it is')} in this model; codes are loaded with the same zgraph.Offload, stage and number of ranks. For another "
+                "one, load weights before zgraph.shard, from zgraph.full_state_dict for example."
+            )
         for name in own["kept"]:
             if name not in parameters:
                 raise CheckpointError(
@@ -174,6 +183,15 @@ class RuntimeState:
         }
         entries = self.model.state_dict(keep_vars=True).items()
         return {name: tensor.detach() for name, tensor in entries if _is_plain(tensor) or id(tensor) in ignored}
+
+    def _codes(self) -> dict[str, str]:
+        """What weights rest as, where they rest as codes: bytes of other ranks' codes may be as many, and others."""
+        codes = {name: param.spec.codes for name, param in sharded_parameters(self.model).items()}
+        return {
+            name: f"codes of {one.method}, {one.numel} elements on each of {one.world} ranks"
+            for name, one in codes.items()
+            if one is not None
+        }
 
     def _parameter_states(self) -> dict[str, ParameterState]:
         return {name: param.state for name, param in sharded_parameters(self.model).items()}

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, optim
@@ -137,15 +137,17 @@ class _PlainSteps:
 
     drawn: Callable[[], Mapping[int, Drawn]]
 
-    @torch.compiler.disable
-    @torch.no_grad()
-    def take(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook before `step()`, which then has nothing left to do.
 
         Raises:
             ZgraphError: the step has a closure, or gradients lie unlike their parameters.
             ValueError: the optimizer's moments cannot be rounded any more.
         """
+        return cast(Any, torch.compiler.disable)(self._take)(optimizer, args, kwargs)
+
+    @torch.no_grad()
+    def _take(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_rounded(optimizer)
         found = shards_of(optimizer)
         if len(args) > 1 or kwargs or found is None:
@@ -175,5 +177,5 @@ def round_plain_steps(optimizer: optim.Optimizer, drawn: Callable[[], Mapping[in
     Args:
         drawn: yields what the moments of each parameter are rounded by, by the parameter's id.
     """
-    if not any(isinstance(getattr(hook, "__self__", None), _PlainSteps) for hook in step_hooks(optimizer)):
-        optimizer.register_step_pre_hook(_PlainSteps(drawn).take)
+    if not any(isinstance(hook, _PlainSteps) for hook in step_hooks(optimizer)):
+        optimizer.register_step_pre_hook(_PlainSteps(drawn))

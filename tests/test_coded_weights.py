@@ -180,7 +180,8 @@ def check_planned(offload: zgraph.Offload) -> None:
         torch.compiler.reset()
         target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes)
         pipeline = zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
-        compiled: Any = torch.compile(served, backend="zgraph", options={"lowering": "fx", "pipeline": pipeline})
+        options: Any = {"lowering": "fx", "pipeline": pipeline}
+        compiled: Any = torch.compile(served, backend="zgraph", options=options)
         with torch.no_grad():
             if budget_bytes == 1000:
                 with pytest.raises(ValueError, match=r"does not fit into budget_bytes=1000\. The smallest budget"):

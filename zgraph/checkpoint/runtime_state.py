@@ -145,10 +145,11 @@ class RuntimeState:
         ours, theirs = self._codes(), own.get("codes", {})
         name = next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None)
         if name is not None:
+            saved, present = theirs.get(name, "it is"), ours.get(name, "it is")
             raise CheckpointError(
-                f"zgraph: {name} rests as {theirs.get(name, 'it is')} in the checkpoint, and as "
-                f"{ours.get(name, 'it is')} in this model; codes are loaded with the same zgraph.Offload, stage and number of ranks. For another "
-                "one, load weights before zgraph.shard, from zgraph.full_state_dict for example."
+                f"zgraph: {name} rests as {saved} in the checkpoint, and as {present} in this model; codes are loaded "
+                "with the same zgraph.Offload, stage and number of ranks. For another one, load weights before "
+                "zgraph.shard, from zgraph.full_state_dict for example."
             )
         for name in own["kept"]:
             if name not in parameters:

@@ -64,7 +64,7 @@ def rest_on_paper(
             "be delayed; pass optimizer_fn, or leave delayed_update_after out."
         )
     resting = known or Resting.on_paper(options)
-    resting.has_step = has_optimizer
+    resting.has_step = True  # or a stand-in for its state is planned
     for scope in scopes:
         scope.resting = resting
     for name, parameter in model.named_parameters():

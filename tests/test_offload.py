@@ -36,23 +36,26 @@ CASES = {
     "planned, loco": Case(stage=2, frugal=True, loco=True, clip="torch", offload=True),
 }
 QUICK = ("stage 3", "stage 0, window", "planned")
+# Forward and backward alone as well, in which windows, precisions and plans are no others than in a captured step.
+IN_PARTS = ("stage 3", "stage 2, bf16", "stage 1, loco", "planned")
 ROWS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
-def compare(case: Case) -> list[str]:
+def compare(case: Case, in_parts: bool) -> list[str]:
     """Notes of the pass on the whole step; it, and a compiled forward and backward, equal the loop without it."""
     plain = replace(case, offload=False, frugal=False)
     expected = train(plain, whole_step=False)
     found = train(case, whole_step=True)
     assert_same(found, expected)
-    assert_same(train(replace(case, compiled=True), whole_step=False), expected)
+    if in_parts:
+        assert_same(train(replace(case, compiled=True), whole_step=False), expected)
     return [note for note in found.notes if note.startswith("offload_activations")]
 
 
 @worlds(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_what_lay_on_the_host_comes_back_as_the_same_bits(ranks: Ranks, name: str) -> None:
-    for notes in ranks.run(compare, replace(CASES[name], started=name != "stage 3")):
+    for notes in ranks.run(compare, replace(CASES[name], started=name != "stage 3"), name in IN_PARTS):
         assert notes and not any(" 0 activations" in note for note in notes)
 
 

@@ -103,6 +103,7 @@ def test_a_size_that_no_tensor_has_is_refused() -> None:
         FuseUpdates(most_numel=0)
 
 
+@pytest.mark.slow  # two processes
 def test_hash_seeds_do_not_change_the_graph() -> None:
     """Two interpreters, which import torch."""
     program = "from tests.passes.test_fuse_updates import *; print(step_of(adamw, [FuseUpdates()]).texts[-1])"

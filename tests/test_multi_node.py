@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import Ranks, RanksPool
+from tests.support.runs import elastic
 from tests.support.torchrun import LIMIT_S, ROOT, TORCHRUN, environment, running, to_file
 
 SCRIPT = str(ROOT / "tests" / "support" / "runs" / "elastic.py")
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
 # Every part of the example once: training, evaluation, a sample, each compiled.
-SMALL = shlex.split("--steps 12 --layers 2 --width 36 --heads 2 --batch 2 --sequence 32 --eval-every 6")
+SMALL = shlex.split("--steps 12 --layers 1 --width 36 --heads 2 --batch 2 --sequence 32 --eval-every 6")
 
 
 def netns() -> ModuleType:
@@ -51,7 +53,7 @@ def run_example(tmp_path: Path, ranks: int, *options: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
+def test_two_hosts_end_with_the_loss_of_one(pool: RanksPool, tmp_path: Path) -> None:
     """A script that trains eight steps, compiled, on 2 x 2 ranks in two network namespaces, against 4 ranks here."""
     module = netns()
     for name in ("one", "two"):
@@ -80,16 +82,12 @@ def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
     texts = [output.read_text(errors="replace") for output in outputs]
     assert codes == [0, 0], "\n".join(texts)
     [found] = re.findall(r"final loss (\S+)", "\n".join(texts))  # only rank 0 writes
-    alone = tmp_path / "alone.txt"
-    script = [SCRIPT, str(tmp_path / "one"), "-1", "compiled"]
-    with running([*TORCHRUN, "--standalone", "--nproc-per-node", "4", *script], alone) as process:
-        assert process.wait(LIMIT_S) == 0, alone.read_text(errors="replace")
-    assert re.findall(r"final loss (\S+)", alone.read_text(errors="replace")) == [found]
+    assert pool.of(4).run(elastic.unbroken, tmp_path / "one", True)[0] == found
 
 
-def run_elastic(tmp_path: Path, name: str, die_in_step: int) -> str:
-    output = tmp_path / f"{name}.txt"
-    checkpoints = tmp_path / name
+def run_broken(tmp_path: Path, die_in_step: int) -> str:
+    output = tmp_path / "broken.txt"
+    checkpoints = tmp_path / "broken"
     checkpoints.mkdir()
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     # Without it torchrun starts the second attempt on the store of the first, where the ranks find addresses of the
@@ -101,13 +99,12 @@ def run_elastic(tmp_path: Path, name: str, die_in_step: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_and_training_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    unbroken = run_elastic(tmp_path, "unbroken", -1)
-    broken = run_elastic(tmp_path, "broken", 4)
-    assert re.findall(r"attempt (\d) starts at step (\d)", unbroken) == [("0", "0")]
+def test_a_killed_rank_is_restarted_and_training_goes_on_from_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    broken = run_broken(tmp_path, 4)
     assert re.findall(r"attempt (\d) starts at step (\d)", broken) == [("0", "0"), ("1", "3")], broken
     assert "rank 1 ends itself" in broken
-    [expected] = re.findall(r"final loss (\S+)", unbroken)
+    (tmp_path / "unbroken").mkdir()
+    expected = ranks.run(elastic.unbroken, tmp_path / "unbroken", False)[0]
     assert re.findall(r"final loss (\S+)", broken) == [expected]
 
 

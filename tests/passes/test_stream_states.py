@@ -14,7 +14,7 @@ from tests.support.graphs import KeepEach, fake_world
 from tests.support.hash_seeds import printed_under_two_hash_seeds
 from tests.support.resting import HOST, check_rests
 from tests.support.tiers import slow
-from zgraph.compiler.verify import Where, check_stores_landed
+from zgraph.compiler.verify import Snapshot, Where, check_stores_landed, verify
 from zgraph.errors import VerifyError
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
@@ -217,12 +217,13 @@ def test_a_plain_step_leaves_its_state_where_it_is_to_rest(is_compiled: bool) ->
 def test_a_read_before_the_store_has_landed_is_found() -> None:
     graphs, _, _ = steps_of(HOST, STREAMED)
     graph = graphs[-1].graph
-    check_stores_landed(graph, WHERE)
+    before = Snapshot.of(graph)
+    verify(graph, before, (), WHERE)
     store = next(nodes.call_functions(graph, nodes.is_store))
     with graph.inserting_after(store):
-        reader = graph.call_function(torch.ops.aten.sin.default, (store.args[1],))
+        reader = meta.create(graph, torch.ops.aten.sin.default, (store.args[1],))
     with pytest.raises(VerifyError, match=f"{reader.name} reads what {store.name} is writing to; put {reader.name}"):
-        check_stores_landed(graph, WHERE)
+        verify(graph, before, (), WHERE)
 
 
 def test_a_read_before_an_update_beside_compute_has_ended_is_found() -> None:

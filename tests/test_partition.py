@@ -17,7 +17,7 @@ from tests.support.combinations import off
 from tests.support.compressing import feedback_of
 from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, compare, token_batch, whole
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph.analysis.hardware import Hardware
 from zgraph.graph import meta, nodes
 from zgraph.torch_compat.aot import rng_state_operators
@@ -113,11 +113,12 @@ def train(zero_stage: int, lowering: str, dropout: float, timed: bool = False) -
 
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-LOWERINGS = ["fx", pytest.param("inductor", marks=pytest.mark.slow)]
+# Inductor's C++ compiler takes seconds for each kernel: it meets each stage with dropout or without.
+WITHOUT_DROPOUT = [(3, "fx"), *slow((0, "fx"), (0, "inductor")), *long((3, "inductor"))]
+WITH_DROPOUT = [(3, "fx"), *slow((0, "fx"), (3, "inductor")), *long((0, "inductor"))]
 
 
-@pytest.mark.parametrize("zero_stage", [3, *slow(0)])  # where nothing is gathered again
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(("zero_stage", "lowering"), WITHOUT_DROPOUT)  # in stage 0 nothing is gathered again
 def test_attention_without_dropout_is_computed_again_as_it_is(ranks: Ranks, zero_stage: int, lowering: str) -> None:
     for notes, _ in ranks.run(train, zero_stage, lowering, 0.0):
         assert notes == [f"forward: {ATTENTION} 2", f"backward: {ATTENTION} 2"]
@@ -127,15 +128,15 @@ def drawn_again() -> list[str]:
     return [f"{direction}: {ATTENTION} 2, wrapped native_dropout 4" for direction in ("forward", "backward")]
 
 
-@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(("zero_stage", "lowering"), WITH_DROPOUT)
 def test_dropout_draws_the_same_mask_again(ranks: Ranks, zero_stage: int, lowering: str) -> None:
     assert [notes for notes, _ in ranks.run(train, zero_stage, lowering, 0.5)] == [drawn_again()] * 2
 
 
-@pytest.mark.slow  # runs every kernel while compiling
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize("lowering", ["fx", "inductor"])
+# Runs every kernel while compiling. Kernels are timed alike in all stages.
+@pytest.mark.parametrize(
+    ("zero_stage", "lowering"), [*slow((0, "fx"), (3, "inductor")), *long((3, "fx"), (0, "inductor"))]
+)
 def test_timing_kernels_leaves_the_masks_alone(ranks: Ranks, zero_stage: int, lowering: str) -> None:
     by_rules, timed = (ranks.run(train, zero_stage, lowering, 0.5, planned) for planned in (False, True))
     assert [notes for notes, _ in timed] == [drawn_again()] * 2
@@ -180,8 +181,8 @@ def train_compressed(zero_stage: int, dropout: float) -> list[str]:
     return sorted(feedback_of(sharded))
 
 
-@pytest.mark.slow  # Inductor's C++ compiler takes seconds for each kernel
-@pytest.mark.parametrize("zero_stage", [0, 3])
+# Inductor's C++ compiler takes seconds for each kernel; blocks that stage 3 gathers again are the harder ones.
+@pytest.mark.parametrize("zero_stage", [*slow(3), *long(0)])
 def test_repeated_blocks_in_bf16_are_computed_again_and_their_gradients_compressed(
     ranks: Ranks, zero_stage: int
 ) -> None:

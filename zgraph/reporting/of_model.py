@@ -11,7 +11,7 @@ from zgraph.errors import ZgraphError
 from zgraph.reporting.explanation import Explanation
 from zgraph.reporting.summary import Report
 from zgraph.runtime.profiler import StepProfiler
-from zgraph.sharding.scope import sharded_parameters, state_of
+from zgraph.sharding.scope import compute_devices, sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
 
 
@@ -72,7 +72,7 @@ def measure(model: nn.Module) -> Generator[None]:
     report = report_of(model, "measure")
     if report.profiler is not None:
         raise ZgraphError("zgraph.measure: the model is being measured already; leave out the inner `with`.")
-    on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
+    on_cpu = any(device.type == "cpu" for device in compute_devices(without_compile(model)))
     profiler = report.profiler = StepProfiler(watch_allocations=on_cpu)
     try:
         yield

@@ -312,6 +312,15 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
 
 
+def compute_devices(module: nn.Module) -> list[torch.device]:
+    """Devices on which a model's parameters are computed with, which need not be where they rest."""
+    states = (state_of(part) for part in module.modules())
+    resting = next((state.scope.resting for state in states if state is not None and state.scope.resting), None)
+    if resting is not None and resting.computes_elsewhere:
+        return [resting.device]
+    return list(dict.fromkeys(parameter.device for parameter in module.parameters()))
+
+
 def sharded_parameters(module: nn.Module) -> dict[str, ShardedParam]:
     """Sharded parameters by their first name in the module, without what torch.compile adds to names."""
     found: dict[int, tuple[str, ShardedParam]] = {}

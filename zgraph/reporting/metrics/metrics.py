@@ -22,7 +22,7 @@ from zgraph.reporting.metrics.writers import Writer
 from zgraph.reporting.summary import Report
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.profiler import elapsed_us, now
-from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
+from zgraph.sharding.scope import Scope, ShardedParam, compute_devices, sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
 
 _log = logging.getLogger(__name__)
@@ -267,8 +267,7 @@ class _Step:
 
 
 def _accelerator_of(model: nn.Module) -> torch.device | None:
-    devices = (parameter.device for parameter in model.parameters())
-    return next((device for device in devices if device.type not in ("cpu", "meta")), None)
+    return next((device for device in compute_devices(model) if device.type not in ("cpu", "meta")), None)
 
 
 def _scopes_of(model: nn.Module) -> list[Scope]:

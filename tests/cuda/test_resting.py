@@ -141,7 +141,7 @@ def test_programs_leave_everything_where_it_rests(
     if case.what == "step":
         assert found.host_waits == 3
     else:
-        assert found.host_waits == (8 if case.offload.params else 0), "forward and backward"
+        assert found.host_waits == (6 if case.offload.params else 0), "forward and backward"
 
 
 def test_what_a_gpu_cannot_do_yet_is_refused(on_gpu: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -132,7 +132,7 @@ def compile_resting(case: Rest) -> list[Copies]:
     options = CompileOptions(lowering=case.lowering, pipeline=presets.with_streams(None))
     triton_driver.pretend()
 
-    def compiler_of(frame: Frame) -> FrameCompiler:
+    def compiler_of(frame: Frame, options: CompileOptions = options) -> FrameCompiler:
         return CompilesOnly(frame, options, known=zgraph.PassContext(planned_backend="nccl"), on_plan=keep)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -163,7 +163,8 @@ def compile_resting(case: Rest) -> list[Copies]:
             assert state is not None and state.scope.resting is not None
             state.scope.resting.has_step = True  # as training_step says
             if case.what == "step":
-                plan_whole_step(step, model, optimizer, (x,), compiler_of)
+                planned = replace(options, lowering="fx")  # its capture is not decomposed
+                plan_whole_step(step, model, optimizer, (x,), lambda frame: compiler_of(frame, planned))
             if case.what == "first step" or case.lowering == "inductor":
                 found.clear()
                 lifted = Lifted.of(model, [optimizer])
@@ -224,10 +225,8 @@ def plain_places(case: Rest) -> Places:
 
             for _ in range(2):  # the second step has state
                 model(x)
-                for parameter in model.parameters():  # autograd runs on no streams that are not there
-                    parameter.grad = torch.zeros_like(parameter)
                 hook = optimizer.register_step_pre_hook(watch)
-                optimizer.step()
+                _make_state(model, optimizer)
                 hook.remove()
             state = _state(optimizer)
             Lifted.of(model, [optimizer]).settle()
@@ -241,6 +240,14 @@ def plain_places(case: Rest) -> Places:
             settled=_devices(settled),
             counts=_devices(counts),
         )
+
+
+def _make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Step plainly, on gradients that no backward has computed: eager autograd takes streams, which are not there."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _copies_back(read: Tensor) -> Iterable[str]:
@@ -301,7 +308,7 @@ def run_resting(case: Rest, calls: int = 3, clears: bool = True) -> Ran:
 
     Args:
         case: with the lowering "fx", whose programs need no kernels.
-        calls: of the step, after a plain one.
+        calls: of the step, after the optimizer has made its state.
         clears: whether gradients are cleared at its end.
     """
     waits: list[int] = []
@@ -332,7 +339,7 @@ def run_resting(case: Rest, calls: int = 3, clears: bool = True) -> Ran:
         run: Any = zgraph.training_step(model, optimizer, options=options)(step) if case.what == "step" else step
         try:
             with mode:
-                step()  # makes the state: what it fills has no tensor to be like
+                _make_state(model, optimizer)  # new tensors that are like no other cannot be made outside of the mode
             with nullcontext() if case.what == "step" else mode:
                 losses = [run() for _ in range(calls)]
         finally:

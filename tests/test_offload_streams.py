@@ -17,7 +17,7 @@ from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST, STATE
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
-from zgraph import codegen
+from zgraph.codegen import lower_fx as lower
 from zgraph.passes import StreamStates, presets
 
 # Updates run on copies, as they do on a GPU.
@@ -34,7 +34,7 @@ def on_late_streams(case: Case) -> tuple[int, int]:
     """Train with copies that are made when they are waited for; returns how many went each way."""
     expected = train(replace(case, at_rest=None, offload=False, frugal=False, streamed=False), whole_step=False)
     lanes = LazyLanes()
-    with mock.patch.object(codegen.lower_fx, "lanes_of", lambda device: lanes):
+    with mock.patch.object(lower, "lanes_of", lambda device: lanes):
         found = train(case, whole_step=True)
     assert_same(found, expected)
     assert lanes.lazy.freed == []
@@ -145,7 +145,7 @@ def test_nothing_at_rest_is_touched_while_it_travels(
     """Copies and collectives in flight together, over several calls."""
     judge = judging(monkeypatch)
     lanes = JudgedLanes(judge)
-    monkeypatch.setattr(codegen.lower_fx, "lanes_of", lambda device: lanes)
+    monkeypatch.setattr(lower, "lanes_of", lambda device: lanes)
     trained(stage, planned, judge)
     assert judge.races == []
     kinds = [one.kind for one in judge.transfers]

@@ -176,8 +176,9 @@ class Lifted:
             return ()
         found: list[MemorySpace] = [resting.space_of(tensor) for tensor in tensors]
         if resting.computes_elsewhere:
-            begin, count = len(self.parameters), len(self.handles) + len(self.buffers)
-            found[begin : begin + count] = ["device"] * count
+            begin = len(self.parameters)
+            for place in range(begin, begin + len(self.handles) + len(self.buffers)):
+                found[place] = "device"
             last = [*outside]
             for place, tensor in enumerate(last, len(found) - len(last)):
                 found[place] = found[place] if isinstance(tensor, DTensor) else "device"

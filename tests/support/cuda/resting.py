@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -218,7 +218,7 @@ def plain_places(case: Rest) -> Places:
         zgraph.shard(model, zero_stage=case.zero_stage, offload=case.offload)
         with mode:
             optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), fused=case.fused)
-            model[0].register_forward_pre_hook(lambda part, args: read.append(part.weight))
+            model[0].register_forward_pre_hook(lambda part, args: read.append(cast(Any, part).weight))
 
             def watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 stepped.extend(_state(optimizer))

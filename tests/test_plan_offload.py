@@ -15,7 +15,7 @@ import zgraph
 from tests.support.ranks import Ranks, worlds
 from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.passes import presets
-from zgraph.planned_step import Plan
+from zgraph.reporting.export.planned_step import Plan
 
 WIDTH, LAYERS = 64, 4
 PARAMETER_BYTES = LAYERS * WIDTH * WIDTH * 4

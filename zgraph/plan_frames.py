@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from zgraph.analysis.cost import CostModel
+from zgraph.analysis.cost import FREE, CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import Allocator, MemoryCurve, memory_curve, step_curve
 from zgraph.compile_frame import FrameCompiler
@@ -17,12 +17,37 @@ from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.pipeline import Pipeline
-from zgraph.graph.traffic import transfers
+from zgraph.graph import nodes
+from zgraph.graph.traffic import Transfer, transfers_of
 from zgraph.options import CompileOptions
-from zgraph.planned_step import PlannedGraph
+from zgraph.reporting.export.planned_step import PlannedGraph
 from zgraph.reporting.summary import Report
 from zgraph.scheduling.cluster.axes import Axes, traffic_of
 from zgraph.scheduling.simulate import simulate
+
+Graphs = dict[Direction, PlannedGraph]
+
+
+@dataclass(frozen=True)
+class PlannedFrame:
+    """What became of one frame.
+
+    Attributes:
+        graphs: by direction.
+        later: the same where the window of a pipeline's step has gathered already what it keeps.
+        curve: memory over the frame, forward and backward together.
+        kept_bytes: gathered parameters that the window keeps.
+        saved_bytes: what is alive between forward and backward, without these.
+        forward_peak_bytes, backward_peak_bytes: most that is alive while each runs, without these.
+    """
+
+    graphs: Graphs
+    later: Graphs
+    curve: MemoryCurve
+    kept_bytes: int
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
 
 
 @dataclass
@@ -34,17 +59,18 @@ class FramePlanner:
         pipeline: with a target.
         allocator: how sizes are rounded.
         axes: of the cluster; None: data parallelism alone.
+        prefix: of the frames' names.
         report: of everything that was compiled.
-        graphs, curves: of the frames, in the order in which these were compiled.
+        frames: in the order in which they were compiled.
     """
 
     machine: Hardware
     pipeline: Pipeline
     allocator: Allocator
     axes: Axes | None
+    prefix: str = ""
     report: Report = field(default_factory=lambda: Report(keep_passes=True))
-    graphs: list[PlannedGraph] = field(default_factory=list[PlannedGraph])
-    curves: list[MemoryCurve] = field(default_factory=list[MemoryCurve])
+    frames: list[PlannedFrame] = field(default_factory=list[PlannedFrame])
 
     def __post_init__(self) -> None:
         self._costs = CostModel(self.machine)
@@ -59,7 +85,8 @@ class FramePlanner:
         """Compile a model's forward, and with it the backward; returns what forward does, without values."""
 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return self.compiler_of(Frame.of_dynamo(gm)).compile(gm, example_inputs)
+            frame = Frame.of_dynamo(gm)
+            return self.compiler_of(replace(frame, name=self.prefix + frame.name)).compile(gm, example_inputs)
 
         compiled: Any = torch.compile(model, backend=backend, dynamic=False)
         try:
@@ -67,17 +94,51 @@ class FramePlanner:
         finally:
             torch.compiler.reset()  # or the next plans of the same classes would meet the limit of recompiles
 
+    @property
+    def graphs(self) -> list[PlannedGraph]:
+        """Graphs of all frames."""
+        return [graph for frame in self.frames for graph in frame.graphs.values()]
+
+    @property
+    def curves(self) -> list[MemoryCurve]:
+        """Memory over each frame."""
+        return [frame.curve for frame in self.frames]
+
     def _keep(self, plan: FramePlan) -> None:
         """Look at the final graphs of a frame before they are lowered, which changes them."""
-        self.graphs.extend(self._planned(direction, plan) for direction in plan.graphs)
-        self.curves.append(self._curve(plan))
+        curve = self._curve(plan)
+        forward = next(iter(plan.graphs.values())).graph
+        end = len(forward.nodes)
+        kept = [0] * len(curve.nodes)  # at each position
+        for entry in curve.ranges:
+            if nodes.is_kept_gather(entry.node) and not entry.held:
+                for place in range(entry.first, entry.last + 1):
+                    kept[place] += entry.bytes
+        during = [alive - of_window for alive, of_window in zip(curve.bytes_during, kept, strict=True)]
+        graphs: Graphs = {direction: self._planned(direction, plan) for direction in plan.graphs}
+        later: Graphs = graphs
+        if any(kept):
+            later = {direction: self._planned(direction, plan, is_kept=True) for direction in plan.graphs}
+        frame = PlannedFrame(
+            graphs=graphs,
+            later=later,
+            curve=curve,
+            kept_bytes=max(kept, default=0),
+            saved_bytes=curve.bytes_after[end - 1] - kept[end - 1],
+            forward_peak_bytes=max(during[:end]),
+            backward_peak_bytes=max(during[end:], default=0),
+        )
+        self.frames.append(frame)
 
-    def _planned(self, direction: Direction, plan: FramePlan) -> PlannedGraph:
+    def _planned(self, direction: Direction, plan: FramePlan, *, is_kept: bool = False) -> PlannedGraph:
         graph = plan.graphs[direction].graph
         order = list(graph.nodes)
-        timeline = simulate(order, {node: self._costs.cost(node) for node in order}, plan.ctx.sharing)
-        traffic = {} if self.axes is None else traffic_of(order, timeline, self.axes)
-        sent = sum(transfer.sent_bytes for transfer in transfers(graph))
+        found = {node for node in order if is_kept and nodes.is_kept_gather(node)}
+        costs = {node: FREE if node in found else self._costs.cost(node) for node in order}
+        timeline = simulate(order, costs, plan.ctx.sharing)
+        sending = [node for node in order if node not in found]
+        traffic = {} if self.axes is None else traffic_of(sending, timeline, self.axes)
+        sent = sum(transfer.sent_bytes for node in sending for transfer in _transfers(node))
         return PlannedGraph(direction, len(order), sent, timeline, traffic)
 
     def _curve(self, plan: FramePlan) -> MemoryCurve:
@@ -94,3 +155,7 @@ class FramePlanner:
             allocator=self.allocator,
             device_type=device_type,
         )
+
+
+def _transfers(node: fx.Node) -> list[Transfer]:
+    return list(transfers_of(node)) if nodes.is_collective(node) or nodes.is_marker(node) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from zgraph.compiler.target import Target
 from zgraph.errors import ZgraphError
 from zgraph.passes import presets
 from zgraph.plan_frames import FramePlanner
+from zgraph.plan_pipeline import plan_pipeline
 from zgraph.plan_whole_step import StepMaker, delays_updates, loop_body, plan_whole_step
-from zgraph.planned_step import Plan
+from zgraph.reporting.export.planned_step import Plan, PlannedGraph
 from zgraph.scheduling.cluster.axes import Axes
 from zgraph.sharding.offload import Offload
 from zgraph.sharding.scope import sharded_parameters
@@ -32,7 +33,7 @@ Sharder = Callable[..., object]
 
 
 def plan(
-    model_fn: Callable[[], nn.Module],
+    model_fn: Callable[[], nn.Module | Sequence[nn.Module]],
     *,
     world_size: int | None = None,
     world: Mapping[str, int] | None = None,
@@ -44,6 +45,9 @@ def plan(
     offload: Offload | None = None,
     optimizer_fn: Callable[[nn.Module], optim.Optimizer] | None = None,
     step_fn: StepMaker | None = None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
 ) -> Plan:
     """Compile a training step as rank 0 of a cluster would, without a cluster, a GPU or the model's memory.
 
@@ -51,16 +55,22 @@ def plan(
     the backward of what it returns, as `torch.compile` runs them; with an optimizer it is the whole step, one graph, as
     `zgraph.training_step` runs it. What this process has compiled before is compiled anew afterwards.
 
+    With a "pp" axis it is the step of a pipeline: forwards and backwards of all micro-batches through stages that are
+    `zgraph.PipelineStage`, in the order of torch's schedules. Stages that are made alike are planned once. An update of
+    the optimizer is not part of it, nor is a loss that no stage computes.
+
     Args:
         model_fn: makes the model; its dtype comes from its options or torch.set_default_dtype, for torch cannot convert
-            modules without values.
+            modules without values. With a "pp" axis it returns an `nn.Sequential`, which `zgraph.split_stages` cuts
+            into stages, or a list of the stages; rank r has the stages r, r + ranks, ...
         world_size: ranks of the cluster, where there is only data parallelism.
-        world: or its axes and their sizes, the outermost first, such as {"dp": 8, "tp": 2}. Axes are "dp" and "tp", and
-            "replicate" and "ep" for hybrid sharding and experts.
-        batch: makes the arguments of one rank's forward.
+        world: or its axes and their sizes, the outermost first, such as {"pp": 4, "dp": 8, "tp": 2}. Axes are these
+            three, and "replicate" and "ep" for hybrid sharding and experts.
+        batch: makes the arguments of one rank's forward; with a "pp" axis, of one micro-batch.
         shard_fn: shards the model as `zgraph.shard(model)` does; called in a process group of the cluster's size. With
-            `world` it is called with the model and the mesh of these axes, as `zgraph.shard(model, mesh)`; on a "tp"
-            axis it parallelizes the model over `mesh["tp"]`, then shards it over `mesh["dp"]`.
+            `world` it is called with the model, or with a stage, and the mesh of all axes but "pp", as
+            `zgraph.shard(model, mesh)`; on a "tp" axis it parallelizes the model over `mesh["tp"]`, then shards it over
+            `mesh["dp"]`.
         hardware: of each rank, or the name of a preset.
         pipeline: as given to torch.compile; None: `presets.default()`. A target of its own counts instead of hardware.
         allocator: how sizes are rounded.
@@ -71,12 +81,17 @@ def plan(
             `lambda model: torch.optim.AdamW(model.parameters())`. None: forward and backward are planned alone.
         step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
             batch makes. None: forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
+        micro_batches: of a pipeline's step.
+        schedule: of a pipeline: "GPipe", "1F1B" or "Interleaved1F1B", as torch calls them. None: the last of these
+            that can be run. The plan compares all that can.
+        chunks: stages on each rank of a pipeline, where an `nn.Sequential` is cut. None: 1.
 
     Raises:
         ValueError: world_size is not a number of ranks, or world not that of axes; there is no such preset, model_fn or
             batch is not a function, batch returns something else than a tuple, shard_fn does not use the axes as they
-            are, there is a step_fn and no optimizer_fn, or the offload cannot be honoured; or the step does not fit
-            into the target's budget_bytes, or the offload's host_budget_bytes: says what would.
+            are, there is a step_fn and no optimizer_fn, the model cannot be made into the pipeline's stages or torch
+            has no such schedule for them, or the offload cannot be honoured; or the step does not fit into the target's
+            budget_bytes, or the offload's host_budget_bytes: says what would.
         ZgraphError: this process is in a process group already, or the model or the step cannot be compiled.
     """
     _check_functions(model_fn, batch)
@@ -85,6 +100,10 @@ def plan(
     axes = _axes_of(world_size, world)
     ranks = world_size if axes is None else axes.world_size
     assert ranks is not None
+    if axes is None or axes.stages == 1:
+        _check_no_pipeline(micro_batches=micro_batches, schedule=schedule, chunks=chunks)
+    else:
+        _check_pipeline(micro_batches, chunks, optimizer_fn=optimizer_fn, offload=offload)
     if is_distributed_ready():
         raise ZgraphError(
             "zgraph.plan: this process is in a process group already, and a plan needs one of its own; call it in a "
@@ -96,12 +115,46 @@ def plan(
         pipeline = replace(pipeline, target=Target(hardware=machine))
     with fake_world(ranks):
         mesh = None if axes is None else axes.mesh()
-        with fake_mode():
+        mode = fake_mode()
+        with mode:
             model, inputs = model_fn(), batch()
         if not isinstance(inputs, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"zgraph.plan: batch returned a {type(inputs).__name__}; return the tuple of forward's arguments, such "
                 "as (tokens,) where there is one."
+            )
+        if axes is not None and mesh is not None and axes.stages > 1:
+            assert micro_batches is not None
+            planner = FramePlanner(machine, pipeline, allocator, axes)
+            planned = plan_pipeline(
+                model,
+                inputs,
+                planner,
+                axes,
+                mode=mode,
+                shard_stage=lambda stage: _shard(shard_fn, stage, axes, mesh),
+                micro_batches=micro_batches,
+                schedule=schedule,
+                chunks=chunks,
+            )
+            cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
+            _check_tensor_parallel(axes, planned.graphs)
+            return Plan(
+                world_size=ranks,
+                hardware=machine,
+                ledger=planned.ledger,
+                cublas_bytes=cublas,
+                communicator_bytes=communicators,
+                graphs=planned.graphs,
+                curves=planned.curves,
+                compiled=planner.report,
+                axes=axes,
+                pipeline=planned.plan,
+            )
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"zgraph.plan: model_fn returned a {type(model).__name__}; return a module, or add a pp axis to world "
+                "for a list of stages."
             )
         _shard(shard_fn, model, axes, mesh)
         resting = rest_on_paper(model, offload, machine, has_optimizer=optimizer_fn is not None)
@@ -117,7 +170,7 @@ def plan(
     if not planner.graphs:
         raise ZgraphError("zgraph.plan: nothing was compiled; the model's forward is disabled for torch.compile.")
     if axes is not None:
-        _check_tensor_parallel(axes, planner)
+        _check_tensor_parallel(axes, planner.graphs)
     if resting is not None:
         resting.check_budget(ledger[1].parameters, ledger[1].state, ledger[1].step)
     return Plan(
@@ -147,6 +200,29 @@ def _axes_of(world_size: object, world: Mapping[str, int] | None) -> Axes | None
             'world={"dp": 8, "tp": 2}.'
         )
     return None
+
+
+def _check_no_pipeline(**options: object) -> None:
+    """Refuse what only a pipeline has."""
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
+    if given:
+        raise ValueError(
+            f"zgraph.plan: {given}, and no pipeline; add its ranks to the axes, such as "
+            'world={"pp": 4, "dp": 8}, or leave it out.'
+        )
+
+
+def _check_pipeline(micro_batches: object, chunks: object, **left_out: object) -> None:
+    """Check the options of a pipeline, and refuse what its plan does not know."""
+    for name, value in (("micro_batches", micro_batches), ("chunks", 1 if chunks is None else chunks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"zgraph.plan: {name}={value!r} with a pipeline; write how many, such as {name}=8.")
+    given = ", ".join(name for name, value in left_out.items() if value is not None)
+    if given:
+        raise ValueError(
+            f"zgraph.plan: {given} with a pipeline, whose schedule runs outside of whole steps; leave it out: moments "
+            "of AdamW are counted all the same."
+        )
 
 
 SHARD_ON_AXES = (
@@ -187,9 +263,9 @@ def _takes_a_mesh(shard_fn: Sharder) -> bool:
     return True
 
 
-def _check_tensor_parallel(axes: Axes, planner: FramePlanner) -> None:
+def _check_tensor_parallel(axes: Axes, graphs: Sequence[PlannedGraph]) -> None:
     """Refuse a tensor-parallel axis on which nothing travels: every rank would compute the same."""
-    if axes.sizes.get("tp", 1) > 1 and not any("tp" in graph.traffic for graph in planner.graphs):
+    if axes.sizes.get("tp", 1) > 1 and not any("tp" in graph.traffic for graph in graphs):
         raise ValueError(
             f"zgraph.plan: nothing travels over the axis tp of {axes}, whose ranks all compute the same; "
             f"shard_fn parallelizes nothing over it: {SHARD_ON_AXES}"

@@ -17,9 +17,9 @@ from torch import nn
 import zgraph
 from zgraph.command_line import commands
 from zgraph.passes import BucketCollectives, presets
-from zgraph.planned_step import Plan
 from zgraph.reporting.commands.compare import CAPTURED, Change, compare, compare_passes, lines_between
 from zgraph.reporting.commands.report import drawn
+from zgraph.reporting.export.planned_step import Plan
 from zgraph.reporting.export.reading import load
 from zgraph.reporting.page.write_page import page_text
 

@@ -40,7 +40,7 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
         leaves = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
         if not (leaves and returned.requires_grad):
             return [returned]
-        found: Sequence[Any] = torch.autograd.grad(returned, leaves, torch.ones_like(returned), allow_unused=True)
+        found: Any = torch.autograd.grad(returned, leaves, torch.ones_like(returned), allow_unused=True)
         return [returned, *(one for one in found if one is not None)]
 
     with torch.enable_grad():

@@ -20,6 +20,8 @@ class StageCost:
         kept_bytes: gathered parameters that stay from the first forward to the end of the last backward.
         saved_bytes: what one micro-batch keeps from its forward to its backward.
         forward_peak_bytes, backward_peak_bytes: most that one holds while it runs, with what it saves.
+        left_bytes: what one micro-batch has sent, activations and gradients. torch's schedules hold it until they wait
+            for the messages: at the end of the step, 1F1B before the next ones.
         buffer_bytes: in which torch's stage receives activations and gradients, and the outputs that it returns.
     """
 
@@ -32,6 +34,7 @@ class StageCost:
     saved_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
+    left_bytes: int = 0
     buffer_bytes: int = 0
 
 
@@ -90,7 +93,7 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
                 position[rank] += 1
                 arrived[action] = _arrival(action, free[rank], ranks, costs, links)
         assert position != before, f"the order of {schedule} waits for itself"
-    found = [_memory(order[rank], costs) for rank in range(ranks)]
+    found = [_memory(order[rank], costs, holds_sent=schedule != "1F1B") for rank in range(ranks)]
     return PipelineRun(
         schedule=schedule,
         step_us=max(free),
@@ -119,7 +122,7 @@ def _arrival(
     return links[link]
 
 
-def _memory(order: Sequence[Action], costs: Sequence[StageCost]) -> tuple[int, int]:
+def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: bool) -> tuple[int, int]:
     """Peak of a rank, and the most micro-batches in flight."""
     stages = {action.stage: costs[action.stage] for action in order}
     held = sum(cost.resting_bytes + cost.buffer_bytes for cost in stages.values())
@@ -138,7 +141,7 @@ def _memory(order: Sequence[Action], costs: Sequence[StageCost]) -> tuple[int, i
             continue
         held -= cost.saved_bytes
         peak = max(peak, held + cost.backward_peak_bytes)
-        held += 0 if turn else cost.gradient_bytes
+        held += (cost.left_bytes if holds_sent else 0) + (0 if turn else cost.gradient_bytes)
         held -= cost.kept_bytes if turn + 1 == len(cost.backward_us) else 0
         flying -= 1
     return peak, most

@@ -13,9 +13,11 @@ from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.compiler.plan_memory import what_would_fit
 from zgraph.reporting.export.folder import write_report
+from zgraph.reporting.planned_pipeline import pipeline_lines, pipeline_tables
 from zgraph.reporting.summary import Report
 from zgraph.reporting.tables import Table, as_html, duration, size
 from zgraph.scheduling.cluster.axes import Axes, AxisTraffic
+from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan
 from zgraph.scheduling.timeline import Timeline
 
 GIB = 2**30
@@ -32,6 +34,8 @@ class PlannedGraph:
         sent_bytes: by one rank, when it runs once.
         timeline: on the simulator.
         traffic: what is sent along each axis of the cluster, where it has named ones.
+        stage: of a pipeline; None: there is none.
+        runs: how often it runs in a step.
     """
 
     direction: Direction
@@ -39,6 +43,8 @@ class PlannedGraph:
     sent_bytes: int
     timeline: Timeline
     traffic: Mapping[str, AxisTraffic] = field(default_factory=dict[str, AxisTraffic])
+    stage: int | None = None
+    runs: int = 1
 
     @property
     def exposed_us(self) -> float:
@@ -67,6 +73,8 @@ class Plan:
         optimizer: name of the optimizer whose step is planned with the rest; "" if none is.
         host_budget_bytes: what a rank may keep on the host; None: any number.
         axes: of the cluster; None: its ranks were only counted.
+        pipeline: its stages and schedules; None: there is none. Memory and bytes are then those of the rank that has
+            most, and times those of the schedule.
     """
 
     world_size: int
@@ -80,6 +88,7 @@ class Plan:
     optimizer: str = ""
     host_budget_bytes: int | None = None
     axes: Axes | None = None
+    pipeline: PipelinePlan | None = None
 
     @property
     def parameter_bytes(self) -> int:
@@ -132,16 +141,23 @@ class Plan:
     @property
     def sent_bytes(self) -> int:
         """On the wire, by one rank in one step."""
+        if self.pipeline is not None:
+            of_ranks = map(self.pipeline.traffic_of, range(self.pipeline.ranks))
+            return max(sum(sent.sent_bytes for sent in found.values()) for found in of_ranks)
         return sum(graph.sent_bytes for graph in self.graphs)
 
     @property
     def step_us(self) -> float:
         """The whole step; without the optimizer if none was planned."""
+        if self.pipeline is not None:
+            return self.pipeline.run.step_us
         return sum(graph.timeline.step_us for graph in self.graphs)
 
     @property
     def traffic(self) -> dict[str, AxisTraffic]:
         """What one rank sends along each axis in one step, and how much of that compute waits for, by axis."""
+        if self.pipeline is not None:
+            return self.pipeline.traffic()
         found: dict[str, AxisTraffic] = {}
         for graph in self.graphs:
             for axis, traffic in graph.traffic.items():
@@ -170,10 +186,11 @@ class Plan:
             ),
             *(f"  {self._elsewhere(line)}" for line in self.ledger[1:] if line.together),
             *([f"  {self._advice}"] if self._advice else []),
-            *(f"  {_peak(curve)}" for curve in self.curves if curve.nodes),
+            *(f"  {_peak(curve)}" for curve in self.curves if curve.nodes and self.pipeline is None),
             f"{self._title}: {self.step_us / 1e3:.2f} ms, {size(self.sent_bytes)} sent by each rank",
         ]
-        for graph in self.graphs:
+        lines += [] if self.pipeline is None else [f"  {line}" for line in pipeline_lines(self.pipeline)]
+        for graph in self.graphs if self.pipeline is None else ():
             used = ", ".join(f"{lane} {share:.0%}" for lane, share in graph.busy.items())
             lines.append(
                 f"  {graph.direction}: {graph.nodes} nodes, {graph.timeline.step_us / 1e3:.2f} ms, "
@@ -214,7 +231,7 @@ class Plan:
         ]
         graphs = [
             (
-                graph.direction,
+                graph.direction if graph.stage is None else f"{graph.direction} of stage {graph.stage}, x {graph.runs}",
                 str(graph.nodes),
                 size(graph.sent_bytes),
                 duration(graph.timeline.step_us),
@@ -238,6 +255,7 @@ class Plan:
                 ("graph", "nodes", "sent", "time", "exposed", "busy lanes"),
                 (*graphs, *([step] if len(graphs) > 1 else [])),
             ),
+            *([] if self.pipeline is None else pipeline_tables(self.pipeline)),
             Table(
                 "traffic of the step by axis",
                 ("axis", "sent", "exposed", "hidden"),
@@ -284,10 +302,13 @@ class Plan:
             "host_budget_bytes": self.host_budget_bytes,
             "fits": self.fits,
             "axes": None if self.axes is None else dict(self.axes.sizes),
+            "pipeline": None if self.pipeline is None else self.pipeline.as_json(),
             "traffic": {axis: asdict(sent) for axis, sent in self.traffic.items()},
             "graphs": [
                 {
                     "direction": graph.direction,
+                    "stage": graph.stage,
+                    "runs": graph.runs,
                     "nodes": graph.nodes,
                     "sent_bytes": graph.sent_bytes,
                     "step_us": graph.timeline.step_us,

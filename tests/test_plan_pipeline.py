@@ -1,0 +1,278 @@
+"""Plans of pipelines: bytes and peaks beside those of real ranks under torch's schedules, sums, and refusals."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zgraph
+from tests.support.memory.allocations import Count, counted, steady_rise
+from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import slow
+from zgraph.reporting.export.planned_step import Plan
+
+WIDTH, ROWS, MICRO_BATCHES = 64, 32, 4  # divides by the ranks, so that no padding is sent
+
+
+class Chunk(nn.Module):
+    """Residual, so that it hands on what it takes."""
+
+    def __init__(self, hidden: int = 2 * WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def chunks_of(count: int) -> list[nn.Module]:
+    return [Chunk() for _ in range(count)]
+
+
+def batch() -> tuple[Tensor]:
+    return (torch.zeros(ROWS, WIDTH),)
+
+
+def planned(world: dict[str, int], count: int = 2, zero_stage: int = 3, **options: Any) -> Plan:
+    defaults: dict[str, Any] = {
+        "hardware": "cpu",
+        "shard_fn": functools.partial(zgraph.shard, zero_stage=zero_stage),
+        "batch": batch,
+        "micro_batches": MICRO_BATCHES,
+    }
+    return zgraph.plan(lambda: chunks_of(count), world=world, **(defaults | options))
+
+
+# --- beside real ranks ----------------------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """This rank's part of a pipeline that trains."""
+
+    def __init__(self, dp: int, chunks: int, schedule: str, zero_stage: int) -> None:
+        ranks = dist.get_world_size() // dp
+        self.mesh = init_device_mesh("cpu", (ranks, dp), mesh_dim_names=("pp", "dp"))
+        rank = self.mesh.get_local_rank("pp")
+        self.numbers = [rank + ranks * chunk for chunk in range(chunks)]
+        self.last = ranks * chunks - 1
+        self.modules = [zgraph.shard(Chunk(), self.mesh["dp"], zero_stage=zero_stage) for _ in self.numbers]
+        self.stages = stages = [
+            zgraph.PipelineStage(
+                torch.compile(module, backend="zgraph", options={"lowering": "fx"}),  # pyright: ignore[reportArgumentType]
+                number,
+                self.last + 1,
+                torch.device("cpu"),
+                group=self.mesh.get_group("pp"),
+            )
+            for number, module in zip(self.numbers, self.modules, strict=True)
+        ]
+        make: Any = pipelining.schedules.get_schedule_class(schedule)
+        given: Any = stages if issubclass(make, pipelining.schedules.PipelineScheduleMulti) else stages[0]
+        self.schedule = make(given, MICRO_BATCHES, loss_fn=lambda output, y: output.sum())
+        self.x, self.y = torch.randn(MICRO_BATCHES * ROWS, WIDTH), torch.zeros(MICRO_BATCHES)
+
+    def step(self) -> None:
+        for module in self.modules:
+            module.zero_grad()
+        more: dict[str, Any] = {"target": self.y} if self.last in self.numbers else {}
+        self.schedule.step(*((self.x,) if 0 in self.numbers else ()), **more)
+
+
+def sent_for_real(zero_stage: int, chunks: int, schedule: str) -> dict[str, int]:
+    """What this rank sends in its second step, by axis."""
+    pipeline = Pipeline(2, chunks, schedule, zero_stage)
+    pipeline.step()
+    found, of_pp = Counter[str](), dist.get_process_group_ranks(pipeline.mesh.get_group("pp"))
+    send = dist.ProcessGroup.send
+
+    def noted(group: dist.ProcessGroup, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        axis = "pp" if dist.get_process_group_ranks(group) == of_pp else "dp"
+        found[axis] += sum(tensor.nbytes for tensor in tensors)
+        return send(group, tensors, dst, tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "send", noted)
+        pipeline.step()
+    return dict(found)
+
+
+@worlds(4)
+@pytest.mark.parametrize(
+    ("zero_stage", "chunks", "schedule"), [(1, 2, "Interleaved1F1B"), (2, 1, "1F1B"), (3, 1, "GPipe")]
+)
+def test_real_ranks_send_what_was_planned(ranks: Ranks, zero_stage: int, chunks: int, schedule: str) -> None:
+    found = planned({"pp": 2, "dp": 2}, 2 * chunks, zero_stage, schedule=schedule).pipeline
+    assert found is not None
+    wanted = [{axis: sent.sent_bytes for axis, sent in found.traffic_of(rank).items()} for rank in range(2)]
+    assert wanted[0].keys() == {"pp", "dp"}
+    assert ranks.run(sent_for_real, zero_stage, chunks, schedule) == [wanted[0], wanted[0], wanted[1], wanted[1]]
+
+
+def peak_for_real(zero_stage: int, chunks: int, schedule: str) -> int:
+    """How far a step rises above what is there between steps, gradients cleared."""
+    pipeline = Pipeline(1, chunks, schedule, zero_stage)
+    counts: list[Count] = []
+    pipeline.step()
+    for _ in range(3):
+        for module, stage in zip(pipeline.modules, pipeline.stages, strict=True):
+            module.zero_grad()
+            stage.clear_runtime_states()  # what torch's stage keeps of the step before until the next one begins
+        with counted() as count:
+            pipeline.step()
+        counts.append(count)
+    return steady_rise(counts)
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "zero_stage"), [("1F1B", 1, 3), *slow(("GPipe", 1, 0), ("Interleaved1F1B", 2, 3))]
+)
+def test_the_peak_of_each_rank_is_what_it_really_holds(
+    ranks: Ranks, schedule: str, chunks: int, zero_stage: int
+) -> None:
+    """Without what rests between steps: parameters, and buffers in which activations and gradients arrive."""
+    found = planned({"pp": 2}, 2 * chunks, zero_stage, schedule=schedule).pipeline
+    assert found is not None
+    real = ranks.run(peak_for_real, zero_stage, chunks, schedule)
+    for rank, peak in enumerate(found.run.peak_bytes):
+        message = ROWS * WIDTH * 4
+        numbers = range(rank, 2 * chunks, 2)
+        buffers = MICRO_BATCHES * message * sum((number > 0) + (number < 2 * chunks - 1) for number in numbers)
+        resting = sum(stage.cost.resting_bytes for stage in found.stages_of(rank))
+        assert peak - buffers - resting == pytest.approx(real[rank], rel=0.05)
+
+
+# --- the plan's own sums --------------------------------------------------------------------------------------------
+
+
+def shard_on_all(stage: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(stage, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    zgraph.shard(stage, mesh["dp"])
+
+
+def test_three_axes() -> None:
+    """Each stage reduces over tp, forward and backward; the first needs no gradient of its input, nor `up` for it."""
+    found = planned({"pp": 2, "dp": 2, "tp": 2}, shard_fn=shard_on_all)
+    assert found.pipeline is not None and found.world_size == 8
+    message, weights = MICRO_BATCHES * ROWS * WIDTH * 4, 2 * 2 * WIDTH * WIDTH * 4
+    first, last = (
+        {axis: sent.sent_bytes for axis, sent in found.pipeline.traffic_of(rank).items()} for rank in range(2)
+    )
+    assert first == {"pp": message, "dp": MICRO_BATCHES * (3 * weights - weights // 2) // 4, "tp": message}
+    assert last == {"pp": message, "dp": MICRO_BATCHES * 3 * weights // 4, "tp": 2 * message}
+    assert found.traffic["tp"].sent_bytes == 2 * message
+    assert [stage.parameter_bytes for stage in found.pipeline.stages] == [weights // 4] * 2
+    assert found.sent_bytes == sum(sent.sent_bytes for sent in found.pipeline.traffic_of(1).values())
+
+
+def test_one_micro_batch_is_a_step_of_each_stage() -> None:
+    """Beside the plan of the stage alone: times and bytes; and its peak with the buffers and the bits it leaves."""
+    found = planned({"pp": 2, "dp": 2}, micro_batches=1).pipeline
+    assert found is not None and found.schedule == "GPipe" and found.run.bubble > 0.5
+    alone = zgraph.plan(Chunk, world={"dp": 2}, hardware="cpu", batch=batch)
+    first, message = found.stages[0], ROWS * WIDTH * 4
+    assert (first.cost.forward_us, first.cost.backward_us) == tuple((graph.timeline.step_us,) for graph in alone.graphs)
+    assert first.traffic["dp"].sent_bytes == alone.sent_bytes
+    assert found.run.peak_bytes[0] == alone.peak_bytes + message  # the buffer of the output's gradient
+
+
+def test_the_bubble_of_equal_stages_is_that_of_the_formula() -> None:
+    """On links that take no time; the first stage computes no gradient of its input, which makes it faster."""
+    instant = zgraph.Hardware.preset("h100")
+    for schedule in ("GPipe", "1F1B"):
+        found = planned({"pp": 4}, 4, micro_batches=8, schedule=schedule, hardware=instant).pipeline
+        assert found is not None
+        assert found.unsent.bubble == pytest.approx(3 / (8 + 3), rel=0.1)
+        assert found.run.bubble >= found.unsent.bubble
+    assert found.run.in_flight == (4, 3, 2, 1)
+
+
+def test_a_sequence_is_cut_into_stages() -> None:
+    """As split_stages does; a list of the same stages has the same plan."""
+    hidden = (32, 32, 512, 64, 64, 64)
+    layers = [Chunk(one) for one in hidden]
+    by_hand = zgraph.split_stages(layers, 2, batch=batch, hardware="cpu")
+    options: dict[str, Any] = {"world": {"pp": 2, "dp": 2}, "hardware": "cpu", "batch": batch, "micro_batches": 4}
+    cut = zgraph.plan(lambda: nn.Sequential(*map(Chunk, hidden)), **options)
+    sizes = [len(stage) for stage in by_hand]
+    listed = zgraph.plan(
+        lambda: [nn.Sequential(*map(Chunk, hidden[: sizes[0]])), nn.Sequential(*map(Chunk, hidden[sizes[0] :]))],
+        **options,
+    )
+    assert cut.pipeline is not None and listed.pipeline is not None
+    assert [stage.parameter_bytes for stage in cut.pipeline.stages] == [
+        stage.parameter_bytes for stage in listed.pipeline.stages
+    ]
+    assert cut.step_us == listed.step_us
+    interleaved = zgraph.plan(lambda: nn.Sequential(*map(Chunk, hidden)), chunks=2, **options).pipeline
+    assert interleaved is not None and len(interleaved.stages) == 4 and interleaved.schedule == "Interleaved1F1B"
+
+
+def test_the_text_json_and_report_of_a_pipeline(tmp_path: Any) -> None:
+    found = planned({"pp": 2, "dp": 2}, zero_stage=1)
+    assert found.pipeline is not None
+    text = str(found)
+    assert "zgraph.plan for 4 ranks (pp 2 x dp 2) of cpu" in text
+    assert f"2 stages, 4 micro-batches, 1F1B: bubble {found.pipeline.run.bubble:.1%}" in text
+    assert "with GPipe: " in text and "rank 1: forward " in text and "with 2 in flight" in text and "along pp: " in text
+    as_json = found.as_json()
+    assert as_json["pipeline"]["schedules"]["1F1B"]["bubble"] == found.pipeline.run.bubble
+    assert as_json["step_us"] == found.step_us == found.pipeline.run.step_us
+    assert {(graph["stage"], graph["runs"]) for graph in as_json["graphs"]} == {(0, 1), (0, 2), (1, 1), (1, 2)}
+    assert "schedules of 2 stages and 4 micro-batches" in [table.title for table in found.tables()]
+    assert any(found.report(tmp_path).rglob("report.json"))
+    most = max(found.pipeline.run.peak_bytes)
+    assert found.peak_bytes == most and found.ledger[0].together == most
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batches": None}, "micro_batches=None with a pipeline; write how many, such as micro_batches=8"),
+        ({"micro_batches": 0}, "micro_batches=0 with a pipeline"),
+        ({"chunks": True}, "chunks=True with a pipeline"),
+        ({"chunks": 2}, "model_fn returned 2 stages, and a pipeline takes chunks=2 for each of its 2 ranks"),
+        ({"world": {"pp": 4}}, "model_fn returned 2 stages, and a pipeline takes a multiple of its 4 ranks"),
+        ({"schedule": "1F1b"}, "schedule='1F1b' with 4 micro-batches: a plan knows .*; did you mean '1F1B'"),
+        ({"micro_batches": 1, "schedule": "1F1B"}, "schedule='1F1B' with 1 micro-batches: it needs at least as many"),
+        ({"optimizer_fn": lambda model: None}, "optimizer_fn with a pipeline, whose schedule runs outside of whole"),
+        ({"offload": zgraph.Offload(params="host")}, "offload with a pipeline"),
+        (
+            {"shard_fn": lambda stage, mesh: zgraph.shard(stage, mesh, offload=zgraph.Offload(params="host"))},
+            "shard_fn offloads, and only whole steps bring",
+        ),
+        ({"world": {"dp": 2}}, "micro_batches=4, and no pipeline; add its ranks to the axes"),
+        ({"world": {"dp": 2}, "micro_batches": None}, "model_fn returned a list; return a module, or add a pp axis"),
+    ],
+)
+def test_what_makes_no_pipeline_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"zgraph\.plan: {message}"):
+        planned(**cast(dict[str, Any], {"world": {"pp": 2}} | options))
+
+
+def test_a_model_that_is_no_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="model_fn returned a Chunk, which has no stages for a pipeline of 2 ranks"):
+        zgraph.plan(Chunk, world={"pp": 2}, batch=batch, micro_batches=2)
+
+
+class Mapped(Chunk):
+    def forward(self, x: Tensor) -> Any:
+        return {"x": super().forward(x)}
+
+
+def test_stages_hand_on_tensors() -> None:
+    with pytest.raises(ValueError, match="stage 0 returns a dict; stages hand on plain tensors: return one"):
+        zgraph.plan(lambda: [Mapped(), Chunk()], world={"pp": 2}, batch=batch, micro_batches=2)

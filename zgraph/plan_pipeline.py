@@ -1,0 +1,287 @@
+"""Plans the stages of a pipeline one by one, as each rank compiles those that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zgraph.analysis.hardware import Hardware
+from zgraph.analysis.liveness import MemoryCurve
+from zgraph.compiler.graph_pass import Direction
+from zgraph.compiler.memory_ledger import SPACES, SpaceUse
+from zgraph.compiler.plan_memory import plan_ledger, rest_on_paper
+from zgraph.errors import ZgraphError
+from zgraph.plan_frames import FramePlanner, PlannedFrame
+from zgraph.reporting.export.planned_step import PlannedGraph
+from zgraph.runtime.window_state import CLOSING, OPEN
+from zgraph.scheduling.cluster.axes import PIPELINE, Axes, AxisTraffic
+from zgraph.scheduling.cluster.layer_time import likeness
+from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan, PlannedStage, added, check_schedule
+from zgraph.scheduling.cluster.pipeline_run import StageCost
+from zgraph.scheduling.cluster.split_stages import split_stages
+from zgraph.sharding.scope import sharded_parameters, state_of
+from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.fake_values import fake_on_cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """A stage as it was compiled for its micro-batches: frames of all but the last, and of the last."""
+
+    module: nn.Module
+    frames: Sequence[PlannedFrame]
+    closing: Sequence[PlannedFrame]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPipeline:
+    """The stages of a pipeline, and everything that was compiled for them."""
+
+    plan: PipelinePlan
+    graphs: tuple[PlannedGraph, ...]
+    curves: tuple[MemoryCurve, ...]
+
+    @property
+    def ledger(self) -> tuple[SpaceUse, ...]:
+        """Memory of the rank that holds most."""
+        peaks = self.plan.run.peak_bytes
+        rank = peaks.index(max(peaks))
+        parameters = sum(stage.parameter_bytes for stage in self.plan.stages_of(rank))
+        state = sum(stage.state_bytes for stage in self.plan.stages_of(rank))
+        step = peaks[rank] - parameters - state
+        device = SpaceUse(space="device", parameters=parameters, state=state, step=step)
+        return device, *(SpaceUse(space=space) for space in SPACES[1:])
+
+
+def plan_pipeline(
+    model: nn.Module | Sequence[nn.Module],
+    inputs: Sequence[Any],
+    planner: FramePlanner,
+    axes: Axes,
+    *,
+    mode: Any,
+    shard_stage: Callable[[nn.Module], None],
+    micro_batches: int,
+    schedule: str | None,
+    chunks: int | None,
+) -> PlannedPipeline:
+    """Plan the stages of a model, and simulate the schedules.
+
+    Args:
+        model: an `nn.Sequential` to cut, or the stages.
+        inputs: of the first stage, of one micro-batch.
+        planner: whose machine, passes and report count for all stages.
+        axes: of the cluster, whose default group is there.
+        mode: that made model and inputs.
+        shard_stage: shards a stage.
+        micro_batches, schedule, chunks: as for `zgraph.plan`.
+
+    Raises:
+        ValueError: the model does not make such stages, a stage hands on something else than tensors or rests
+            elsewhere than on the device, or torch has no such schedule for them.
+        ZgraphError: nothing of a stage is compiled.
+    """
+    stages = _stages(model, axes.stages, chunks, inputs, planner.machine)
+    check_schedule(schedule, axes.stages, len(stages), micro_batches)
+    known: dict[Any, _Compiled] = {}
+    planned: list[PlannedStage] = []
+    graphs: list[PlannedGraph] = []
+    for number, stage in enumerate(stages):
+        key = likeness(stage, inputs)
+        if key not in known:
+            shard_stage(stage)
+            known[key] = _compiled(stage, number, inputs, planner, micro_batches, mode)
+        compiled = known[key]
+        is_last = number + 1 == len(stages)
+        planned.append(_planned(compiled, number, inputs, micro_batches, axes, planner.machine, is_last=is_last))
+        graphs += _graphs(compiled, number, micro_batches)
+        inputs = compiled.outputs
+    return PlannedPipeline(
+        plan=PipelinePlan.of(planned, axes.stages, micro_batches, schedule),
+        graphs=tuple(graphs),
+        curves=tuple(frame.curve for one in known.values() for frame in one.frames),
+    )
+
+
+def _stages(
+    model: nn.Module | Sequence[nn.Module], ranks: int, chunks: int | None, inputs: Sequence[Any], machine: Hardware
+) -> list[nn.Module]:
+    """The stages of a model."""
+    if isinstance(model, nn.Sequential):
+        return list(split_stages(model, ranks * (chunks or 1), batch=lambda: tuple(inputs), hardware=machine))
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        raise ValueError(
+            f"zgraph.plan: model_fn returned a {type(model).__name__}, which has no stages for a pipeline of {ranks} "
+            "ranks; return a list of modules, one for each stage, or an nn.Sequential, which zgraph.split_stages cuts."
+        )
+    stages = list(model)
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"zgraph.plan: stage {number} is a {type(stage).__name__}, not an nn.Module.")
+    wanted = "a multiple of" if chunks is None else f"chunks={chunks} for each of"
+    if not stages or len(stages) % ranks or (chunks is not None and len(stages) != chunks * ranks):
+        raise ValueError(
+            f"zgraph.plan: model_fn returned {len(stages)} stages, and a pipeline takes {wanted} its {ranks} ranks; "
+            "zgraph.split_stages makes them of a list of layers."
+        )
+    return stages
+
+
+def _compiled(
+    stage: nn.Module, number: int, inputs: Sequence[Any], template: FramePlanner, micro_batches: int, mode: Any
+) -> _Compiled:
+    """Compile a stage for the positions that a micro-batch has in the window of a step, see `zgraph.PipelineStage`."""
+    if rest_on_paper(stage, None, template.machine, has_optimizer=False) is not None:
+        raise ValueError(
+            "zgraph.plan: shard_fn offloads, and only whole steps bring to the device what rests elsewhere, which a "
+            "pipeline's are not; leave the offload out."
+        )
+    scopes = dict.fromkeys(state.scope for part in stage.modules() if (state := state_of(part)) is not None)
+    windows = [scope for scope in scopes if scope.has_windows]
+
+    def at(position: str | None, prefix: str) -> tuple[list[PlannedFrame], Any]:
+        planner = replace(template, prefix=f"stage{number}.{prefix}", frames=[])
+        for scope in windows:
+            scope.given = position
+        try:
+            returned = planner.compile(stage, inputs)
+        finally:
+            for scope in windows:
+                scope.given = None
+        if not planner.frames:
+            raise ZgraphError(
+                f"zgraph.plan: nothing was compiled of stage {number}; its forward is disabled for torch.compile."
+            )
+        return planner.frames, returned
+
+    if windows and micro_batches > 1:
+        frames, returned = at(OPEN, "open.")
+        closing, _ = at(CLOSING, "closing.")
+    else:
+        frames, returned = at(None, "")
+        closing = frames
+    outputs = (returned,) if isinstance(returned, Tensor) else returned
+    if not isinstance(outputs, tuple) or not all(
+        isinstance(one, Tensor) and not isinstance(one, DTensor)
+        for one in outputs  # pyright: ignore[reportUnknownVariableType]
+    ):
+        raise ValueError(
+            f"zgraph.plan: stage {number} returns a {type(returned).__name__}; stages hand on plain tensors: return "
+            "one, or a tuple of them."
+        )
+    handed: list[Tensor] = [fake_on_cpu(mode, one.detach()) for one in outputs]
+    return _Compiled(
+        module=stage,
+        frames=frames,
+        closing=closing,
+        outputs=tuple(one.requires_grad_(one.is_floating_point()) for one in handed),
+    )
+
+
+def _planned(
+    compiled: _Compiled,
+    number: int,
+    inputs: Sequence[Any],
+    micro_batches: int,
+    axes: Axes,
+    machine: Hardware,
+    *,
+    is_last: bool,
+) -> PlannedStage:
+    parts = _parts(compiled, micro_batches)
+    traffic: dict[str, AxisTraffic] = {}
+    for graphs, runs in parts:
+        for graph in graphs:
+            traffic = added(traffic, dict(graph.traffic), runs)
+    device, *_ = plan_ledger(compiled.module, None, None, [])
+    received = [value for value in inputs if isinstance(value, Tensor)] if number else []
+    entering = sum(value.nbytes for value in received)
+    returned = sum(value.nbytes for value in received if value.requires_grad)
+    leaving = sum(value.nbytes for value in compiled.outputs)
+    saved = sum(frame.saved_bytes for frame in compiled.frames)
+    cost = StageCost(
+        forward_us=_times(parts, ("forward", "inference")),
+        backward_us=_times(parts, ("backward",)),
+        send_us=machine.link_along(axes.stride(PIPELINE)).us(leaving),
+        resting_bytes=device.parameters + device.state,
+        gradient_bytes=_gradient_bytes(compiled.module, micro_batches),
+        kept_bytes=sum(frame.kept_bytes for frame in compiled.frames),
+        # What the last stage returns stays until the step ends, so it does not count as in flight.
+        saved_bytes=saved - leaving if is_last else saved,
+        forward_peak_bytes=_peak(compiled, lambda frame: frame.forward_peak_bytes),
+        backward_peak_bytes=_peak(compiled, lambda frame: frame.backward_peak_bytes),
+        left_bytes=returned if is_last else returned + leaving,
+        # torch's stage has a buffer for each micro-batch's activations, and one for their gradients.
+        buffer_bytes=micro_batches * (entering + leaving),
+    )
+    return PlannedStage(
+        cost=cost,
+        parameter_bytes=device.parameters,
+        state_bytes=device.state,
+        traffic=traffic,
+        activation_bytes=leaving,
+        input_gradient_bytes=returned,
+    )
+
+
+def _parts(compiled: _Compiled, micro_batches: int) -> list[tuple[list[PlannedGraph], int]]:
+    """Graphs of the first micro-batch, of those between, and of the last one; and how many these are."""
+    first = [
+        (frame.later if direction == "backward" else frame.graphs)[direction]
+        for frame in compiled.frames
+        for direction in frame.graphs
+    ]
+    between = [graph for frame in compiled.frames for graph in frame.later.values()]
+    last = [graph for frame in compiled.closing for graph in frame.later.values()]
+    return [(first, 1), (between, max(0, micro_batches - 2)), (last, min(1, micro_batches - 1))]
+
+
+def _times(parts: Sequence[tuple[list[PlannedGraph], int]], directions: tuple[Direction, ...]) -> tuple[float, ...]:
+    """Microseconds of each micro-batch, in the order in which they run."""
+    return tuple(
+        us
+        for graphs, runs in parts
+        for us in [sum(graph.timeline.step_us for graph in graphs if graph.direction in directions)] * runs
+    )
+
+
+def _peak(compiled: _Compiled, of_frame: Callable[[PlannedFrame], int]) -> int:
+    """Most that is alive while a micro-batch runs; a frame runs beside what the frames before it have saved."""
+    peak = 0
+    for frames in (compiled.frames, compiled.closing):
+        saved = 0
+        for frame in frames:
+            peak = max(peak, saved + of_frame(frame))
+            saved += frame.saved_bytes
+    return peak
+
+
+def _gradient_bytes(stage: nn.Module, micro_batches: int) -> int:
+    """Gradients of a rank between backwards: `.grad`, and at stage 1 the unsharded sums that wait."""
+    found = sum(
+        (local_of(value) if isinstance(value, DTensor) else value).nbytes
+        for value in stage.parameters()
+        if value.requires_grad
+    )
+    if micro_batches > 1:
+        for param in sharded_parameters(stage).values():
+            layout = param.spec.layout
+            if layout.zero_stage == 1 and layout.is_reduced:
+                found += math.prod(layout.shape) * param.spec.dtype.itemsize
+    return found
+
+
+def _graphs(compiled: _Compiled, number: int, micro_batches: int) -> list[PlannedGraph]:
+    """Graphs of a stage, each with how often it runs in a step."""
+    return [
+        replace(graph, stage=number, runs=runs)
+        for graphs, runs in _parts(compiled, micro_batches)
+        for graph in graphs
+        if runs
+    ]

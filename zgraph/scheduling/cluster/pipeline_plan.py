@@ -1,0 +1,165 @@
+"""The plan of a pipeline: its stages, what its ranks hold and send, and its schedules beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zgraph.scheduling.cluster.axes import PIPELINE, AxisTraffic
+from zgraph.scheduling.cluster.pipeline_run import PipelineRun, StageCost, simulate_pipeline
+from zgraph.scheduling.cluster.schedule_order import schedules_for, why_not
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """One stage in a step.
+
+    Attributes:
+        cost: of its micro-batches.
+        parameter_bytes, state_bytes: at rest on one rank: parameters with buffers, and the optimizer's state.
+        traffic: what one rank sends along the axes within the stage, in all micro-batches of a step.
+        activation_bytes: of one micro-batch, which it sends to the next stage.
+        input_gradient_bytes: of one micro-batch, which it sends to the stage before; 0 of the first one.
+    """
+
+    cost: StageCost
+    parameter_bytes: int
+    state_bytes: int
+    traffic: dict[str, AxisTraffic]
+    activation_bytes: int
+    input_gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """A step of a pipeline. Rank r has the stages r, r + ranks, ...
+
+    Attributes:
+        stages: in the order in which a micro-batch passes them.
+        micro_batches: of a step.
+        runs: the step under each schedule that can be run on so many stages and micro-batches.
+        schedule: the one that is planned.
+        unsent: the step under it, if sending took no time.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    micro_batches: int
+    runs: tuple[PipelineRun, ...]
+    schedule: str
+    unsent: PipelineRun
+
+    @classmethod
+    def of(cls, stages: Sequence[PlannedStage], ranks: int, micro_batches: int, schedule: str | None) -> PipelinePlan:
+        """Simulate every schedule.
+
+        Args:
+            stages: as many on each rank.
+            ranks: of the pipeline.
+            micro_batches: of a step.
+            schedule: as in `check_schedule`.
+        """
+        chosen = check_schedule(schedule, ranks, len(stages), micro_batches)
+        costs = [stage.cost for stage in stages]
+        return cls(
+            stages=tuple(stages),
+            micro_batches=micro_batches,
+            runs=tuple(
+                simulate_pipeline(name, ranks, costs) for name in schedules_for(ranks, len(stages), micro_batches)
+            ),
+            schedule=chosen,
+            unsent=simulate_pipeline(chosen, ranks, [replace(cost, send_us=0.0) for cost in costs]),
+        )
+
+    @property
+    def run(self) -> PipelineRun:
+        """The step under the schedule that is planned."""
+        return next(run for run in self.runs if run.schedule == self.schedule)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.run.busy_us)
+
+    def stages_of(self, rank: int) -> tuple[PlannedStage, ...]:
+        """Stages that a rank holds."""
+        return self.stages[rank :: self.ranks]
+
+    def traffic_of(self, rank: int) -> dict[str, AxisTraffic]:
+        """What a rank sends along each axis in a step; on that of the pipeline, exposed is what sending adds to it."""
+        sent, messages_us = 0, 0.0
+        for number in range(rank, len(self.stages), self.ranks):
+            stage = self.stages[number]
+            if number + 1 < len(self.stages):
+                sent += stage.activation_bytes * self.micro_batches
+                messages_us += stage.cost.send_us * self.micro_batches
+            if number:
+                sent += stage.input_gradient_bytes * self.micro_batches
+                messages_us += self.stages[number - 1].cost.send_us * self.micro_batches
+        exposed_us = min(self.run.step_us - self.unsent.step_us, messages_us)
+        found = {PIPELINE: AxisTraffic(sent, exposed_us, messages_us - exposed_us)}
+        for stage in self.stages_of(rank):
+            found = added(found, stage.traffic)
+        return found
+
+    def traffic(self) -> dict[str, AxisTraffic]:
+        """By axis, that of the rank which sends most along it."""
+        of_ranks = [self.traffic_of(rank) for rank in range(self.ranks)]
+        axes = dict.fromkeys(axis for found in of_ranks for axis in found)
+        return {
+            axis: max((found.get(axis, AxisTraffic()) for found in of_ranks), key=lambda one: one.sent_bytes)
+            for axis in axes
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "schedules": {
+                run.schedule: {
+                    "step_us": run.step_us,
+                    "bubble": run.bubble,
+                    "peak_bytes": list(run.peak_bytes),
+                    "in_flight": list(run.in_flight),
+                }
+                for run in self.runs
+            },
+            "stages": [
+                {
+                    "rank": number % self.ranks,
+                    "forward_us": sum(stage.cost.forward_us) / self.micro_batches,
+                    "backward_us": sum(stage.cost.backward_us) / self.micro_batches,
+                    "parameter_bytes": stage.parameter_bytes,
+                    "activation_bytes": stage.cost.saved_bytes,
+                    "sent_to_next_bytes": stage.activation_bytes if number + 1 < len(self.stages) else 0,
+                }
+                for number, stage in enumerate(self.stages)
+            ],
+        }
+
+
+def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches: int) -> str:
+    """The schedule to plan.
+
+    Args:
+        schedule: its name; None: Interleaved1F1B with several stages on a rank, else 1F1B, or GPipe if there are too
+            few micro-batches for that.
+        ranks, stages, micro_batches: of the pipeline.
+
+    Raises:
+        ValueError: torch cannot run it on so many stages and micro-batches.
+    """
+    usual = ["Interleaved1F1B"] if stages > ranks else ["1F1B", "GPipe"]
+    possible = [name for name in usual if not why_not(name, ranks, stages, micro_batches)]
+    chosen = schedule or (possible or usual)[0]
+    reason = why_not(chosen, ranks, stages, micro_batches)
+    if reason:
+        raise ValueError(f"zgraph.plan: schedule={chosen!r} with {micro_batches} micro-batches: {reason}.")
+    return chosen
+
+
+def added(one: dict[str, AxisTraffic], other: dict[str, AxisTraffic], times: int = 1) -> dict[str, AxisTraffic]:
+    """Traffic by axis of one and, so many times, of another."""
+    axes: Iterable[str] = dict.fromkeys((*one, *other))
+    return {axis: one.get(axis, AxisTraffic()) + other.get(axis, AxisTraffic()).times(times) for axis in axes}

@@ -36,6 +36,9 @@ def step():
     print("made by a function")
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), (torch.zeros(4, 8),)
 
+def stages():
+    return [nn.Linear(8, 8), nn.Linear(8, 8)], (torch.zeros(4, 8),)
+
 def wide():
     return step()[0], (torch.zeros(4, 9),)
 
@@ -170,6 +173,12 @@ def test_plan_prints_what_zgraph_plan_finds(folder: Path) -> None:
     assert "made by" not in shown.stdout
 
 
+def test_plan_takes_the_axes_of_a_pipeline(folder: Path) -> None:
+    words = ("plan", "users_step:stages", "--world", "pp=2,dp=2", "--micro-batches", "4", "--hardware", "cpu")
+    found = json.loads(typed(*words, "--json").stdout)
+    assert found["axes"] == {"pp": 2, "dp": 2} and found["pipeline"]["micro_batches"] == 4
+
+
 def test_plan_covers_the_optimizer_where_it_is_asked_to(folder: Path) -> None:
     words = ("plan", "users_step:step", "--world-size", "4", "--hardware", "cpu")
     found = json.loads(typed(*words, "--json", "--optimizer", "adamw").stdout)
@@ -203,7 +212,11 @@ def test_plan_keeps_within_a_budget_or_says_what_would_do(folder: Path) -> None:
     ("words", "message"),
     [
         (["users_step:step", "--world-size", "0"], "'--world-size': 0 is not in the range"),
-        (["users_step:step"], "Missing option '--world-size'"),
+        (["users_step:step"], "Write the number of ranks as --world-size 64, or their axes as --world pp=4,dp=16"),
+        (["users_step:step", "--world-size", "2", "--world", "dp=2"], "Write the number of ranks as --world-size 64"),
+        (["users_step:step", "--world", "dp"], "'dp' names no axes with their sizes; write them as pp=4,dp=8"),
+        (["users_step:step", "--world", "dp=2,dp=2"], "'dp=2,dp=2' names no axes"),
+        (["users_step:step", "--world", "dp=2,tp=2"], "How a model is split over tp is for zgraph.plan to say"),
         (["--world-size", "2"], "Missing argument 'MODULE:FN'"),
         (["not_a_module:step", "--world-size", "2"], "there is no module 'not_a_module' here"),
         (["users_step.inner:step", "--world-size", "2"], "there is no module 'users_step.inner' here"),

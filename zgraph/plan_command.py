@@ -19,7 +19,7 @@ from zgraph.reporting.commands.terminal import UserError, json_option, print_jso
 
 if TYPE_CHECKING:
     from zgraph.analysis.hardware import Hardware
-    from zgraph.planned_step import Plan
+    from zgraph.reporting.export.planned_step import Plan
 
 Step = tuple[Any, tuple[Any, ...]]  # a model, and the arguments of one rank's forward
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)?", re.IGNORECASE)
@@ -44,9 +44,26 @@ class ByteSize(click.ParamType):
         return count
 
 
+class AxisSizes(click.ParamType):
+    """Sizes of a cluster's axes, the outermost first: "pp=4,dp=8"."""
+
+    name = "axes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for part in str(value).split(","):
+            name, equals, size = (text.strip() for text in part.partition("="))
+            if not (equals and name and size.isdecimal()) or name in found:
+                self.fail(f"{value!r} names no axes with their sizes; write them as pp=4,dp=8.", param, ctx)
+            found[name] = int(size)
+        return found
+
+
 @click.command()
 @click.argument("function", metavar="MODULE:FN")
-@click.option("--world-size", type=click.IntRange(min=1), required=True, help="Ranks of the cluster.")
+@click.option("--world-size", type=click.IntRange(min=1), help="Ranks of the cluster.")
+@click.option("--world", type=AxisSizes(), help="Or its axes, the outermost first, such as pp=4,dp=8.")
+@click.option("--micro-batches", type=click.IntRange(min=1), help="Of a step, with a pp axis.")
 @click.option("--hardware", default="h100", show_default=True, help="A preset, or a file made by `calibrate --json`.")
 @click.option("--budget", type=ByteSize(), help="What a step may hold, such as 60GiB; passes then schedule by costs.")
 @click.option("--zero-stage", type=click.IntRange(0, 3), default=3, show_default=True, help="As in zgraph.shard.")
@@ -62,7 +79,9 @@ class ByteSize(click.ParamType):
 @json_option
 def plan(
     function: str,
-    world_size: int,
+    world_size: int | None,
+    world: dict[str, int] | None,
+    micro_batches: int | None,
     hardware: str,
     budget: int | None,
     zero_stage: int,
@@ -75,11 +94,26 @@ def plan(
 
     MODULE:FN names a function without arguments, such as train:step of train.py in this folder. It returns a model and
     the tuple of arguments of one rank's forward. Inside, tensors have shapes but no values, so models of any size fit.
+    With a pp axis the model is an nn.Sequential, or a list of stages, and the arguments are those of one micro-batch.
     """
+    if (world_size is None) == (world is None):
+        raise click.UsageError("Write the number of ranks as --world-size 64, or their axes as --world pp=4,dp=16.")
+    if world is not None and world.get("tp", 1) > 1:
+        raise click.UsageError("How a model is split over tp is for zgraph.plan to say, by its shard_fn.")
     with working("planning"):
         step = function_named(function)
         machine = hardware_named(hardware)
-        found = _planned(step, machine, world_size, budget, zero_stage, param_dtype, optimizer)
+        found = _planned(
+            step,
+            machine,
+            budget,
+            zero_stage,
+            param_dtype,
+            optimizer,
+            world_size=world_size,
+            world=world,
+            micro_batches=micro_batches,
+        )
         written = None if html is None else _write(found, html)
     if as_json:
         print_json(found.as_json() | ({} if written is None else {"report": str(written)}))
@@ -99,11 +133,11 @@ def _write(found: Plan, directory: Path) -> Path:
 def _planned(
     step: Callable[[], Any],
     machine: Hardware,
-    world_size: int,
     budget: int | None,
     zero_stage: int,
     param_dtype: str | None,
     optimizer: str | None,
+    **cluster: Any,
 ) -> Plan:
     import torch
 
@@ -123,7 +157,7 @@ def _planned(
     try:
         return zgraph.plan(
             make_model,
-            world_size=world_size,
+            **cluster,
             batch=lambda: made[0][1],
             shard_fn=functools.partial(zgraph.shard, zero_stage=zero_stage, param_dtype=dtype),
             hardware=machine,
@@ -155,7 +189,7 @@ def call(step: Callable[[], Any]) -> Step:
     import torch
 
     match made:
-        case (torch.nn.Module() as model, tuple() | list() as inputs):
+        case (torch.nn.Module() | list() as model, tuple() | list() as inputs):
             return model, tuple(inputs)
         case _:
             kind = "(" + ", ".join(type(part).__name__ for part in made) + ")" if isinstance(made, tuple) else made

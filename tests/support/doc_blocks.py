@@ -251,6 +251,36 @@ def _a_pipeline() -> dict[str, Any]:
     }
 
 
+def _mlp_blocks() -> dict[str, Any]:
+    class Blocks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Mlp() for _ in range(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](x)
+
+    names = {"ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel, "make_model": Blocks}
+    return names | {"parallelize_module": parallelize_module, "batch": lambda: (torch.zeros(4, 6),)}
+
+
+def _waited_for(names: dict[str, Any]) -> None:
+    assert names["found"].traffic["tp"].sent_bytes > 0
+
+
+def _layers() -> dict[str, Any]:
+    return {
+        "nn": nn,
+        "embed": lambda: nn.Embedding(8, 16),
+        "block": lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()),
+        "head": lambda: nn.Linear(16, 8),
+    }
+
+
+def _split(names: dict[str, Any]) -> None:
+    assert sum(map(len, names["stages"])) == 8
+
+
 def _an_mlp() -> dict[str, Any]:
     names = {"dp": 1, "tp": RANKS, "ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel}
     return names | {"init_device_mesh": init_device_mesh, "parallelize_module": parallelize_module, "model": Mlp()}
@@ -480,6 +510,8 @@ SETTINGS = [
     Setting('offload = zgraph.Offload(params="disk", path="scratch", param_bits', _generating, _computed),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),
+    Setting("def shard(model, mesh):", _mlp_blocks, _waited_for, on="one process"),
+    Setting("layers = lambda: nn.Sequential(embed()", _layers, _split, on="one process"),
     Setting("target   = zgraph.Target(", _sharded, _train),
     Setting("with zgraph.measure(model):", _training, _measured),
     # metrics.md

@@ -18,6 +18,8 @@ from zgraph.sharding.scope import closes_window
 
 _DEVICES = ("cpu", "cuda")
 _ALIGNMENT_BYTES = 64  # alignment of torch's allocations on a CPU
+# Rows from which on the bits of a row do not depend on how many are multiplied: for fewer MKL has another kernel.
+ROUNDED_ALIKE = 4
 SLOT = "first_hop"  # name of the error-feedback state of the whole gradient, the same as for codes
 
 
@@ -94,9 +96,10 @@ def low_rank_means(
     for batch, directions, factor in zip(layout.batches(), layout.left(basis), layout.right(right), strict=True):
         for place, member in enumerate(batch.members):
             mean = basis.new_empty((kept_rows[member], batch.columns))
-            own = directions[place, :, first_rows[member] : first_rows[member] + kept_rows[member]]
-            torch.mm(own.t(), factor[place], out=mean[: own.shape[1]])
-            mean[own.shape[1] :] = 0.0
+            first, last = first_rows[member], min(first_rows[member] + kept_rows[member], batch.rows)
+            count = max(0, last - first)
+            _multiply_rows(directions[place], factor[place], first, mean[:count])
+            mean[count:] = 0.0
             means[member] = mean.to(dtype)
         before = torch.stack([kept[member].tensors["right"] for member in batch.members])
         for member, found in zip(batch.members, next_right(factor, before).unbind(), strict=True):
@@ -104,6 +107,24 @@ def low_rank_means(
     for handle, feedback in zip(handles, kept, strict=True):
         feedback.end(closing=closes_window(handle, window))
     return means
+
+
+def _multiply_rows(directions: Tensor, factor: Tensor, first: int, out: Tensor) -> None:
+    """Write rows of directions.t() @ factor, from the first on, rounded as in the whole product.
+
+    Args:
+        directions: [rank, rows].
+        factor: [rank, columns].
+        first: row that comes first.
+        out: [count, columns].
+    """
+    count, rows = out.shape[0], directions.shape[1]
+    if count >= min(ROUNDED_ALIKE, rows):
+        torch.mm(directions[:, first : first + count].t(), factor, out=out)
+    elif count:
+        begin = max(0, min(first, rows - ROUNDED_ALIKE))
+        around = torch.mm(directions[:, begin : begin + ROUNDED_ALIKE].t(), factor)
+        out.copy_(around[first - begin :][:count])
 
 
 def first_right(name: str, like: Tensor) -> Tensor:

@@ -56,9 +56,12 @@ class Bucket:
     def right(self, left: Tensor, deltas: list[Tensor]) -> list[Tensor]:
         return torch.ops.zgraph.low_rank_right(left, deltas, self.handles, *self.sizes)
 
-    def means(self, basis: Tensor, right: Tensor) -> list[Tensor]:
-        whole = ([0] * len(SIZES), self.rows)
-        return torch.ops.zgraph.low_rank_means(basis, right, self.handles, *self.sizes, *whole, torch.float32, ALONE)
+    def means(self, basis: Tensor, right: Tensor, first: int = 0, count: int = 1 << 30) -> list[Tensor]:
+        """Of each matrix the rows from the first on, and zeros where there are fewer than so many."""
+        firsts = [min(first, rows) for rows in self.rows]
+        counts = [min(count, rows) for rows in self.rows]
+        sizes = (*self.sizes, firsts, counts)
+        return torch.ops.zgraph.low_rank_means(basis, right, self.handles, *sizes, torch.float32, ALONE)
 
 
 def together(buckets: list[Bucket], grads: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -75,6 +78,23 @@ def gradients(ranks: int, seed: int, scale: float = 1.0) -> list[list[Tensor]]:
         [scale * random(*size, seed=1000 * seed + 100 * rank + place) for place, size in enumerate(SIZES)]
         for rank in range(ranks)
     ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_rank_with_few_rows_has_the_bits_of_the_whole_mean(count: int) -> None:
+    """MKL multiplies three rows or fewer by another kernel."""
+    bucket, (grads,) = Bucket(rank=2), gradients(1, seed=7)
+    left, *deltas = bucket.left(grads)
+    basis, right = bucket.right(left, deltas)
+    kept = [feedback.tensors["right"] for feedback in bucket.kept]
+    whole = bucket.means(basis, right)
+    for first in range(0, max(bucket.rows), count):
+        for feedback, before in zip(bucket.kept, kept, strict=True):
+            feedback.tensors["right"] = before
+        for part, mean in zip(bucket.means(basis, right, first, count), whole, strict=True):
+            expected = mean[first : first + count]
+            assert torch.equal(part[: len(expected)], expected)
+            assert not part[len(expected) :].any()
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])

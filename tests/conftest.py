@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.ranks import Ranks, RanksPool
 
+POOL = pytest.StashKey[RanksPool]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch", help="the release that test_versions.py expects, instead of that in constraints.txt")
@@ -66,11 +68,18 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RanksPool]:
+def pool(pytestconfig: pytest.Config) -> Iterator[RanksPool]:
     """Ranks of any number, for a test that needs two groups."""
-    running = RanksPool()
+    running = pytestconfig.stash[POOL] = RanksPool()
     yield running
     running.close()
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Between two tests, never between two calls of one, which may rely on what the first has left."""
+    running = item.config.stash.get(POOL, None)
+    if running is not None:
+        running.renew()
 
 
 @pytest.fixture(scope="session")

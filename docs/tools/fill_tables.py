@@ -5,7 +5,7 @@
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
 `--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes, report_page.json and
-offload_overlap.json, offload_inference.json and offload_capacity.json what the scripts of their names do,
+offload_overlap.json, offload_inference.json, offload_capacity.json and cpu_adam.json what the scripts of their names do,
 offload_states.json what the second does with `--states`. Needs nothing but Python.
 """
 
@@ -100,7 +100,7 @@ def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
     kinds = {"convergence": convergence, "zoo": zoo, "report_page": page}
-    kinds |= {"offload_overlap": offload, "offload_states": states, "offload_inference": inference}
+    kinds |= {"offload_overlap": offload, "offload_states": states, "offload_inference": inference, "cpu_adam": adam}
     if name == "offload_capacity":
         return capacity([load(one.stem) for one in sorted(RESULTS.glob(f"{name}*.json"), reverse=True)])
     return kinds.get(name, link)(load(name))
@@ -339,6 +339,21 @@ def inference(result: dict[str, Any]) -> str:
         + f"\nThe GPT of `examples/train_gpt.py`, smaller, after {config['steps']} steps.\n"
         + provenance([result])
     )
+
+
+def adam(result: dict[str, Any]) -> str:
+    """Updates on the processor beside the bandwidth of its memory."""
+    rows = [
+        (
+            row["way"],
+            str(row["million"]),
+            f"{row['ms']:.1f} ({row['quartiles_ms'][0]:.1f}-{row['quartiles_ms'][1]:.1f})",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['share_of_triad']:.2f}",
+        )
+        for row in result["rows"]
+    ]
+    return markdown(("", "M elements", "ms (quartiles)", "GB/s", "of the triad"), rows) + provenance([result])
 
 
 def capacity(results: Sequence[dict[str, Any]]) -> str:

@@ -21,6 +21,7 @@ turns, and medians of the ratios to the triad of the same turn.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -171,7 +172,8 @@ def main() -> None:
             f"{row.share_of_triad:13.2f}"
         )
     if options.json is not None:
-        found = {"commit": commit(), "processor": processor(), "threads": options.threads, "torch": torch.__version__}
+        about = {"commit": commit(), "processor": processor(), "cores": os.cpu_count()}
+        found = {**about, "threads": options.threads, "torch": torch.__version__}
         options.json.write_text(json.dumps({**found, "rows": [asdict(row) for row in table]}, indent=2) + "\n")
 
 

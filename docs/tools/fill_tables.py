@@ -4,9 +4,9 @@
     python docs/tools/fill_tables.py --check    # fail where a page holds others
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
-`--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes, report_page.json and
-offload_overlap.json, offload_inference.json, offload_capacity.json and cpu_adam.json what the scripts of their names do,
-offload_states.json what the second does with `--states`. Needs nothing but Python.
+`--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes. report_page.json,
+cpu_adam.json, offload_overlap.json, offload_inference.json and offload_capacity.json are what the scripts of these
+names write, and offload_states.json what offload_overlap.py writes with `--states`. Needs nothing but Python.
 """
 
 from __future__ import annotations

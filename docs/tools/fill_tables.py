@@ -358,7 +358,14 @@ def adam(result: dict[str, Any]) -> str:
 
 def capacity(results: Sequence[dict[str, Any]]) -> str:
     """The largest models that train in some memory."""
-    names = {"plain": "plain PyTorch", "fsdp2": "FSDP2, offloaded to the host", "zgraph": "zgraph, all on disk"}
+    names = {
+        "plain": "plain PyTorch",
+        "fsdp2": "FSDP2, offloaded to the host",
+        "deepspeed-cpu": "DeepSpeed ZeRO-3, offloaded to the host",
+        "deepspeed-nvme": "DeepSpeed ZeRO-3, offloaded to disk",
+        "zgraph": "zgraph, all on disk",
+    }
+    timed = not any(result.get("busy") for result in results)  # as for inference
     rows: list[tuple[str, ...]] = []
     for result in results:
         base = result["ways"]["plain"]
@@ -373,11 +380,18 @@ def capacity(results: Sequence[dict[str, Any]]) -> str:
                     f"{row['layers']} layers of width {row['width']}",
                     f"{row['numel'] / 1e6:.0f}",
                     ratio,
-                    f"{min(row['seconds'][1:]):.1f}" if row["seconds"][1:] else row.get("step_s", ""),
+                    f"{min(row['seconds'][1:]):.1f}",
                 )
             )
-            rows.append((f"{result['gib']} GiB", names[way], *found))
-    heads = ("memory", "", "largest that trains", "M parameters", "times plain PyTorch", "s a step")
+            rows.append((f"{result['gib']} GiB", names[way], *(found if timed else found[:-1])))
+    heads = (
+        "memory",
+        "",
+        "largest that trains",
+        "M parameters",
+        "times plain PyTorch",
+        *(["s a step"] if timed else []),
+    )
     return markdown(heads, rows) + "".join(map(provenance, [[one] for one in results]))
 
 

@@ -48,10 +48,9 @@ def test_a_llama_is_planned_without_a_gpu(tmp_path: Path) -> None:
     assert one < two < 2 * one
 
 
-def diffused(folder: Path, *options: str) -> str:
-    """Output of a tiny run of train_dit.py on two ranks."""
-    small = ["--quick", "--width", "16", "--heads", "2", "--batch", "16", "--picture", str(folder / "digits.png")]
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train_dit.py"), *small, *options]
+def on_two_ranks(script: str, folder: Path, *options: str) -> str:
+    """Output of a short run of an example, started in the folder."""
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / script), "--quick", *options]
     done = subprocess.run(
         command,
         cwd=folder,
@@ -63,6 +62,12 @@ def diffused(folder: Path, *options: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def diffused(folder: Path, *options: str) -> str:
+    """Output of a tiny run of train_dit.py."""
+    small = ["--width", "16", "--heads", "2", "--batch", "16", "--picture", str(folder / "digits.png")]
+    return on_two_ranks("train_dit.py", folder, *small, *options)
 
 
 @pytest.mark.slow
@@ -86,19 +91,9 @@ def test_embedders_without_the_sum_drift_apart(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_mixture_of_experts_trains_on_two_ranks(tmp_path: Path) -> None:
     """Its loss falls, and its experts' loads, which add up to all tokens, leave some of these without room."""
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train_moe.py"), "--quick"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, **environment("lo")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    text = on_two_ranks("train_moe.py", tmp_path)
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
     assert losses[-1] < 0.8 * losses[0]
-    for shares in re.findall(r"tokens per expert ([ \d%]+)  dropped", done.stdout):
+    for shares in re.findall(r"tokens per expert ([ \d%]+)  dropped", text):
         assert sum(int(share) for share in shares.replace("%", "").split()) == pytest.approx(100, abs=4)  # rounded
-    assert max(float(found) for found in re.findall(r"dropped ([\d.]+)%", done.stdout)) > 0
+    assert max(float(found) for found in re.findall(r"dropped ([\d.]+)%", text)) > 0

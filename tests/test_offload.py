@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
-from examples.benchmarks.loopback import Transfer, Wire, loopback
+from examples.benchmarks.loopback import Wire, loopback
 from tests.support.judges.happens_before import HappensBefore, judging
+from tests.support.judges.judged_lanes import JudgedLanes
 from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.ranks import Ranks, worlds
 from tests.support.whole_steps import Case, assert_same, train
@@ -230,36 +231,6 @@ def test_a_size_that_is_none_is_an_error() -> None:
 
 
 # --- who may touch what, and when -------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class JudgedCopy:
-    """A copy that a judge is told of, as it is of collectives."""
-
-    judge: HappensBefore
-    transfer: Transfer
-
-    def wait(self) -> Tensor:
-        self.transfer.was_waited_for = True
-        self.judge.waited(self.transfer)
-        return self.transfer.filled[0].copy_(self.transfer.sent[0])
-
-
-@dataclass(eq=False)
-class JudgedLanes:
-    judge: HappensBefore
-
-    def offload(self, tensor: Tensor) -> JudgedCopy:
-        return self._start("offload", tensor.detach())
-
-    def reload(self, kept: Tensor) -> JudgedCopy:
-        return self._start("reload", kept)
-
-    def _start(self, kind: str, source: Tensor) -> JudgedCopy:
-        filled = [torch.empty_like(source)]
-        transfer = Transfer(kind=kind, number=0, sent=[source], filled=filled, copy=None, sent_bytes=source.nbytes)
-        self.judge.started(transfer)
-        return JudgedCopy(self.judge, transfer)
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
-from examples.benchmarks.loopback import Transfer, Wire, loopback
+from examples.benchmarks.loopback import Wire, loopback
 from tests.support.judges.happens_before import HappensBefore, judging
+from tests.support.judges.judged_lanes import JudgedLanes
 from tests.support.lazy_streams import LazyLanes
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST, STATE
@@ -76,40 +77,6 @@ def test_late_streams_see_memory_that_is_freed_early() -> None:
 # --- who may touch what, and when -------------------------------------------------------------------------------------
 
 WIDTH, LAYERS = 32, 3
-
-
-@dataclass(eq=False)
-class JudgedCopy:
-    """A copy that a judge is told of, as it is of collectives."""
-
-    judge: HappensBefore
-    transfer: Transfer
-
-    def wait(self) -> Tensor:
-        self.transfer.was_waited_for = True
-        self.judge.waited(self.transfer)
-        return self.transfer.filled[0].copy_(self.transfer.sent[0])
-
-
-@dataclass(eq=False)
-class JudgedLanes:
-    """Lanes of which a judge hears."""
-
-    judge: HappensBefore
-
-    def offload(self, tensor: Tensor) -> JudgedCopy:
-        return self._start("offload", tensor.detach(), torch.empty_like(tensor))
-
-    def reload(self, kept: Tensor) -> JudgedCopy:
-        return self._start("reload", kept, torch.empty_like(kept))
-
-    def store(self, source: Tensor, kept: Tensor) -> JudgedCopy:
-        return self._start("store", source.detach(), kept)
-
-    def _start(self, kind: str, source: Tensor, filled: Tensor) -> JudgedCopy:
-        transfer = Transfer(kind=kind, number=0, sent=[source], filled=[filled], copy=None, sent_bytes=source.nbytes)
-        self.judge.started(transfer)
-        return JudgedCopy(self.judge, transfer)
 
 
 def trained(stage: int, planned: bool, watcher: HappensBefore) -> None:

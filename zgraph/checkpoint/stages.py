@@ -71,7 +71,11 @@ def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names_of_no_rank(others: Sequence[str]) -> list[str]:
-    """Of the names in a checkpoint that each rank's model lacks, those that all lack."""
+    """Names that the models of all ranks lack.
+
+    Args:
+        others: names in the checkpoint that this rank's model lacks.
+    """
     everywhere: list[Sequence[str]] = gathered(list(others))
     lacking = set(everywhere[0]).intersection(*everywhere[1:])
     return [name for name in others if name in lacking]

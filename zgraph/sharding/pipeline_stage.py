@@ -46,7 +46,8 @@ class PipelineStage(TorchStage):
         options: further arguments of torch's `PipelineStage`, such as `group`.
 
     Raises:
-        ValueError: a `dw_builder` is given, `closes` is something else, or nothing is at stage 3 to keep.
+        ValueError: a `dw_builder` is given, `closes` is something else, or `keep_bytes` is negative or finds no
+            parameter at stage 3.
         ZgraphError: from `schedule.step`, if another micro-batch was the last; and from `optimizer.step()`, if the
             schedule's step has failed.
     """

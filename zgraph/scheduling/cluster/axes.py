@@ -54,7 +54,7 @@ class Axes:
         sizes: by name, of `AXES`; a missing dp has one rank.
 
     Raises:
-        ValueError: there is no axis, a name is unknown, or a size is not a positive whole number.
+        ValueError: no axis is given, a name is unknown, or a size is not a positive whole number.
     """
 
     sizes: Mapping[str, int] = field(hash=False)

@@ -31,19 +31,26 @@ def hazards(order: Sequence[fx.Node]) -> Hazards:
     Returns:
         Nodes without hazards are left out, and so are pairs that follow from others.
     """
-    regions = Regions(order if any(written_arguments(node) for node in order) else ())
+    writes = {node: given for node in order if (given := [*written_arguments(node), *nodes.low_rank_handles(node)])}
+    regions = Regions(order if writes else ())
+    # Most values lie where nobody writes: reading them follows from being an input.
+    changed = {storage for given in writes.values() for value in given for storage in regions.storages(value)}
     accesses: dict[int, list[_Access]] = {}
     before: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
         if node.op in ("placeholder", "output"):
             continue
-        written = regions.of([*written_arguments(node), *nodes.low_rank_handles(node)])
+        written = regions.of(writes.get(node, ()))
         written |= {OUTSIDE} if _acts_outside(node) else set()
-        read = set[Region]() if _only_views(node) else regions.of(node.all_input_nodes)
+        read = set[Region]()
+        if not _only_views(node):
+            read = regions.of(one for one in node.all_input_nodes if not changed.isdisjoint(regions.storages(one)))
         if nodes.is_wait(node):
             read |= regions.of(nodes.start_of(node).all_input_nodes)
             # What a copy writes to is there when it has been waited for.
             written |= regions.of(written_arguments(nodes.start_of(node)))
+        if not (read or written):
+            continue
         earlier: dict[fx.Node, None] = {}
         for region in sorted(read | written):
             access = _Access(node, region, region in written)
@@ -86,6 +93,10 @@ class Regions:
         self._storages = found.storages()
         self._known: dict[fx.Node, tuple[Region, ...]] = {}
 
+    def storages(self, value: fx.Node) -> tuple[int, ...]:
+        """Numbers of the storages that a value lies in; none for what is not a tensor."""
+        return self._lies_in.get(value, ())
+
     def of(self, values: Iterable[fx.Node]) -> set[Region]:
         """The regions of values; none for what is not a tensor."""
         return {region for value in values for region in self._regions_of(value)}
@@ -93,7 +104,7 @@ class Regions:
     def _regions_of(self, value: fx.Node) -> tuple[Region, ...]:
         known = self._known.get(value)
         if known is None:
-            known = tuple((number, *self._extent(value, number)) for number in self._lies_in.get(value, ()))
+            known = tuple((number, *self._extent(value, number)) for number in self.storages(value))
             self._known[value] = known
         return known
 

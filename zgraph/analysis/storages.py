@@ -160,6 +160,8 @@ class Finder:
         self._found: list[_Open] = []
         # For each item of a node's value (a tensor is one item), the storage it lies in.
         self._places: dict[fx.Node, list[list[_Open]]] = {}
+        # For each such item the number of its fake value's storage, which takes long to ask for.
+        self._keys: dict[fx.Node, list[int]] = {}
         self._aliases: dict[Any, tuple[int | None, ...]] = {}
 
     def enter(self, inputs: Iterable[fx.Node], owned: Collection[fx.Node] = ()) -> None:
@@ -235,7 +237,7 @@ class Finder:
         known = {
             key: storage
             for source in node.all_input_nodes
-            for key, storage in zip(_keys(meta.value(source)), self._storages_of(source), strict=True)
+            for key, storage in zip(self._keys_of(source), self._storages_of(source), strict=True)
         }
         held = node.op == "get_attr" or meta.is_tagged_at_rest(node)  # by the module, or the optimizer
         self._places[node] = self._placed(node, known, held=held, shared=self._shared(node))
@@ -257,6 +259,12 @@ class Finder:
             source = node.args[position] if position is not None and position < len(node.args) else None
             shared.append(self._storages_of(source)[0] if isinstance(source, fx.Node) else None)
         return shared
+
+    def _keys_of(self, node: fx.Node) -> list[int]:
+        keys = self._keys.get(node)
+        if keys is None:
+            keys = self._keys[node] = [fake_storage_key(tensor) for tensor in _tensors(meta.value(node))]
+        return keys
 
     def _storages_of(self, node: fx.Node) -> list[_Open]:
         return [storage for item in self._places.get(node, ()) for storage in item]
@@ -313,7 +321,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [tensor for item in cast("Sequence[Any]", value) for tensor in _tensors(item)]
     return []
-
-
-def _keys(value: Any) -> list[int]:
-    return [fake_storage_key(tensor) for tensor in _tensors(value)]

@@ -12,7 +12,7 @@ from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.target import Target
 from zgraph.compiler.verify import Snapshot, Where, check_values, verify
 from zgraph.errors import PreconditionError
-from zgraph.graph import meta
+from zgraph.graph import meta, nodes
 
 Observer = Callable[[GraphPass | None, PassContext, fx.Graph], None]  # no pass: a graph as it was before any
 
@@ -161,7 +161,8 @@ class Pipeline:
             raise where.error(f"run returned {changed!r}; return True if the graph changed, else False.")
         if not changed and not before.same_calls(gm.graph):
             raise where.error("run returned False, but the graph changed; return True.")
-        _complete_values(before.changed(gm.graph), where)
+        if any(nodes.call_functions(gm.graph, lambda node: meta.value(node) is None)):
+            _complete_values(before.changed(gm.graph), where)
         verify(
             gm.graph,
             before,

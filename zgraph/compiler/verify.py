@@ -169,6 +169,8 @@ def check_collectives_waited(graph: fx.Graph, where: Where) -> None:
 
 def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
     """Nobody writes to what a collective in flight still reads or fills."""
+    if not any(nodes.call_functions(graph, nodes.is_start)):
+        return
     in_flight: dict[fx.Node, list[fx.Node]] = {}
     regions: Regions | None = None  # found only where there is something to be told apart
     for node in graph.nodes:
@@ -193,6 +195,12 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
 
 def check_stores_landed(graph: fx.Graph, where: Where) -> None:
     """Nobody reads a tensor that a copy under way, or an update beside compute, is writing to."""
+
+    def fills(node: fx.Node) -> bool:
+        return nodes.is_copy_start(node) or meta.beside(node) is not None
+
+    if not any(nodes.call_functions(graph, fills)):
+        return
     filled: dict[fx.Node, fx.Node] = {}  # by what is written to
     regions: Regions | None = None  # found only where there is something to be told apart
     for node in graph.nodes:
@@ -213,7 +221,7 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
                     f"{start.name}.",
                     node,
                 )
-            if nodes.is_copy_start(node) or meta.beside(node) is not None:
+            if fills(node):
                 filled |= {_buffer_of(kept): node for kept in overwritten(node)}
 
 

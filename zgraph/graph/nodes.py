@@ -80,7 +80,7 @@ def is_start(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the node starts a collective."""
-    return node.op == "call_function" and (is_functional_collective(node.target) or is_kept_gather(node))
+    return is_functional_collective(node.target) or is_kept_gather(node)
 
 
 def is_offload(node: fx.Node) -> bool:
@@ -105,7 +105,13 @@ def is_spill(node: fx.Node) -> bool:
 
 def is_copy_start(node: fx.Node) -> bool:
     """Whether the node starts a copy between memory spaces."""
-    return is_offload(node) or is_reload(node) or is_store(node) or is_spill(node)
+    ops, target = torch.ops.zgraph, node.target  # asked of every node, many times
+    return (
+        target is ops.offload_start.default
+        or target is ops.reload_start.default
+        or target is ops.store_start.default
+        or target is ops.spill_start.default
+    )
 
 
 def is_update_wait(node: fx.Node) -> bool:
@@ -124,7 +130,8 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    return node.target is wait_op() or is_group_wait(node) or is_copy_wait(node)
+    ops, target = torch.ops.zgraph, node.target
+    return target is wait_op() or target is ops.wait_group.default or target is ops.wait_copy.default
 
 
 def is_group_wait(node: fx.Node) -> bool:

@@ -51,11 +51,11 @@ def replaying(mode: Any) -> Generator[None]:
     2.11 - 2.13: `ShapeEnv.suppress_guards` and `ignore_fresh_unbacked_symbols`.
     """
     env = mode.shape_env
-    with contextlib.ExitStack() as stack:
-        if env is not None:
-            stack.enter_context(env.suppress_guards())
-            stack.enter_context(env.ignore_fresh_unbacked_symbols())
-        stack.enter_context(mode)
+    if env is None:
+        with mode:
+            yield
+        return
+    with env.suppress_guards(), env.ignore_fresh_unbacked_symbols(), mode:
         yield
 
 

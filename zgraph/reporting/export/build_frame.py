@@ -14,7 +14,7 @@ from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.graph_pass import Direction
 from zgraph.graph import meta, nodes
 from zgraph.graph.sizes import size_hint, tensor_bytes, tensors_of
-from zgraph.graph.text import dtype_text, parameters_text, shown, stride_text, target_text
+from zgraph.graph.text import dtype_text, parameters_text, stride_text, target_text, unprintable
 from zgraph.reporting.data.frame import (
     CollectiveColumns,
     FrameData,
@@ -153,7 +153,14 @@ def _node_columns(
     strings = pool.strings
 
     def texts(show: Callable[[fx.Node], str]) -> list[int]:
-        return [strings.number(shown(lambda node=node: show(node), node)) for node in order]
+        found: list[int] = []
+        for node in order:
+            try:
+                text = show(node)
+            except Exception:
+                text = unprintable(node)
+            found.append(strings.number(text))
+        return found
 
     timeline, costs = known.timeline, known.costs or {}
     spans = None if timeline is None else [timeline.spans[node] for node in order]

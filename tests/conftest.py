@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hash_seeds import HashSeeds
 from tests.support.ranks import Ranks, RanksPool
 
 POOL = pytest.StashKey[RanksPool]()
@@ -71,6 +72,14 @@ def pytest_collection_finish() -> None:
 def pool(pytestconfig: pytest.Config) -> Iterator[RanksPool]:
     """Ranks of any number, for a test that needs two groups."""
     running = pytestconfig.stash[POOL] = RanksPool()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def hash_seeds() -> Iterator[HashSeeds]:
+    """Processes with different seeds of Python's hash."""
+    running = HashSeeds()
     yield running
     running.close()
 

@@ -69,6 +69,7 @@ def test_what_collectives_take_from_compute_is_a_part_of_it(ranks: Ranks) -> Non
     assert first == second and all(0 <= share < 1 for share in first)
 
 
+@pytest.mark.slow  # measures twice
 def test_ranks_that_have_kept_different_figures_measure_again(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(_calibrate_apart, str(tmp_path))
     assert first == second

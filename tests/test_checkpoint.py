@@ -34,6 +34,7 @@ from tests.support.compiled import with_fx
 from tests.support.judges.replicated import whole
 from tests.support.memory.heap_peak import SLACK_BYTES, WIDTH, Peak
 from tests.support.ranks import Ranks, RanksPool, every_world
+from tests.support.tiers import slow
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.window_state import state_behind
 from zgraph.sharding.scope import state_of
@@ -375,9 +376,16 @@ def load_plain(compiled: bool, prefixed: bool, assign: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize("prefixed", [False, True], ids=["plain", "prefixed"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+# Any two of the three; the other half is slow.
+@pytest.mark.parametrize(
+    ("compiled", "prefixed", "assign"),
+    [
+        *((compiled, prefixed, compiled != prefixed) for compiled in (False, True) for prefixed in (False, True)),
+        *slow(
+            *((compiled, prefixed, compiled == prefixed) for compiled in (False, True) for prefixed in (False, True))
+        ),
+    ],
+)
 def test_a_whole_state_dict_loads(ranks: Ranks, compiled: bool, prefixed: bool, assign: bool) -> None:
     for result in ranks.run(load_plain, compiled, prefixed, assign):
         assert result == {"result": ([], []), "differing": [], "same": True, "placed": True, "trains": True}

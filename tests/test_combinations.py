@@ -31,14 +31,10 @@ QUICK = [
 
 
 def cases(found: list[Combination], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Slow, but for a few that compile no C++, on two ranks."""
+    """Slow, but for a few that compile no C++, on two ranks; every other of those is long."""
+    tiers = itertools.cycle(([pytest.mark.slow], [pytest.mark.long]))
     return [
-        pytest.param(
-            one.ranks,
-            one,
-            id=str(one),
-            marks=[*marks, *([pytest.mark.slow] if one not in QUICK else [])],
-        )
+        pytest.param(one.ranks, one, id=str(one), marks=[*marks, *([] if one in QUICK else next(tiers))])
         for one in found
     ]
 

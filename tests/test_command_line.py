@@ -266,6 +266,7 @@ def test_other_sizes_are_refused(text: str) -> None:
         ByteSize().convert(text, None, None)
 
 
+@pytest.mark.slow  # a process that compiles
 def test_plan_as_a_process_prints_json_alone(folder: Path) -> None:
     found = run(folder, "plan", "users_step:step", "--world-size", "2", "--hardware", "cpu", "--json")
     assert found.returncode == 0, found.stderr

@@ -16,7 +16,7 @@ from tests.support.late_updates import LateSteps
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Net
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
 from zgraph.optimizers.pending_gradients import GRADIENT, SKIP, apply_pending, has_pending
 from zgraph.whole_step import TrainingStep
@@ -43,7 +43,10 @@ CASES = {
     "planned": Case(at_rest=late(1), frugal=True, clip="zgraph", resume=True),
 }
 QUICK = ("stage 3",)
-ROWS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+SLOW = ("stage 2, from the first call", "stage 0", "loco", "resumed", "planned")
+# Of whose features the slow ones have each, with others.
+LONG = [name for name in CASES if name not in (*QUICK, *SLOW)]
+ROWS = [*QUICK, *slow(*SLOW), *long(*LONG)]
 
 
 def both(case: Case, steps: int = STEPS) -> tuple[Outcome, Outcome]:
@@ -194,7 +197,8 @@ def resumed(folder: str, saved_after: int) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("saved_after", [4, *slow(1)])
+@pytest.mark.slow  # compiles three times
+@pytest.mark.parametrize("saved_after", [4, 1])
 def test_a_resumed_training_equals_the_one_that_went_on(ranks: Ranks, saved_after: int, tmp_path: Path) -> None:
     """Saved before the border, and while gradients wait."""
     ranks.run(resumed, str(tmp_path), saved_after)

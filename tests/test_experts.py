@@ -21,6 +21,7 @@ from tests.support.compiled import with_fx
 from tests.support.compressing import compressing, feedback_of
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import long
 from zgraph.passes import LoCo, presets
 
 # Sums over tokens and ranks are in another order than on one rank.
@@ -135,7 +136,7 @@ def same_bits(options: dict[str, Any], autocast: bool, whole_step: bool, planned
         ({"param_dtype": torch.bfloat16}, False, False, False),
         ({}, True, False, False),
         ({}, False, False, True),
-        ({}, False, True, False),
+        *long(({}, False, True, False)),  # the next two are steps, too
         ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, False, True, False),
         ({"offload": zgraph.Offload(params="host", optimizer="host")}, False, True, False),
     ],

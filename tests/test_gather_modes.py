@@ -130,6 +130,7 @@ def least_peak(model: nn.Module, run: Callable[[], None]) -> int:
     return min(peaks[2:])
 
 
+@pytest.mark.slow  # compiles each mode
 def test_each_mode_holds_what_is_predicted(ranks: Ranks) -> None:
     """In forward: one weight; all of them; all of them and two copied out of the bucket, which then goes."""
     forward: dict[Mode, int] = {}

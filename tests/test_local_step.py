@@ -21,7 +21,7 @@ from tests.support import models
 from tests.support.graphs import fake_world
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, every_world, worlds
-from tests.support.tiers import long
+from tests.support.tiers import long, slow
 from zgraph.optimizers import kept_step, local_step
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.memory import DispatchMode
@@ -130,7 +130,11 @@ def train_both(optimizer: str, stages: str) -> None:
 # On three ranks some parameters have ranks without rows; other numbers only tell whether the number matters.
 @pytest.mark.parametrize(
     ("ranks", "optimizer"),
-    [*((3, name) for name in OPTIMIZERS), *((world, name) for world in (1, 2, 4) for name in ("adam", "adamw_fused"))],
+    [
+        *((3, name) for name in [*OPTIMIZERS][::2]),
+        *slow(*((3, name) for name in [*OPTIMIZERS][1::2])),
+        *((world, name) for world in (1, 2, 4) for name in ("adam", "adamw_fused")),
+    ],
     indirect=["ranks"],
     scope="session",
 )
@@ -318,7 +322,9 @@ def change_both(position: int) -> None:
     assert_same(runs[0][1].state_dict(), runs[1][1].state_dict(), "state_dict")
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "change", [*CHANGES[::2], *slow(*CHANGES[1::2])], ids=lambda change: change.__name__.strip("_")
+)
 def test_a_change_between_two_steps_is_seen(ranks: Ranks, change: Any) -> None:
     ranks.run(change_both, CHANGES.index(change))
 

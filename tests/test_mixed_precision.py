@@ -26,7 +26,7 @@ from tests.support.judges.replicated import (
     whole,
 )
 from tests.support.ranks import Ranks, every_world, worlds
-from tests.support.tiers import long
+from tests.support.tiers import long, slow
 
 
 def _cases(label: str, half: torch.dtype) -> dict[str, Case]:
@@ -111,8 +111,7 @@ def test_equals_the_replicated_model_at_stage_3_compiled(ranks: Ranks, name: str
     assert min(ranks.run(run_case, name, 3, "fx")) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("mode", [*slow("fx"), *long("eager")])
 @pytest.mark.parametrize("name", ["bf16_wire", "bf16_wide_means", "bf16_accumulated"])
 @worlds(3)
 def test_means_of_replicated_gradients_are_rounded_once(ranks: Ranks, name: str, mode: str) -> None:

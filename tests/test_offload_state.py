@@ -33,9 +33,13 @@ CASES = {
     "planned, streamed": Case(at_rest=HOST, frugal=True, streamed=True, schedule=True, accumulation=2, no_sync=True),
     "planned, stage 1": Case(at_rest=HOST, frugal=True, stage=1, precision="bf16", offload=True),
 }
-QUICK = ("stage 3", "stage 1", "planned, streamed")
+QUICK = ("stage 3", "planned, streamed")
 # The pairs below have all features of the others.
-ROWS = [*QUICK, *slow("shards alone"), *long(*(name for name in CASES if name not in (*QUICK, "shards alone")))]
+ROWS = [
+    *QUICK,
+    *slow("shards alone", "stage 1"),
+    *long(*(name for name in CASES if name not in (*QUICK, "shards alone", "stage 1"))),
+]
 
 
 @worlds(2)
@@ -53,7 +57,9 @@ DISK_CASES = {
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", ["stage 3", *long(*[*DISK_CASES][1:])])  # of which the pairs below have all features
+@pytest.mark.parametrize(
+    "name", [*slow("stage 3"), *long(*[*DISK_CASES][1:])]
+)  # of which the pairs below have all features
 def test_a_step_on_state_of_a_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
     at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
     assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))

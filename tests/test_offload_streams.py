@@ -16,7 +16,7 @@ from tests.support.judges.judged_lanes import JudgedLanes
 from tests.support.lazy_streams import LazyLanes
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST, STATE
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
 from zgraph.passes import StreamStates, presets
@@ -46,7 +46,7 @@ def on_late_streams(case: Case) -> tuple[int, int]:
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", ["stage 3", *slow(*[*CASES][1:])])
+@pytest.mark.parametrize("name", ["stage 3", *slow("stage 2", "state"), *long("stage 1", "stage 0")])
 def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
     for out, back in ranks.run(on_late_streams, CASES[name]):
         assert out > 0 and back > 0

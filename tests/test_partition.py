@@ -135,7 +135,7 @@ def test_dropout_draws_the_same_mask_again(ranks: Ranks, zero_stage: int, loweri
 
 # Runs every kernel while compiling. Kernels are timed alike in all stages.
 @pytest.mark.parametrize(
-    ("zero_stage", "lowering"), [*slow((0, "fx"), (3, "inductor")), *long((3, "fx"), (0, "inductor"))]
+    ("zero_stage", "lowering"), [*slow((0, "fx")), *long((3, "inductor"), (3, "fx"), (0, "inductor"))]
 )
 def test_timing_kernels_leaves_the_masks_alone(ranks: Ranks, zero_stage: int, lowering: str) -> None:
     by_rules, timed = (ranks.run(train, zero_stage, lowering, 0.5, planned) for planned in (False, True))

@@ -267,8 +267,8 @@ def test_a_step_is_one_window(ranks: Ranks, row: Row) -> None:
     "row",
     [
         Row("Schedule1F1B", 1, "fx", chunks=1),
-        Row("ScheduleLoopedBFS", 2, "eager", chunks=1, closes="first"),
-        Row("ScheduleGPipe", 3, "eager", chunks=1, keep_bytes=4 * KEPT + 100),
+        *slow(Row("ScheduleLoopedBFS", 2, "eager", chunks=1, closes="first")),
+        *slow(Row("ScheduleGPipe", 3, "eager", chunks=1, keep_bytes=4 * KEPT + 100)),
         Row("Schedule1F1B", 3, "fx", chunks=1, keep_bytes=4 * KEPT),
     ],
     ids=str,

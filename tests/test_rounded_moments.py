@@ -20,7 +20,7 @@ from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import check_rests, under
 from tests.support.rounded_updates import RoundedSteps
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
 
 P = zgraph.passes
@@ -42,7 +42,9 @@ CASES = {
     "late": Case(at_rest=replace(HOST, delayed_update_after=1), stage=2, clip="torch", precision="bf16"),
     "late, resumed": Case(at_rest=replace(DISK, delayed_update_after=1), resume=True, optimizer="adam_fused"),
 }
-QUICK = ("stage 3, host", "resumed")
+QUICK = ("resumed",)
+SLOW = ("stage 3, host", "stage 2, disk", "loco", "planned", "late, resumed")
+LONG = [name for name in CASES if name not in (*QUICK, *SLOW)]
 
 
 def twin(case: Case, steps: int) -> Outcome:
@@ -72,7 +74,7 @@ def compare(case: Case) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])
+@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW), *long(*LONG)])
 def test_a_step_with_rounded_moments_equals_the_plain_twin(ranks: Ranks, name: str, tmp_path: Path) -> None:
     ranks.run(compare, replace(CASES[name], at_rest=under(tmp_path, CASES[name].at_rest)))
 

@@ -14,7 +14,7 @@ import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Net, Script, Setting, compare, kinds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 
 P = zgraph.passes
 
@@ -80,10 +80,9 @@ EIGHT_BITS = {"gather_compression": P.NoFeedback(bits=8)}
     [
         (Windowed, sgd, 1, LOW_RANK),
         (Autocast, sgd, 3, EIGHT_BITS),
-        (Unit, adamw_fused, 3, {}),
-        (Hybrid, sgd, 2, {}),
+        *slow((Unit, adamw_fused, 3, {}), (Hybrid, sgd, 2, {})),
         # The same features at other stages, or with fewer of the others.
-        *slow(
+        *long(
             (Accumulated, sgd, 3, LOW_RANK),
             (Script, adamw_fused, 3, LOW_RANK),
             (Script, adamw_fused, 3, EIGHT_BITS),
@@ -109,8 +108,7 @@ def test_a_captured_step_equals_the_plain_loop(
     [
         (Windowed, sgd, 1, 0.0),
         (Autocast, sgd, 3, 3e-2),
-        (Unit, sgd, 3, 0.0),
-        (Script, Lion, 3, 0.0),
+        *long((Unit, sgd, 3, 0.0), (Script, Lion, 3, 0.0)),  # test_step_pairs.py has them, with more
     ],
 )
 def test_a_step_compiled_by_inductor_is_close_to_the_plain_loop(

@@ -14,7 +14,7 @@ import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -103,12 +103,11 @@ class Following(Scaled):
 
 
 CASES = [
-    (Scaled, adamw_foreach, 1, False),
-    (OfTorch, adam, 2, False),
     (FromTheStart, adamw_foreach, 3, False),
+    *slow((Scaled, adamw_foreach, 1, False), (OfTorch, adam, 2, False)),
     # The same lines with other optimizers, at other stages.
-    *slow((Scaled, sgd, 3, False), (Scaled, adamw_fused, 0, False), (OfTorch, adamw_fused, 2, False)),
-    *slow((FromTheStart, adamw_fused, 1, False)),
+    *long((Scaled, sgd, 3, False), (Scaled, adamw_fused, 0, False), (OfTorch, adamw_fused, 2, False)),
+    *long((FromTheStart, adamw_fused, 1, False)),
     *slow((Scaled, sgd, 1, True)),  # a C++ compiler takes seconds for each kernel
 ]
 

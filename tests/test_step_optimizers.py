@@ -102,11 +102,10 @@ class Counting(Lion):
     ("make", "stage", "close"),
     [
         (nadam, 3, False),
-        (rprop_foreach, 0, False),
-        (Lion, 3, False),
         (Lars, 2, False),
+        *slow((rprop_foreach, 0, False), (Lion, 3, False)),
         # The other road of the same optimizers.
-        *slow((nadam_foreach, 1, False), (rprop, 2, False), (Lars, 0, False)),
+        *long((nadam_foreach, 1, False), (rprop, 2, False), (Lars, 0, False)),
     ],
 )
 def test_an_optimizer_steps_as_in_the_plain_loop(ranks: Ranks, make: Any, stage: int, close: bool) -> None:
@@ -116,7 +115,9 @@ def test_an_optimizer_steps_as_in_the_plain_loop(ranks: Ranks, make: Any, stage:
 
 
 @worlds(2)
-@pytest.mark.parametrize(("make", "stage"), [(radam, 3), *slow((radam_foreach, 1), (asgd, 2), (asgd_foreach, 0))])
+@pytest.mark.parametrize(
+    ("make", "stage"), [*slow((radam, 3), (asgd, 2)), *long((radam_foreach, 1), (asgd_foreach, 0))]
+)
 def test_an_optimizer_that_decides_by_its_step_is_compiled_again(ranks: Ranks, make: Any, stage: int) -> None:
     for reasons in ranks.run(compare, Setting(Script, make, stage=stage, steps=9)):
         assert kinds(reasons)[:3] == ["", "state", "options"]

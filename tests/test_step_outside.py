@@ -14,7 +14,7 @@ import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -140,15 +140,14 @@ class Equally(Smoothed):
     ("script", "make", "stage", "close"),
     [
         (Averaged, adamw_fused, 1, False),
-        (AveragedAtOnce, sgd, 0, False),
-        (ByList, sgd, 2, False),
         (Taught, adamw_fused, 3, False),
+        *slow((AveragedAtOnce, sgd, 0, False), (ByList, sgd, 2, False)),
         pytest.param(Averaged, sgd, 2, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
         (OneByOne, sgd, 2, False),
         (Equally, adamw_fused, 1, False),
         # The same lines at other stages; what OneByOne and Equally are made of.
-        *slow((Averaged, sgd, 3, False), (AveragedAtOnce, adamw_fused, 2, False)),
-        *slow((Smoothed, adamw_fused, 3, False), (Smoothed, sgd, 0, False)),
+        *long((Averaged, sgd, 3, False), (AveragedAtOnce, adamw_fused, 2, False)),
+        *long((Smoothed, adamw_fused, 3, False), (Smoothed, sgd, 0, False)),
     ],
 )
 def test_tensors_that_the_function_names_are_inputs(
@@ -164,10 +163,10 @@ def test_tensors_that_the_function_names_are_inputs(
     ("script", "make", "at_rest", "close"),
     # Averages without an offload are above, and an offload without averages in test_offload_state.py.
     [
-        *slow((Averaged, adamw_fused, HOST, False), (Averaged, adamw_fused, DISK, False)),
-        *slow((AveragedAtOnce, sgd, HOST, False)),
-        *slow((AveragedAtOnce, adamw_fused, DISK, False), (Smoothed, adamw_fused, HOST, False)),
-        *slow((OneByOne, sgd, DISK, False), (Taught, sgd, MIXED, False), (ByList, sgd, DISK, False)),
+        *slow((Averaged, adamw_fused, DISK, False), (AveragedAtOnce, sgd, HOST, False), (Taught, sgd, MIXED, False)),
+        # The same lines on another tier.
+        *long((Averaged, adamw_fused, HOST, False), (AveragedAtOnce, adamw_fused, DISK, False)),
+        *long((Smoothed, adamw_fused, HOST, False), (OneByOne, sgd, DISK, False), (ByList, sgd, DISK, False)),
         *slow((Averaged, sgd, MIXED, True)),  # compiles C++
     ],
 )

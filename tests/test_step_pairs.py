@@ -120,9 +120,9 @@ AHEAD = Setting(Clipped, adamw_fused, more=(P.GatherAhead(),))
 @pytest.mark.parametrize(
     ("setting", "gathers"),
     [
-        pytest.param(replace(AHEAD, target=SLOW), MEMBERS, id="planned"),
+        pytest.param(replace(AHEAD, target=SLOW), MEMBERS, id="planned", marks=pytest.mark.slow),
         pytest.param(replace(AHEAD, target=SLOW, stage=2, script=Windowed), MEMBERS, id="planned, no_sync, stage 2"),
-        pytest.param(replace(AHEAD, target=SLOW, frugal=True), MEMBERS, id="frugal"),
+        pytest.param(replace(AHEAD, target=SLOW, frugal=True), MEMBERS, id="frugal", marks=pytest.mark.slow),
         pytest.param(replace(AHEAD, script=Two), 1, id="two optimizers"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_run_that_gathers_ahead_is_resumed(ranks: Ranks, stage: int) -> None:
     "setting",
     [
         pytest.param(Setting(Two, adamw_fused, target=TARGET), id="planned"),
-        pytest.param(Setting(Two, sgd, target=TARGET, frugal=True), id="frugal"),
+        pytest.param(Setting(Two, sgd, target=TARGET, frugal=True), id="frugal", marks=pytest.mark.slow),
         pytest.param(Setting(Two, sgd, close=True, steps=4), id="inductor", marks=pytest.mark.slow),  # compiles C++
     ],
 )
@@ -236,9 +236,9 @@ EACH = {"bucket_bytes": 1}
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(Setting(Script, adamw_fused, stage=0, preset=EACH), id="by rules"),
+        pytest.param(Setting(Script, adamw_fused, stage=0, preset=EACH), id="by rules", marks=pytest.mark.slow),
         pytest.param(Setting(Windowed, sgd, stage=0, preset=EACH, target=TARGET), id="planned, no_sync"),
-        pytest.param(Setting(InTurn, sgd, stage=0, preset=EACH), id="in turn"),
+        pytest.param(Setting(InTurn, sgd, stage=0, preset=EACH), id="in turn", marks=pytest.mark.slow),
     ],
 )
 def test_updates_run_while_later_means_arrive(ranks: Ranks, setting: Setting) -> None:
@@ -294,8 +294,8 @@ def test_replicas_step_on_what_rests_elsewhere(ranks: Ranks, setting: Setting, t
     "setting",
     [
         pytest.param(Setting(Autocast, sgd, stage=2, bound=3e-2), id="autocast"),
-        pytest.param(Setting(Windowed, sgd, stage=0), id="no_sync, stage 0"),
-        pytest.param(Setting(Windowed, sgd, stage=1, preset=LOW_RANK), id="low rank, no_sync"),
+        pytest.param(Setting(Windowed, sgd, stage=0), id="no_sync, stage 0", marks=pytest.mark.long),
+        pytest.param(Setting(Windowed, sgd, stage=1, preset=LOW_RANK), id="low rank, no_sync", marks=pytest.mark.long),
         pytest.param(Setting(Windowed, sgd, stage=2, preset=EIGHT_BITS), id="quantized gathers, no_sync"),
         pytest.param(Setting(Autocast, Lion, bound=3e-2), id="own, autocast"),
         # One of these features without the other, or both at another stage.
@@ -323,14 +323,20 @@ class Halved(Windowed):
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(Setting(Windowed, sgd, at_rest=HOST, activations=True), id="host, no_sync"),
+        pytest.param(
+            Setting(Windowed, sgd, at_rest=HOST, activations=True), id="host, no_sync", marks=pytest.mark.long
+        ),
         pytest.param(Setting(Halved, sgd, at_rest=DISK, activations=True, bound=3e-2), id="disk, bf16, no_sync"),
         pytest.param(Setting(Autocast, sgd, stage=2, at_rest=MIXED, bound=3e-2), id="both, autocast"),
         pytest.param(Setting(Windowed, sgd, preset={"compression": P.LoCo()}, at_rest=DISK), id="disk, loco, no_sync"),
-        pytest.param(Setting(InTurn, sgd, at_rest=DISK, target=TARGET), id="disk, in turn, planned"),
-        pytest.param(Setting(Clipped, sgd, at_rest=DISK, more=(P.GatherAhead(),)), id="disk, ahead"),
+        pytest.param(
+            Setting(InTurn, sgd, at_rest=DISK, target=TARGET), id="disk, in turn, planned", marks=pytest.mark.long
+        ),
+        pytest.param(
+            Setting(Clipped, sgd, at_rest=DISK, more=(P.GatherAhead(),)), id="disk, ahead", marks=pytest.mark.long
+        ),
         pytest.param(Setting(Clipped, Lion, at_rest=HOST, target=TARGET, frugal=True), id="host, own, frugal"),
-        pytest.param(Setting(Stored, sgd, at_rest=DISK, activations=True), id="disk, resumed"),
+        pytest.param(Setting(Stored, sgd, at_rest=DISK, activations=True), id="disk, resumed", marks=pytest.mark.long),
     ],
 )
 def test_a_compiled_step_on_what_rests_elsewhere_is_close(ranks: Ranks, setting: Setting, tmp_path: Path) -> None:

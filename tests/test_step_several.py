@@ -16,7 +16,7 @@ from tests.support.combinations import shared_folder
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -176,12 +176,10 @@ class Evaluated(Script):
         (Two, adamw_fused, 3, False),
         (Adversaries, adam_foreach, 1, False),
         (Scaled, adamw_fused, 3, False),
-        (Evaluated, sgd, 0, False),
-        (OftenJudged, sgd, 3, False),
+        *slow((Evaluated, sgd, 0, False), (OftenJudged, sgd, 3, False), (Adversaries, adamw_fused, 3, False)),
         # The same lines at other stages.
-        *slow(
+        *long(
             (Two, sgd, 0, False),
-            (Adversaries, adamw_fused, 3, False),
             (Adversaries, sgd, 2, False),
             (Adversaries, adamw_fused, 0, False),
             (OftenJudged, adam_foreach, 1, False),

@@ -13,6 +13,7 @@ import zgraph
 from examples.benchmarks.loopback import Wire, loopback
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
+from tests.support.tiers import slow
 
 LAYERS, WIDTH = 3, 10
 
@@ -46,8 +47,7 @@ def compare(zero_stage: int, offload: zgraph.Offload, lowering: str = "fx") -> l
 
 
 @worlds(2)
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(("zero_stage", "tier"), [(0, "disk"), (3, "host"), *slow((0, "host"), (3, "disk"))])
 def test_parameters_stream_through_all_graphs(ranks: Ranks, zero_stage: int, tier: Any, tmp_path: Path) -> None:
     offload = zgraph.Offload(params=tier, path=tmp_path if tier == "disk" else None)
     for notes in ranks.run(compare, zero_stage, offload):

@@ -33,7 +33,7 @@ CASES = {
 
 QUICK = ("stage 3", "stage 1")  # test_step_gate.py has two with loco
 # Of features that test_step_gate.py has in pairs.
-LONG = ("loco, accumulated", "loco, twice", "frozen")
+LONG = ("loco, accumulated", "loco, twice", "frozen", "stage 0", "stage 3, accumulated", "dropout")
 SLOW = [name for name in CASES if name not in (*QUICK, *LONG)]
 
 
@@ -83,6 +83,7 @@ def shown(directory: str) -> str:
     return f"{zgraph.summary(loop.model)}{zgraph.explain(loop.model)}"
 
 
+@pytest.mark.slow  # each of these alone is in tests/report
 @worlds(2)
 def test_a_step_is_dumped_measured_and_explained(ranks: Ranks, tmp_path: Path) -> None:
     for text in ranks.run(shown, str(tmp_path)):

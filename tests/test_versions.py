@@ -88,6 +88,7 @@ def test_every_direct_requirement_is_pinned():
     assert [name for name in names if name != "zgraph" and name not in pins()] == []
 
 
+@pytest.mark.slow  # two processes
 def test_neither_triton_nor_nccl_is_imported():
     found = run_python(
         "import sys, torch, torch.distributed\n"

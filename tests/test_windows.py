@@ -86,7 +86,7 @@ def window_bytes(zero_stage: int, micro_batches: int, mode: str) -> int:
 
 
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batches", [1, *slow(4)])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @every_world
 def test_a_step_sends_what_the_formula_says(ranks: Ranks, zero_stage: int, micro_batches: int, mode: str) -> None:
@@ -121,8 +121,7 @@ def held_in_window(zero_stage: int, mode: str, inside: int, after: int) -> list[
     return measured
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [*slow(2, 3), *long(1, 4)])
 def test_a_window_holds_what_the_formula_says(world: int) -> None:
     """Parameter and gradient at rest; and in a window the kept copies (1, 2) and the waiting sums (1), P each."""
     with fresh_ranks(world) as ranks:  # everything alive in the process counts, also what another test left

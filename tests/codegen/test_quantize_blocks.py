@@ -24,6 +24,7 @@ from tests.support.kernels.buckets import (
     same_bits,
     with_special_values,
 )
+from tests.support.tiers import slow
 from zgraph.codegen.kernels import reference
 from zgraph.codegen.kernels.triton import checks, launch_options, quantize_blocks
 from zgraph.codegen.kernels.triton.constants import QuantizeConstants, may_contract, quantize_constants
@@ -78,12 +79,15 @@ def compare(bucket: Bucket, steps: int, special: bool, warps: int) -> None:
             assert [name for name in its if not same_bits(state[name], its[name])] == [], f"step {step}: {place}"
 
 
-@pytest.mark.parametrize("name", BUCKETS)
+# The interpreter takes a second for each.
+@pytest.mark.parametrize("name", [*[*BUCKETS][::2], *slow(*[*BUCKETS][1::2])])
 def test_kernel_equals_the_reference(name: str, interpreted: Callable[..., Any]):
     interpreted(compare, BUCKETS[name], 2, False, 4)
 
 
-@pytest.mark.parametrize("name", ["default", "three ranks, two stretches", "no error", "fp32 error", "no rotation"])
+@pytest.mark.parametrize(
+    "name", ["default", "no error", *slow("three ranks, two stretches", "fp32 error", "no rotation")]
+)
 def test_groups_that_are_not_finite_and_tiny_ones(name: str, interpreted: Callable[..., Any]):
     interpreted(compare, BUCKETS[name], 3, True, 8)
 

@@ -155,8 +155,8 @@ def under_inductor(zero_stage: int, autocast: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.slow  # Inductor's C++ compiler takes seconds for each kernel
-@pytest.mark.parametrize(("zero_stage", "autocast"), [(0, False), (3, False), (0, True), (3, True)])
+# Inductor's C++ compiler takes seconds for each kernel.
+@pytest.mark.parametrize(("zero_stage", "autocast"), [*slow((3, False), (0, True)), *long((0, False), (3, True))])
 def test_training_under_inductor_lowers_the_loss(ranks: Ranks, zero_stage: int, autocast: bool) -> None:
     losses = ranks.run(under_inductor, zero_stage, autocast)[0]
     assert losses[-1] < 0.5 * losses[0], losses

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, fx, nn, optim
 
 import zgraph
 from tests.support.graphs import fake_world
-from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.hash_seeds import HashSeeds
 from tests.support.tiers import slow
 from zgraph.compiler.graph_pass import GraphPass, PassContext
 from zgraph.graph.text import graph_text
@@ -104,9 +105,8 @@ def test_a_size_that_no_tensor_has_is_refused() -> None:
 
 
 @pytest.mark.slow  # two processes
-def test_hash_seeds_do_not_change_the_graph() -> None:
-    """Two interpreters, which import torch."""
+def test_hash_seeds_do_not_change_the_graph(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     program = "from tests.passes.test_fuse_updates import *; print(step_of(adamw, [FuseUpdates()]).texts[-1])"
-    first, second = printed_under_two_hash_seeds(program)
+    first, second = hash_seeds.printed(program, tmp_path)
     assert "_foreach_lerp_" in first
     assert first == second

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.graphs import Autocast, Twice, apply, by_rank, deep, fake_world, mlp, traced
-from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.hash_seeds import HashSeeds
 from tests.support.judges.lockstep import assert_same_results
 from zgraph import Pipeline
 from zgraph.graph import meta, nodes
@@ -145,10 +146,10 @@ with fake_world(3, 2):
 """
 
 
-@pytest.mark.slow  # two fresh processes
-def test_hash_seed_changes_nothing() -> None:
+@pytest.mark.slow  # two processes
+def test_hash_seed_changes_nothing(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     """After every pass, and after a schedule, the same text, whatever order sets and dicts of strings have."""
-    texts = printed_under_two_hash_seeds(_PRINT_GRAPHS)
+    texts = hash_seeds.printed(_PRINT_GRAPHS, tmp_path)
     assert texts[0].count("backward") >= 7 and texts[0].count("scheduled backward") == 2
     assert texts[0] == texts[1]
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 import zgraph
 from tests.support.graphs import KeepEach, fake_world
-from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.hash_seeds import HashSeeds
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import StartDelayedUpdates, StreamStates, presets
@@ -138,7 +138,7 @@ def printed() -> None:
 
 
 @pytest.mark.slow  # two processes
-def test_the_graph_is_the_same_under_every_hash_seed() -> None:
-    one, other = printed_under_two_hash_seeds(f"from {__name__} import printed; printed()")
+def test_the_graph_is_the_same_under_every_hash_seed(hash_seeds: HashSeeds, tmp_path: Path) -> None:
+    one, other = hash_seeds.printed(f"from {__name__} import printed; printed()", tmp_path)
     assert "_fused_adamw_" in one
     assert one == other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import fx, nn
 
 import zgraph
 from tests.support.graphs import KeepEach, fake_world
-from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.hash_seeds import HashSeeds
 from tests.support.resting import HOST, check_rests
 from tests.support.tiers import slow
 from zgraph.compiler.verify import Snapshot, Where, check_stores_landed, verify
@@ -303,7 +304,7 @@ def printed() -> None:
 
 
 @pytest.mark.slow  # two processes
-def test_the_graph_is_the_same_under_every_hash_seed() -> None:
-    one, other = printed_under_two_hash_seeds(f"from {__name__} import printed; printed()")
+def test_the_graph_is_the_same_under_every_hash_seed(hash_seeds: HashSeeds, tmp_path: Path) -> None:
+    one, other = hash_seeds.printed(f"from {__name__} import printed; printed()", tmp_path)
     assert "store_start" in one
     assert one == other

@@ -132,6 +132,7 @@ def test_collectives_and_lanes_are_those_of_the_report(page: Any, document: dict
     assert lanes == {"compute": ["360", "720"], "group:0": ["20", "602"]}
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_memory_is_that_of_the_report(page: Any, document: dict[str, Any]) -> None:
     (frame,) = document["frames"]
     memory = frame["memory"]
@@ -155,6 +156,7 @@ def test_names_are_text(page: Any, document: dict[str, Any]) -> None:
     assert page.locator("main script, aside script").count() == 0
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_parameters_are_filtered_and_sorted(page: Any) -> None:
     page.fill("#parameters-filter", ".1")
     assert [name.removeprefix(EVIL) for name in rows_of(page, "parameters-table")] == [".1"]
@@ -165,6 +167,7 @@ def test_parameters_are_filtered_and_sorted(page: Any) -> None:
     assert next(iter(rows_of(page, "parameters-table"))) == f"{EVIL}.9"
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_the_diff_of_a_pass_has_the_lines_of_the_report(page: Any, document: dict[str, Any]) -> None:
     (frame,) = document["frames"]
     page.locator("#passes-table button", has_text="tidy_backward").click()
@@ -180,6 +183,7 @@ def test_the_diff_of_a_pass_has_the_lines_of_the_report(page: Any, document: dic
     assert column(page, "passes-table", 3) == [0.25, 0.5]
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_timeline_zooms_by_wheel_and_keys_and_moves_to_what_is_selected(page: Any) -> None:
     chart = page.locator("#timeline-chart")
     chart.scroll_into_view_if_needed()
@@ -208,6 +212,7 @@ def pictured(page: Any) -> dict[str, dict[str, float]]:
     return {each.pop("key"): each for each in found}
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_elements_of_the_picture_lie_apart_and_within_their_groups(page: Any) -> None:
     pictured(page)
     page.locator("button.group[data-group='model.layers.3']").click()
@@ -231,6 +236,7 @@ def test_elements_of_the_picture_lie_apart_and_within_their_groups(page: Any) ->
     assert order == sorted(order)
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_a_click_on_a_bar_selects_it_and_the_mouse_shows_what_it_is(page: Any) -> None:
     """The second gather is exposed for longer than any: its bar lies in the lane of group 0, from 66 us on."""
     chart = page.locator("#timeline-chart")
@@ -250,6 +256,7 @@ def test_a_click_on_a_bar_selects_it_and_the_mouse_shows_what_it_is(page: Any) -
     assert page.locator("#selected-name").inner_text() == "all_gather_0_1_0"
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_graph_is_searched_opened_and_collapsed(page: Any, document: dict[str, Any]) -> None:
     closed = pictured(page)
     assert "model.layers.3" in closed and not [name for name in closed if name.startswith("node ")]
@@ -267,6 +274,7 @@ def test_graph_is_searched_opened_and_collapsed(page: Any, document: dict[str, A
     assert page.locator("#details h4:text-is('Users') + ul").inner_text() == "mm_0_7_13"
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_ranks_stand_beside_each_other(page: Any) -> None:
     ranks = page.locator("#ranks-table tbody tr").evaluate_all(
         "rows => rows.map(row => [row.cells[0], row.cells[2], row.cells[8]].map(cell => cell.dataset.value))"
@@ -276,6 +284,7 @@ def test_ranks_stand_beside_each_other(page: Any) -> None:
     ]
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_half_the_link_makes_exposed_gathers_take_twice_as_long(page: Any) -> None:
     """Every gather is waited for at once, so that the step grows by all of their time."""
     rows = rows_of(page, "links-table")
@@ -283,6 +292,7 @@ def test_half_the_link_makes_exposed_gathers_take_twice_as_long(page: Any) -> No
     assert [float(each) for each in rows["half as fast"]] == [1924, 1204, 602]
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_a_frame_without_times_or_memory_shows_the_rest(browser: Any, tmp_path: Path) -> None:
     made = large_report(80)
     (frame,) = made["frames"]
@@ -297,6 +307,7 @@ def test_a_frame_without_times_or_memory_shows_the_rest(browser: Any, tmp_path: 
         assert len(rows_of(page, "parameters-table")) == 2
 
 
+@pytest.mark.slow  # opens a page in a browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_fault(page: Any, scheme: str) -> None:
     axe = FOLDER / "node_modules" / "axe-core" / "axe.min.js"

@@ -14,7 +14,7 @@ from torch import nn
 
 import zgraph
 from tests.support.graphs import compile_model, deep, fake_world, mlp
-from tests.support.hash_seeds import printed_under_two_hash_seeds
+from tests.support.hash_seeds import HashSeeds
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.compiler.target import Target
 from zgraph.passes import LoCo, presets
@@ -144,10 +144,10 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_hash_seed_changes_nothing(tmp_path: Path) -> None:
+def test_the_hash_seed_changes_nothing(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     program = (
         "import tempfile; from pathlib import Path; from tests.report.test_report_json import dump; "
         "print(dump(Path(tempfile.mkdtemp())).read_text())"
     )
-    first, second = printed_under_two_hash_seeds(program)
+    first, second = hash_seeds.printed(program, tmp_path)
     assert first == second and '"format":"zgraph-report"' in first

@@ -29,6 +29,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.slow  # starts the trace processor
 def test_perfetto_reads_lanes_slices_arrows_and_memory() -> None:
     """Every node that takes time is a slice on its lane, and an arrow leads from each start to what waits for it."""
     document = large_report(400)

@@ -166,6 +166,7 @@ def test_other_steps_gather_ahead(ranks: Ranks, setting: Setting) -> None:
         assert gathers == 1
 
 
+@pytest.mark.slow  # seconds, for many small gathers
 @worlds(2)
 def test_several_buckets_are_held(ranks: Ranks) -> None:
     for _, gathers in ranks.run(gathers_of, replace(AHEAD, preset={"bucket_bytes": 160}, started=True)):

@@ -86,7 +86,7 @@ def results_by_mode(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"), [(3, torch.bfloat16), *slow((2, torch.float32))], indirect=["ranks"], scope="session"
+    ("ranks", "dtype"), slow((3, torch.bfloat16), (2, torch.float32)), indirect=["ranks"], scope="session"
 )
 def test_results_are_bitwise_those_of_eager_mode(ranks: Ranks, dtype: torch.dtype) -> None:
     compared = ranks.run(results_by_mode, dtype)

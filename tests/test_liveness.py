@@ -27,7 +27,7 @@ from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import counted
 from tests.support.random_steps import draw_step
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph.analysis.liveness import (
     CUDA,
     EXACT,
@@ -414,7 +414,7 @@ def measured_step(build: Callable[[], Any], lowering: str, zero_stage: int | Non
     return curve.peak_bytes, peaks[2:]
 
 
-@pytest.mark.parametrize(("build", "zero_stage"), [(gpt, 3), *slow((gpt, 0), (language, 3), (language, 0))])
+@pytest.mark.parametrize(("build", "zero_stage"), [*slow((gpt, 3), (language, 0)), *long((gpt, 0), (language, 3))])
 def test_the_predicted_peak_of_a_step_is_the_measured_one(
     ranks: Ranks, build: Callable[[], Any], zero_stage: int
 ) -> None:

@@ -218,7 +218,7 @@ def test_materialized_equals_initialised_whole_and_sharded(ranks: Ranks, case: s
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    [("constructor", {}), *slow(("rescaling", {"param_dtype": torch.bfloat16}))],  # which eager mode has
+    slow(("constructor", {}), ("rescaling", {"param_dtype": torch.bfloat16})),  # which eager mode has
     ids=str,
 )
 def test_materialized_equals_whole_compiled(ranks: Ranks, case: str, options: dict[str, Any]) -> None:

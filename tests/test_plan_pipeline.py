@@ -197,6 +197,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula() -> None:
     assert found.run.in_flight == (4, 3, 2, 1)
 
 
+@pytest.mark.slow  # plans two pipelines
 def test_a_sequence_is_cut_into_stages() -> None:
     """As split_stages does; a list of the same stages has the same plan."""
     hidden = (32, 32, 512, 64, 64, 64)

@@ -53,6 +53,7 @@ def test_it_plans_what_real_ranks_compile(ranks: Ranks, zero_stage: int) -> None
     assert (found.sent_bytes, [graph.nodes for graph in found.graphs]) == ranks.run(compiled_for_real, zero_stage)[0]
 
 
+@pytest.mark.slow  # compiles four times
 def test_other_shapes_compiled_before_do_not_matter() -> None:
     """They would make sizes symbols, which are inputs of the graph."""
 

@@ -152,6 +152,7 @@ def test_at_the_same_peak_costs_are_never_slower_than_rules(name: str, world: in
 
 
 @pytest.mark.slow  # plans four steps
+@pytest.mark.slow  # plans four steps
 def test_costs_hide_copies_that_rules_start_too_late() -> None:
     """One use ahead is not enough for a slow link."""
     judges = [compared(HOST, machine(500.0), STREAMED), compared(OFF, machine(500.0), AT_REST)]
@@ -218,6 +219,7 @@ def test_an_update_of_adam_costs_28_bytes_an_element_on_the_host() -> None:
     assert all(cost.us == cost.moved_bytes / 10.0 for cost in found)
 
 
+@pytest.mark.slow  # plans two steps
 def test_a_slow_host_is_waited_for_at_the_end_of_the_step() -> None:
     """Whatever the order: all updates pass through its lane."""
     for updates in (1.0, 100_000.0):
@@ -285,6 +287,7 @@ def peaks(offload: zgraph.Offload, passes: Sequence[zgraph.GraphPass]) -> tuple[
     return peak.bytes, steady_rise(counts[1:])
 
 
+@pytest.mark.slow  # counts each allocation of five steps
 @worlds(2)
 @pytest.mark.parametrize("stream", [STREAMED, *slow(AT_REST)])
 def test_the_peak_of_the_device_is_the_predicted_one(ranks: Ranks, stream: StreamStates) -> None:

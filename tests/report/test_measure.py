@@ -78,6 +78,7 @@ def test_peaks_are_the_predicted_ones_and_results_the_same(ranks: Ranks, zero_st
         assert text.count("measured: blocked for ") == sum(map(len, found["blocked"].values()))
 
 
+@pytest.mark.slow  # compiles on ranks that do not measure, too
 def test_a_rank_may_measure_alone(ranks: Ranks) -> None:
     first, second = ranks.run(measured, 3, (0,))
     assert first["equal"] and second["equal"]

@@ -159,6 +159,7 @@ def check(document: dict[str, Any], folder: Path) -> None:
             json.loads((dumped / name).read_text())
 
 
+@pytest.mark.slow  # compiles twice
 def test_without_a_dump_a_report_has_all_but_the_texts(ranks: Ranks, tmp_path: Path) -> None:
     case = Case(planned=True)
     ranks.run(train, case, tmp_path / "without", False)

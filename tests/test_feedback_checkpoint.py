@@ -253,9 +253,9 @@ def half_a_code(kept: dict[str, Tensor], name: str) -> float:
 
 RESHARDED = [
     *slow((2, {}, 3, {}, NARROW, "own"), (2, {}, 4, {}, WIDE, "own")),  # as a user's method below does
-    (2, {}, 2, {"zero_stage": 0}, NARROW, "own"),
+    *slow((2, {}, 2, {"zero_stage": 0}, NARROW, "own")),
     (3, {"zero_stage": 0}, 2, {"zero_stage": 1}, WIDE, "dcp"),
-    (3, {"reduction": "sum"}, 2, {"reduction": "sum"}, NARROW, "own"),
+    *slow((3, {"reduction": "sum"}, 2, {"reduction": "sum"}, NARROW, "own")),
     (2, {}, 3, {}, Halved(group=32), "own"),
 ]
 

@@ -377,7 +377,7 @@ def test_errors_on_the_host_are_fetched_one_reduction_ahead() -> None:
 # --- steps and windows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, *long(0, 3)])  # 0 waits as 1 does, 3 reduces as 2 does
+@pytest.mark.parametrize("zero_stage", [1, *slow(2), *long(0, 3)])  # 0 waits as 1 does, 3 reduces as 2 does
 def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce, and compress, once per window; 2 and 3 in each of its backwards."""
     assert ranks.run(windows, zero_stage) == [[(3, 3), (3, 3)] if zero_stage < 2 else [(9, 3), (9, 3)]] * 2

@@ -105,6 +105,7 @@ def page(browser: Any, document: dict[str, Any], tmp_path: Path) -> Iterator[Any
         yield found
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_collectives_and_lanes_are_those_of_the_report(page: Any, document: dict[str, Any]) -> None:
     (frame,) = document["frames"]
     shown = rows_of(page, "collectives-table")
@@ -144,6 +145,7 @@ def test_memory_is_that_of_the_report(page: Any, document: dict[str, Any]) -> No
     assert column(page, "peak-table", 1) == [memory["storages"]["bytes"][number] for number in memory["at_peak"]]
 
 
+@pytest.mark.slow  # opens a page in a browser
 def test_names_are_text(page: Any, document: dict[str, Any]) -> None:
     """A name that became markup would open a dialog, which fails every test of a page."""
     shown = rows_of(page, "parameters-table")

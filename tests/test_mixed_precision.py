@@ -78,6 +78,7 @@ CASES = {
 
 # The telling ones run at both ends of the stages, with and without a compiler; the others once.
 TELLING = ("fp16_parameters", "bf16_language", "bf16_experts", "bf16_autocast", "fp16_autocast_language")
+OTHERS = [name for name in CASES if name not in TELLING]
 FAST = ("fp16_parameters", "bf16_autocast")  # what `make test` runs of them
 
 
@@ -105,8 +106,7 @@ def test_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, m
     assert min(ranks.run(run_case, name, zero_stage, mode)) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in TELLING])
+@pytest.mark.parametrize("name", [*slow(*OTHERS[::2]), *long(*OTHERS[1::2])])
 def test_equals_the_replicated_model_at_stage_3_compiled(ranks: Ranks, name: str) -> None:
     assert min(ranks.run(run_case, name, 3, "fx")) > 0
 

@@ -108,8 +108,8 @@ def name_of(case: Case) -> str:
 
 
 @worlds(2)
-@pytest.mark.slow  # each compiles two graphs; the tables above have the most common of them
-@pytest.mark.parametrize("case", [pytest.param(case, id=name_of(case)) for case in PAIRS])
+# Each compiles a graph or two. Every other one is slow: the tables above have the most common pairs.
+@pytest.mark.parametrize("case", [*slow(*PAIRS[::2]), *long(*PAIRS[1::2])], ids=name_of)
 def test_any_two_features_step_as_the_plain_loop(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     ranks.run(compare, replace(case, at_rest=under(tmp_path, case.at_rest)))
 

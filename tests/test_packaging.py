@@ -79,7 +79,7 @@ def test_sdist_holds_every_room_under_zgraph(built: Path):
     assert {"LICENSE", "README.md", "pyproject.toml", "zgraph/py.typed"} <= {*names}
 
 
-@pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
+@pytest.mark.parametrize("kind", ["wheel", "editable", pytest.param("sdist", marks=pytest.mark.long)])
 def test_install_works_from_another_directory(kind: str, source: Path, built: Path, tmp_path: Path):
     if kind == "editable":
         what = ["--editable", str(source)]

@@ -108,7 +108,7 @@ def test_a_killed_rank_is_restarted_and_training_goes_on_from_the_checkpoint(ran
     assert re.findall(r"final loss (\S+)", broken) == [expected]
 
 
-@pytest.mark.long  # the test below resumes, too, and test_kills.py compares every loss
+@pytest.mark.long  # the killed rank resumes, too, and test_kills.py compares every loss
 def test_the_example_resumes_bit_for_bit(tmp_path: Path) -> None:
     """From a checkpoint within the run, as after a kill between this one and the last; with errors of compression."""
     checkpoints = tmp_path / "checkpoints"

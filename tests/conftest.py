@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import save_both_ways
 from tests.support.hash_seeds import HashSeeds
 from tests.support.ranks import Ranks, RanksPool
 
@@ -95,3 +97,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 def ranks(request: pytest.FixtureRequest, pool: RanksPool) -> Ranks:
     """Two real gloo ranks, or as many as the test says: see `worlds` and `every_world` in tests/support/ranks.py."""
     return pool.of(getattr(request, "param", 2))
+
+
+@pytest.fixture(scope="session")
+def saved(pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks after three steps: dcp/, own/step_00000003/, and whole values in expected.pt."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool.of(2).run(save_both_ways, str(folder))
+    return folder

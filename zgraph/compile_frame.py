@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx
 
+from zgraph.codegen.backward_variants import WeightGradients, in_halves, switch_by_step
 from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.kernel_sources import sources_of
 from zgraph.codegen.lower_fx import lower_fx
-from zgraph.codegen.step_variants import switch_by_step
 from zgraph.compiler.agreement import Signature, agree
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, Variant, plan_frame, plan_within_budget
@@ -22,8 +22,9 @@ from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
 from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
 from zgraph.compiler.partition import partition
 from zgraph.compiler.pipeline import Observer, Pipeline
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.graph.collective_dispatch import order_of_waits
+from zgraph.graph.split_graph import split_graph, weight_gradients
 from zgraph.graph.traffic import transfers
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
@@ -82,6 +83,9 @@ class FrameCompiler:
         self.rank, ranks = rank_and_world()
         self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
         self.variants: tuple[Variant, ...] = ()  # of the plan
+        self.may_split = any(scope.is_staged for scope in scopes)
+        self.weights: WeightGradients | None = None  # of a backward that may run in halves
+        self.handles: tuple[str, ...] = ()  # names of the placeholders that are
         self.recorded: RecordedSteps | None = None  # of a whole step
         self.dumper: Dumper | None = None  # of the last try, as the next one
         self.recorder: PassRecorder | None = None
@@ -107,7 +111,10 @@ class FrameCompiler:
             with self.report.phase("tracing"):
                 return partition(gm, inputs, **kwargs)
 
+        late = weight_gradients(joint.graph, kwargs["num_fwd_outputs"]) if self.may_split else None
         graphs = self._plan(joint, replace(self.ctx, user_outputs=kwargs["num_fwd_outputs"], split=split)).graphs
+        if late is not None:
+            self.weights = self._found_in(graphs["backward"].graph, *late)
         return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
@@ -127,16 +134,42 @@ class FrameCompiler:
             profiler_of = partial(self.report.profiler_of, self.frame, direction)
             watch = GraphWatch(self.called[direction], self.clocks, profiler_of)
             title = f"{self.frame} {direction}"
+            pristine = edits.copy_of(gm) if direction == "backward" and self.weights is not None else None
             main = with_numbers(self._lowered(gm, watch, title, self.recorded), gm.graph, title, self.rank)
             if direction not in ("backward", "step"):
                 return main
+            main = self._in_halves(main, pristine, title)
             programs = [(each.from_step, self._lowered_warm_up(each, direction, title)) for each in self.variants[:-1]]
-            return switch_by_step([*programs, (self.variants[-1].from_step, main)], gm)
+            return switch_by_step([*programs, (self.variants[-1].from_step, main)], gm, self.weights)
 
     def _lowered_warm_up(self, variant: Variant, direction: Direction, title: str) -> Program:
         gm = variant.graphs[direction]
         about = called_in_warm_up(gm.graph, self.called[direction])
-        return self._lowered(gm, GraphWatch(about, self.clocks), f"{title} of warm-up")
+        pristine = edits.copy_of(gm) if direction == "backward" and self.weights is not None else None
+        whole = self._lowered(gm, GraphWatch(about, self.clocks), f"{title} of warm-up")
+        return self._in_halves(whole, pristine, f"{title} of warm-up")
+
+    def _in_halves(self, whole: Program, gm: fx.GraphModule | None, title: str) -> Program:
+        """A lowered backward that a stage of a pipeline may run in two halves; they are lowered at their first call."""
+        if gm is None or self.weights is None:
+            return whole
+        late = self.weights.late
+
+        def lower(half: fx.GraphModule) -> Program:
+            with self.report.phase("lowering"):
+                about = called_in_warm_up(half.graph, self.called["backward"])
+                lowered = self._lowered(half, GraphWatch(about, self.clocks), f"{title}, in halves")
+                return with_numbers(lowered, half.graph, f"{title}, in halves", self.rank)
+
+        return in_halves(whole, self.weights, lambda: split_graph(gm, late), lower)
+
+    def _found_in(
+        self, backward: fx.Graph, late: tuple[int, ...], tensors: tuple[int | None, ...]
+    ) -> WeightGradients | None:
+        """The gradients of weights among the outputs of a backward; None where no handle tells whose they are."""
+        places = {node.name: place for place, node in enumerate(backward.find_nodes(op="placeholder"))}
+        handle = next((places[name] for name in self.handles if name in places), None)
+        return None if handle is None else WeightGradients(handle, late, tensors)
 
     def _lowered(
         self, gm: fx.GraphModule, watch: GraphWatch, title: str, recorded: RecordedSteps | None = None
@@ -255,6 +288,7 @@ class FrameCompiler:
                 meta.set_space(node, self.spaces[index])
             if index in self.names:
                 names[node.name] = self.names[index]
+        self.handles = tuple(names)
         for marker in nodes.call_functions(graph, nodes.is_marker):
             handle = marker.args[1]
             assert isinstance(handle, fx.Node)

@@ -46,8 +46,8 @@ class Chunk(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = torch.tanh(self.up(self.norm(x)))
         if self.kind == "broken":
-            torch._dynamo.graph_break()
-        call = torch.compiler.disable(called) if self.kind == "outside" else called
+            torch._dynamo.graph_break()  # pyright: ignore[reportPrivateUsage]
+        call: Any = torch.compiler.disable(called) if self.kind == "outside" else called
         return x + self.down(call(self.middle, inner))
 
 

@@ -105,14 +105,15 @@ def build_ddp(
     bucket_mib: float | None = None,
 ) -> Built:
     """DDP around a compiled stage; with `by_blocks`, blocks are compiled one by one and gradients leave in between."""
-    stage: nn.Module = setting.new_stage()
+    stage = setting.new_stage()
     if by_blocks:
-        for block in cast(Stage, stage).blocks:
+        for block in stage.blocks:
             block.compile(fullgraph=True)
-    else:
-        stage = cast(nn.Module, torch.compile(stage))
     module = DistributedDataParallel(
-        stage, process_group=setting.mesh.get_group("dp"), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib
+        stage if by_blocks else cast(nn.Module, torch.compile(stage)),
+        process_group=setting.mesh.get_group("dp"),
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket_mib,
     )
     if register_hook is not None:
         register_hook(module)

@@ -97,19 +97,32 @@ def judge(order: list[Action], costs: list[StageCost], holds_sent: bool) -> int:
     peak = 0
     for place, action in enumerate(order):
         before, cost = order[:place], costs[action.stage]
-        held = cost.forward_peak_bytes if action.kind == "forward" else cost.backward_peak_bytes
+        held = 0
         for stage in {one.stage for one in order}:
             of_stage = costs[stage]
+            count = len(of_stage.forward_us)
             ran = [one.micro_batch for one in before if (one.kind, one.stage) == ("forward", stage)]
             ended = [one.micro_batch for one in before if (one.kind, one.stage) == ("backward", stage)]
-            is_open = (ran or (action.kind, action.stage) == ("forward", stage)) and len(ended) < len(
-                of_stage.forward_us
+            runs_forward, runs_backward = (
+                (kind, stage) == (action.kind, action.stage) for kind in ("forward", "backward")
             )
+            closes = runs_backward and len(ended) == count - 1
             waiting = set(ran) - set(ended) - ({action.micro_batch} if action.stage == stage else set())
             held += of_stage.resting_bytes + of_stage.buffer_bytes + of_stage.saved_bytes * len(waiting)
-            held += of_stage.kept_bytes if is_open else 0
+            if (ran or runs_forward) and len(ran) < count:
+                held += of_stage.kept_bytes
+            elif len(ended) < count and not closes:
+                held += of_stage.closing_kept_bytes
+            if ended and len(ended) < count and not closes:
+                held += of_stage.waiting_bytes
             held += of_stage.gradient_bytes if ended else 0
             held += of_stage.left_bytes * len(ended) if holds_sent else 0
+            if runs_forward:
+                held += cost.forward_peak_bytes
+            elif closes:
+                held += cost.closing_peak_bytes
+            elif runs_backward:
+                held += cost.backward_peak_bytes if ended else cost.first_peak_bytes
         peak = max(peak, held)
     return peak
 
@@ -121,11 +134,15 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
                 forward_us=(1.0,) * micro_batches,
                 backward_us=(2.0,) * micro_batches,
                 resting_bytes=10**6 + stage,
-                gradient_bytes=1000 * (stage + 3),
-                kept_bytes=70 * (stage + 1),
+                gradient_bytes=100 * (stage + 3),
+                waiting_bytes=400 * (stage % 2),
+                kept_bytes=700 * (stage + 1),
+                closing_kept_bytes=500 * (stage + 1),
                 saved_bytes=500 + 31 * stage,
                 forward_peak_bytes=900 + 40 * stage,
+                first_peak_bytes=1900 - 7 * stage,
                 backward_peak_bytes=1500 - 7 * stage,
+                closing_peak_bytes=2500 * (stage % 3),
                 left_bytes=3 * stage,
                 buffer_bytes=11 * stage,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,12 +13,13 @@ from torch import fx, nn
 from zgraph.analysis.cost import FREE, CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import Allocator, MemoryCurve, memory_curve, step_curve
+from zgraph.analysis.workspace import remaining_bytes
 from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.pipeline import Pipeline
-from zgraph.graph import nodes
+from zgraph.graph import meta, nodes
 from zgraph.graph.traffic import Transfer, transfers_of
 from zgraph.options import CompileOptions
 from zgraph.reporting.export.planned_step import PlannedGraph
@@ -38,7 +40,12 @@ class PlannedFrame:
         curve: memory over the frame, forward and backward together.
         kept_bytes: gathered parameters that the window keeps.
         saved_bytes: what is alive between forward and backward, without these.
-        forward_peak_bytes, backward_peak_bytes: most that is alive while each runs, without these.
+        kept_for_backward_bytes: those of them that backward reads.
+        forward_peak_bytes: most that is alive while forward runs, without gathered parameters that the window keeps.
+        first_peak_bytes, later_peak_bytes: the same of backward, where it makes the sums of gradients that wait, and
+            where it finds them and adds to them; without what it finds.
+        closing_peak_bytes: the same of the backward that closes the window, with the parameters and the sums that it
+            finds and frees.
     """
 
     graphs: Graphs
@@ -46,8 +53,11 @@ class PlannedFrame:
     curve: MemoryCurve
     kept_bytes: int
     saved_bytes: int
+    kept_for_backward_bytes: int
     forward_peak_bytes: int
-    backward_peak_bytes: int
+    first_peak_bytes: int
+    later_peak_bytes: int
+    closing_peak_bytes: int
 
 
 @dataclass
@@ -115,6 +125,7 @@ class FramePlanner:
                 for place in range(entry.first, entry.last + 1):
                     kept[place] += entry.bytes
         during = [alive - of_window for alive, of_window in zip(curve.bytes_during, kept, strict=True)]
+        made, found = _sums_that_wait(curve.nodes)
         graphs: Graphs = {direction: self._planned(direction, plan) for direction in plan.graphs}
         later: Graphs = graphs
         if any(kept):
@@ -125,8 +136,11 @@ class FramePlanner:
             curve=curve,
             kept_bytes=max(kept, default=0),
             saved_bytes=curve.bytes_after[end - 1] - kept[end - 1],
+            kept_for_backward_bytes=kept[end - 1],
             forward_peak_bytes=max(during[:end]),
-            backward_peak_bytes=max(during[end:], default=0),
+            first_peak_bytes=max(during[end:], default=0),
+            later_peak_bytes=max(map(operator.sub, during[end:], made[end:]), default=0),
+            closing_peak_bytes=max(map(operator.add, curve.bytes_during[end:], found[end:]), default=0),
         )
         self.frames.append(frame)
 
@@ -155,6 +169,23 @@ class FramePlanner:
             allocator=self.allocator,
             device_type=device_type,
         )
+
+
+def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
+    """Bytes of the unsharded sums of gradients that wait, at each position of a frame.
+
+    Returns:
+        Those that the graph has made up to there, and those that it has found and not read yet.
+    """
+    made, found = [0] * len(order), [0] * len(order)
+    for place, node in enumerate(order):
+        bytes_made = remaining_bytes(node)
+        for later in range(place, len(order) if bytes_made else 0):
+            made[later] += bytes_made
+        if node.target is torch.ops.zgraph.add_accumulated.default and node.args[3] == 1:
+            for earlier in range(place):
+                found[earlier] += meta.tensor_value(node).nbytes
+    return made, found
 
 
 def _transfers(node: fx.Node) -> list[Transfer]:

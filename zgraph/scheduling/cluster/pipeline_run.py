@@ -16,10 +16,14 @@ class StageCost:
         forward_us, backward_us: [micro_batches] time of each.
         send_us: time in which an activation reaches the next stage, and its gradient comes back.
         resting_bytes: parameters, buffers and the optimizer's state.
-        gradient_bytes: gradients that stay from the first backward on, and those that wait to be reduced.
-        kept_bytes: gathered parameters that stay from the first forward to the end of the last backward.
+        gradient_bytes: `.grad`, from the first backward on.
+        waiting_bytes: sums of gradients that wait to be reduced, from the first backward to the last.
+        kept_bytes: gathered parameters that stay from the first forward on.
+        closing_kept_bytes: those of them that stay behind the last forward, until the last backward.
         saved_bytes: what one micro-batch keeps from its forward to its backward.
         forward_peak_bytes, backward_peak_bytes: most that one holds while it runs, with what it saves.
+        first_peak_bytes, closing_peak_bytes: the same of the first backward, with the sums that it leaves, and of the
+            last one, with the parameters and the sums that it finds; a single backward is the last one.
         left_bytes: what one micro-batch has sent, activations and gradients. torch's schedules hold it until they wait
             for the messages: at the end of the step, 1F1B before the next ones.
         buffer_bytes: in which torch's stage receives activations and gradients, and the outputs that it returns.
@@ -30,10 +34,14 @@ class StageCost:
     send_us: float = 0.0
     resting_bytes: int = 0
     gradient_bytes: int = 0
+    waiting_bytes: int = 0
     kept_bytes: int = 0
+    closing_kept_bytes: int = 0
     saved_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
+    first_peak_bytes: int = 0
+    closing_peak_bytes: int = 0
     left_bytes: int = 0
     buffer_bytes: int = 0
 
@@ -132,16 +140,25 @@ def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: 
         cost = stages[action.stage]
         turn = done[action.kind, action.stage]
         done[action.kind, action.stage] += 1
+        is_last = turn + 1 == len(cost.forward_us)
         if action.kind == "forward":
             held += 0 if turn else cost.kept_bytes
             peak = max(peak, held + cost.forward_peak_bytes)
             held += cost.saved_bytes
+            if is_last:
+                held -= cost.kept_bytes - cost.closing_kept_bytes
             flying += 1
             most = max(most, flying)
             continue
         held -= cost.saved_bytes
-        peak = max(peak, held + cost.backward_peak_bytes)
+        if is_last:
+            held -= cost.closing_kept_bytes + (cost.waiting_bytes if turn else 0)
+            peak = max(peak, held + cost.closing_peak_bytes)
+        elif turn:
+            peak = max(peak, held + cost.backward_peak_bytes)
+        else:
+            peak = max(peak, held + cost.first_peak_bytes)
+            held += cost.waiting_bytes
         held += (cost.left_bytes if holds_sent else 0) + (0 if turn else cost.gradient_bytes)
-        held -= cost.kept_bytes if turn + 1 == len(cost.backward_us) else 0
         flying -= 1
     return peak, most

@@ -17,7 +17,7 @@ from zgraph.graph import nodes
 from zgraph.graph.operator_arguments import LowRankArgs, QuantizeArgs
 from zgraph.graph.split_graph import Halves
 from zgraph.runtime.window_state import Gradients, state_behind
-from zgraph.sharding.scope import closes_window
+from zgraph.sharding.scope import closes_window, scope_behind
 from zgraph.torch_compat.aot import boxed
 
 Program = Callable[[list[Any]], Any]
@@ -43,49 +43,53 @@ class WeightGradients:
         return [value for place, value in zip(self.tensors, outputs, strict=False) if place is not None]
 
 
+def saying_that_it_splits(forward: Program, handle: int) -> Program:
+    """Let each call of a forward say that its backward can leave gradients of weights for later.
+
+    Args:
+        forward: a lowered graph.
+        handle: place among its inputs of the handle of a parameter.
+    """
+
+    def run(args: list[Any]) -> Any:
+        scope = scope_behind(args[handle])
+        assert scope is not None
+        scope.splitting_forwards += 1
+        return forward(args)
+
+    return boxed(run)
+
+
 def in_halves(
-    whole: Program,
-    weights: WeightGradients,
-    split: Callable[[], Halves | None],
-    lower: Callable[[fx.GraphModule], Program],
+    whole: Program, weights: WeightGradients, halves: Halves, lower: Callable[[fx.GraphModule], Program]
 ) -> Program:
     """Run a backward whole, or where somebody takes the gradients of weights later, the half that yields the others.
 
     Args:
         whole: the lowered backward.
         weights: its gradients of weights.
-        split: makes its halves; None: it cannot be split, and is run whole.
+        halves: of its graph, before that was lowered.
         lower: makes a program of each, when they are first wanted.
     """
-    found: list[tuple[Halves, Program, Program] | None] = []
-
-    def halves() -> tuple[Halves, Program, Program] | None:
-        if not found:
-            parts = split()
-            found.append(None if parts is None else (parts, lower(parts.first), lower(parts.second)))
-        return found[0]
+    programs: list[Program] = []
 
     def run(args: list[Any]) -> Any:
         defer = state_behind(args[weights.handle]).defer
         if defer is None:
             return whole(args)
-        lowered = halves()
-        if lowered is None:
-            outputs = list(whole(args))
-            grads = weights.in_order(outputs)
-            defer(grads, lambda: [None] * len(grads))
-            return outputs
-        parts, first, second = lowered
-        kept = [args[place] for place in parts.second_inputs]
-        given = [args[place] for place in parts.first_inputs]
+        if not programs:
+            programs.extend(map(lower, (halves.first, halves.second)))
+        first, second = programs
+        kept = [args[place] for place in halves.second_inputs]
+        given = [args[place] for place in halves.first_inputs]
         args.clear()
         early = list(first(given))
-        kept += early[len(parts.early) :]
-        outputs = _placed(parts.outputs, parts.early, early)
+        kept += early[len(halves.early) :]
+        outputs = _placed(halves.outputs, halves.early, early)
         del early
 
         def later() -> Gradients:
-            return weights.in_order(_placed(parts.outputs, parts.late, second(kept)))
+            return weights.in_order(_placed(halves.outputs, halves.late, second(kept)))
 
         defer(weights.in_order(outputs), later)
         return outputs

@@ -10,7 +10,12 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.codegen.backward_variants import WeightGradients, in_halves, switch_by_step
+from zgraph.codegen.backward_variants import (
+    WeightGradients,
+    in_halves,
+    saying_that_it_splits,
+    switch_by_step,
+)
 from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.kernel_sources import sources_of
@@ -22,9 +27,9 @@ from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
 from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
 from zgraph.compiler.partition import partition
 from zgraph.compiler.pipeline import Observer, Pipeline
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import meta, nodes
 from zgraph.graph.collective_dispatch import order_of_waits
-from zgraph.graph.split_graph import split_graph, weight_gradients
+from zgraph.graph.split_graph import Halves, split_graph, weight_gradients
 from zgraph.graph.traffic import transfers
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
@@ -83,8 +88,9 @@ class FrameCompiler:
         self.rank, ranks = rank_and_world()
         self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
         self.variants: tuple[Variant, ...] = ()  # of the plan
-        self.may_split = any(scope.is_staged for scope in scopes)
+        self.is_staged = any(scope.is_staged for scope in scopes)
         self.weights: WeightGradients | None = None  # of a backward that may run in halves
+        self.halves: list[Halves] = []  # of the backward of each variant, then
         self.handles: tuple[str, ...] = ()  # names of the placeholders that are
         self.recorded: RecordedSteps | None = None  # of a whole step
         self.dumper: Dumper | None = None  # of the last try, as the next one
@@ -111,10 +117,10 @@ class FrameCompiler:
             with self.report.phase("tracing"):
                 return partition(gm, inputs, **kwargs)
 
-        late = weight_gradients(joint.graph, kwargs["num_fwd_outputs"]) if self.may_split else None
+        late = weight_gradients(joint.graph, kwargs["num_fwd_outputs"]) if self.is_staged else None
         graphs = self._plan(joint, replace(self.ctx, user_outputs=kwargs["num_fwd_outputs"], split=split)).graphs
         if late is not None:
-            self.weights = self._found_in(graphs["backward"].graph, *late)
+            self._split(graphs["backward"].graph, *late)
         return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
@@ -134,26 +140,40 @@ class FrameCompiler:
             profiler_of = partial(self.report.profiler_of, self.frame, direction)
             watch = GraphWatch(self.called[direction], self.clocks, profiler_of)
             title = f"{self.frame} {direction}"
-            pristine = edits.copy_of(gm) if direction == "backward" and self.weights is not None else None
             main = with_numbers(self._lowered(gm, watch, title, self.recorded), gm.graph, title, self.rank)
+            if direction == "forward" and self.weights is not None:
+                return saying_that_it_splits(main, self._handle_in(gm.graph))
             if direction not in ("backward", "step"):
                 return main
-            main = self._in_halves(main, pristine, title)
-            programs = [(each.from_step, self._lowered_warm_up(each, direction, title)) for each in self.variants[:-1]]
-            return switch_by_step([*programs, (self.variants[-1].from_step, main)], gm, self.weights)
+            programs = [
+                (each.from_step, self._lowered_warm_up(place, direction, title))
+                for place, each in enumerate(self.variants[:-1])
+            ]
+            last = self._in_halves(main, len(self.variants) - 1, title)
+            return switch_by_step([*programs, (self.variants[-1].from_step, last)], gm, self.weights)
 
-    def _lowered_warm_up(self, variant: Variant, direction: Direction, title: str) -> Program:
-        gm = variant.graphs[direction]
+    def _lowered_warm_up(self, place: int, direction: Direction, title: str) -> Program:
+        gm = self.variants[place].graphs[direction]
         about = called_in_warm_up(gm.graph, self.called[direction])
-        pristine = edits.copy_of(gm) if direction == "backward" and self.weights is not None else None
         whole = self._lowered(gm, GraphWatch(about, self.clocks), f"{title} of warm-up")
-        return self._in_halves(whole, pristine, f"{title} of warm-up")
+        return self._in_halves(whole, place, f"{title} of warm-up")
 
-    def _in_halves(self, whole: Program, gm: fx.GraphModule | None, title: str) -> Program:
-        """A lowered backward that a stage of a pipeline may run in two halves; they are lowered at their first call."""
-        if gm is None or self.weights is None:
+    def _split(self, backward: fx.Graph, late: tuple[int, ...], tensors: tuple[int | None, ...]) -> None:
+        """Split the backward of each variant, which a stage of a pipeline may run in two halves."""
+        halves = [split_graph(variant.graphs["backward"], late) for variant in self.variants]
+        self.halves = [one for one in halves if one is not None]
+        if len(self.halves) == len(halves):
+            self.weights = WeightGradients(self._handle_in(backward), late, tensors)
+
+    def _handle_in(self, graph: fx.Graph) -> int:
+        """Place of some parameter's handle among the inputs of a graph that reads or reduces parameters."""
+        places = {node.name: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+        return next(places[name] for name in self.handles if name in places)
+
+    def _in_halves(self, whole: Program, place: int, title: str) -> Program:
+        """The lowered backward of a variant, in halves where they are wanted; these are lowered at their first call."""
+        if self.weights is None:
             return whole
-        late = self.weights.late
 
         def lower(half: fx.GraphModule) -> Program:
             with self.report.phase("lowering"):
@@ -161,15 +181,7 @@ class FrameCompiler:
                 lowered = self._lowered(half, GraphWatch(about, self.clocks), f"{title}, in halves")
                 return with_numbers(lowered, half.graph, f"{title}, in halves", self.rank)
 
-        return in_halves(whole, self.weights, lambda: split_graph(gm, late), lower)
-
-    def _found_in(
-        self, backward: fx.Graph, late: tuple[int, ...], tensors: tuple[int | None, ...]
-    ) -> WeightGradients | None:
-        """The gradients of weights among the outputs of a backward; None where no handle tells whose they are."""
-        places = {node.name: place for place, node in enumerate(backward.find_nodes(op="placeholder"))}
-        handle = next((places[name] for name in self.handles if name in places), None)
-        return None if handle is None else WeightGradients(handle, late, tensors)
+        return in_halves(whole, self.weights, self.halves[place], lower)
 
     def _lowered(
         self, gm: fx.GraphModule, watch: GraphWatch, title: str, recorded: RecordedSteps | None = None

@@ -18,7 +18,7 @@ import netns
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from builders import POWERSGD_BUCKET_MIB, hook_bf16, hook_powersgd
+from builders import POWERSGD_BUCKET_MIB, Optimizer, hook_bf16, hook_powersgd
 from rank_process import TIMEOUT, WARM_UP_STEPS, end_with_parent, measure_goodput, on_all_ranks, say
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -168,7 +168,7 @@ class Trainer:
 
     stage: Any
     schedule: Any
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     steps_done: int = 0
     loss: float = float("nan")
     step_s: list[float] = field(default_factory=list[float])
@@ -181,7 +181,12 @@ def build(name: str, setting: Setting) -> Trainer:
     """Build a strategy and take its warm-up steps, which compile."""
     stage, module = STRATEGIES[name](setting)
     schedule = Schedule1F1B(stage, setting.plan.micro_batches, loss_fn=loss_of)
-    trainer = Trainer(stage, schedule, torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    if name.startswith("zgraph"):
+        import zgraph
+
+        optimizer = zgraph.step_on_shards(optimizer)
+    trainer = Trainer(stage, schedule, optimizer)
     run_backward = stage.backward_one_chunk
 
     def timed(*arguments: Any, **options: Any) -> None:

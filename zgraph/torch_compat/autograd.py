@@ -44,12 +44,12 @@ def is_leaf(node: torch.autograd.graph.Node) -> bool:
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
-def current_edges() -> tuple[tuple[torch.autograd.graph.Node | None, int], ...]:
-    """Where gradients go that this thread is computing: `next_functions` of `_current_autograd_node` (2.11 - 2.13).
+def current_node() -> torch.autograd.graph.Node:
+    """The node of autograd's graph that this thread is running (`_current_autograd_node`, 2.11 - 2.13).
 
-    One for each tensor that the function was given, in its order.
+    That of a function written in Python has one entry in `next_functions` for each tensor it was given, in its order.
     """
-    return torch._C._current_autograd_node().next_functions  # pyright: ignore[reportAttributeAccessIssue]
+    return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def drop_graph(value: Tensor) -> None:

@@ -34,9 +34,10 @@ class PipelineStage(TorchStage):
     `zgraph.no_sync` leaves the window open for the next one.
 
     Schedules that split a backward in two, for inputs and for weights, are followed. A compiled backward is split into
-    two graphs, of which the second one has the reductions. Where that cannot be done (with tensor parallelism, or where
-    parameters are read outside of what is compiled), it runs whole where the schedule wants the gradients of inputs;
-    the backward of weights is then empty, which is right, and leaves the bubble as it is.
+    two graphs, of which the second one has the reductions. Where that cannot be done (with tensor parallelism, where
+    parameters are read outside of what is compiled, or what was compiled before there was a stage), it runs whole where
+    the schedule wants the gradients of inputs; the backward of weights is then empty, which is right, and leaves the
+    bubble as it is.
 
     Args:
         submodule, stage_index, num_stages, device: as for torch's `PipelineStage`.
@@ -86,6 +87,7 @@ class PipelineStage(TorchStage):
         self._done = 0  # backwards of this step that have reached the weights
         self._whole: set[int] = set()  # micro-batches whose backward was not split
         self._splits_compiled = _are_plain_shards(module, self._params)
+        self._splitting: dict[int, int] = {}  # how many compiled backwards of each micro-batch can be split
         self._left: WeightBackwards | None = None  # by the compiled backward of inputs that is running
         for scope in self._scopes:
             scope.is_staged = True
@@ -119,9 +121,11 @@ class PipelineStage(TorchStage):
         for scope in self._windows:
             scope.given = position
             scope.opened = scope.opened or position == OPEN
+        before = sum(scope.splitting_forwards for scope in self._scopes)
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         finally:
+            self._splitting[fwd_chunk_id] = sum(scope.splitting_forwards for scope in self._scopes) - before
             for scope in self._windows:
                 scope.given = None
             if self._closes_first and fwd_chunk_id + 1 == self.chunks and not self._is_held_open():
@@ -138,18 +142,19 @@ class PipelineStage(TorchStage):
                 )
             return
         way = way_through(*self.fwd_cache[bwd_chunk_id]) if self._splits_compiled else None
-        if way is None:
+        if way is None or len(way.readers) != self._splitting[bwd_chunk_id]:
             self._whole.add(bwd_chunk_id)
             with self._backward_of(bwd_chunk_id):
                 super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, last_backward=last_backward)
             return
-        self._left = WeightBackwards(way)
+        self._left = left = WeightBackwards(way)
         for param in self._params:
-            param.state.defer = self._left.add
+            param.state.defer = left.add
         try:
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, last_backward=last_backward)
         finally:
             self._stop_splitting()
+        assert left.is_complete
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

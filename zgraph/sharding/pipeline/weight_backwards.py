@@ -7,26 +7,41 @@ the rest as a function that is called later; what that returns goes to the param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from zgraph.torch_compat.autograd import current_edges, drop_graph, is_compiled, is_leaf
+from zgraph.torch_compat.autograd import current_node, drop_graph, is_compiled, is_leaf
 
 Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """The part of autograd's graph on which gradients of inputs depend.
+
+    Attributes:
+        nodes: all of it.
+        readers: compiled functions among them that also yield gradients of parameters.
+    """
+
+    nodes: set[Node]
+    readers: set[Node]
 
 
 class WeightBackwards:
     """What the backward of one micro-batch has left for later.
 
     Args:
-        way: nodes of autograd's graph between outputs and inputs, see `way_through`.
+        way: that it goes, see `way_through`.
     """
 
-    def __init__(self, way: set[Node]) -> None:
+    def __init__(self, way: Way) -> None:
         self._way = way
+        self._unheard = set(way.readers)
         self._waiting: list[tuple[Sequence[tuple[Node | None, int]], Gradients, Callable[[], Gradients]]] = []
 
     def add(self, early: Gradients, later: Callable[[], Gradients]) -> None:
@@ -36,7 +51,14 @@ class WeightBackwards:
             early: gradients that are there, in the order of the compiled function's tensors; None: not yet, or none.
             later: computes the others, in the same order.
         """
-        self._waiting.append((current_edges(), early, later))
+        node = current_node()
+        self._waiting.append((node.next_functions, early, later))
+        self._unheard.discard(node)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every compiled function that reads parameters has left their gradients."""
+        return not self._unheard
 
     def run(self, device_type: str) -> None:
         """Compute what was left, and add it to the gradients of parameters."""
@@ -49,7 +71,7 @@ class WeightBackwards:
                 late = later()
             for (node, place), *found in zip(following, early, late, strict=True):
                 grad = next((one for one in found if one is not None), None)
-                if node is not None and grad is not None and node not in self._way:
+                if node is not None and grad is not None and node not in self._way.nodes:
                     edges.append(GradientEdge(node, place))
                     grads.append(grad)
         if edges:
@@ -85,8 +107,8 @@ def input_gradients(
     return tuple(result)
 
 
-def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> set[Node] | None:
-    """The nodes of autograd's graph on which gradients of inputs depend.
+def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
+    """The part of autograd's graph on which gradients of inputs depend.
 
     Returns:
         None if no compiled function is among them, or if gradients of parameters come out of anything else than
@@ -114,8 +136,9 @@ def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> set[Node] | No
         return None
     if any(parameters[node] and node not in way for node in begins):
         return None
-    for node in way - ends:
-        strays = any(parameters[one] for one, _ in node.next_functions if one is not None and one not in way)
-        if strays and not is_compiled(node):
-            return None
-    return way
+    readers = {
+        node
+        for node in way - ends
+        if any(parameters[one] for one, _ in node.next_functions if one is not None and one not in way)
+    }
+    return Way(way, readers) if all(map(is_compiled, readers)) else None

@@ -62,7 +62,7 @@ class Row:
     zero_stage: int
     lowering: Literal["fx", "inductor"] = "fx"
     dp: int = 1
-    kind: Literal["", "broken", "outside", "ran"] = ""
+    kind: Literal["", "broken", "outside", "ran", "mixed"] = ""
     autocast: bool = False
     compression: Any = None
     warmup_steps: int = 0
@@ -94,7 +94,10 @@ class Run:
         self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     def stage(self, number: int, chunk: Chunk) -> Any:
-        zgraph.shard(chunk, self.mesh["dp"], zero_stage=self.row.zero_stage)
+        is_mixed = self.row.kind == "mixed"
+        chunk.up.requires_grad_(not is_mixed)
+        ignored = [chunk.norm] if is_mixed else []
+        zgraph.shard(chunk, self.mesh["dp"], zero_stage=self.row.zero_stage, ignored=ignored)
         compiled: Any = torch.compile(chunk, backend="zgraph", options=self.row.options)
         if self.row.kind == "ran":  # whose backward nobody has foreseen to split
             compiled(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
@@ -191,6 +194,7 @@ def assert_bits_of_whole_backwards(ranks: Ranks, row: Row, schedule: str) -> lis
             (Row(0, dp=2, compression=P.LoCo()), SPLIT),
             (Row(3, dp=2, compression=P.LoCo(), warmup_steps=1), SPLIT),
             (Row(3), "ZBVZeroBubble"),
+            (Row(1, dp=2, kind="mixed"), SPLIT),
         ),
     ],
     ids=str,

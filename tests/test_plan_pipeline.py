@@ -108,7 +108,8 @@ def sent_for_real(zero_stage: int, chunks: int, schedule: str) -> dict[str, int]
 
 @worlds(4)
 @pytest.mark.parametrize(
-    ("zero_stage", "chunks", "schedule"), [(1, 2, "Interleaved1F1B"), (2, 1, "1F1B"), (3, 1, "GPipe")]
+    ("zero_stage", "chunks", "schedule"),
+    [(1, 2, "Interleaved1F1B"), (2, 1, "1F1B"), (3, 1, "GPipe"), (2, 2, "InterleavedZeroBubble")],
 )
 def test_real_ranks_send_what_was_planned(ranks: Ranks, zero_stage: int, chunks: int, schedule: str) -> None:
     found = planned({"pp": 2, "dp": 2}, 2 * chunks, zero_stage, schedule=schedule).pipeline
@@ -150,7 +151,8 @@ def assert_peaks(ranks: Ranks, schedule: str, chunks: int, zero_stage: int) -> N
 
 @worlds(2)
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "zero_stage"), [("1F1B", 1, 3), *slow(("GPipe", 1, 0), ("Interleaved1F1B", 2, 3))]
+    ("schedule", "chunks", "zero_stage"),
+    [("1F1B", 1, 3), *slow(("GPipe", 1, 0), ("Interleaved1F1B", 2, 3), ("InterleavedZeroBubble", 2, 3))],
 )
 def test_the_peak_of_each_rank_is_what_it_really_holds(
     ranks: Ranks, schedule: str, chunks: int, zero_stage: int
@@ -161,7 +163,14 @@ def test_the_peak_of_each_rank_is_what_it_really_holds(
 @worlds(4)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "zero_stage"),
-    [("1F1B", 1, 1), ("GPipe", 1, 2), ("Interleaved1F1B", 2, 1), ("Interleaved1F1B", 2, 2), ("GPipe", 1, 3)],
+    [
+        ("1F1B", 1, 1),
+        ("GPipe", 1, 2),
+        ("Interleaved1F1B", 2, 1),
+        ("Interleaved1F1B", 2, 2),
+        ("GPipe", 1, 3),
+        ("InterleavedZeroBubble", 2, 1),
+    ],
 )
 def test_the_peak_of_sharded_stages_is_what_each_rank_really_holds(
     ranks: Ranks, schedule: str, chunks: int, zero_stage: int

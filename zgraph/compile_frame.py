@@ -89,6 +89,7 @@ class FrameCompiler:
         self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
         self.variants: tuple[Variant, ...] = ()  # of the plan
         self.is_staged = any(scope.is_staged for scope in scopes)
+        self.late: tuple[tuple[int, ...], tuple[int | None, ...]] | None = None  # as weight_gradients says
         self.weights: WeightGradients | None = None  # of a backward that may run in halves
         self.halves: list[Halves] = []  # of the backward of each variant, then
         self.handles: tuple[str, ...] = ()  # names of the placeholders that are
@@ -117,10 +118,11 @@ class FrameCompiler:
             with self.report.phase("tracing"):
                 return partition(gm, inputs, **kwargs)
 
-        late = weight_gradients(joint.graph, kwargs["num_fwd_outputs"]) if self.is_staged else None
+        if self.is_staged:
+            self.late = weight_gradients(joint.graph, kwargs["num_fwd_outputs"])
         graphs = self._plan(joint, replace(self.ctx, user_outputs=kwargs["num_fwd_outputs"], split=split)).graphs
-        if late is not None:
-            self._split(graphs["backward"].graph, *late)
+        if self.late is not None:
+            self._split(graphs["backward"].graph, *self.late)
         return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:

@@ -22,7 +22,7 @@ from zgraph.runtime.window_state import CLOSING, OPEN
 from zgraph.scheduling.cluster.axes import PIPELINE, Axes, AxisTraffic
 from zgraph.scheduling.cluster.layer_time import likeness
 from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan, PlannedStage, added, check_schedule
-from zgraph.scheduling.cluster.pipeline_run import StageCost
+from zgraph.scheduling.cluster.pipeline_run import SplitCost, StageCost
 from zgraph.scheduling.cluster.split_stages import split_stages
 from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of
@@ -143,6 +143,8 @@ def _compiled(
             "pipeline's are not; leave the offload out."
         )
     scopes = dict.fromkeys(state.scope for part in stage.modules() if (state := state_of(part)) is not None)
+    for scope in scopes:
+        scope.is_staged = True
     windows = [scope for scope in scopes if scope.has_windows]
 
     def at(position: str | None, prefix: str) -> tuple[list[PlannedFrame], Any]:
@@ -226,6 +228,7 @@ def _planned(
         # torch's stage has a buffer for each micro-batch's activations, and one for their gradients.
         buffer_bytes=micro_batches * (entering + leaving),
     )
+    cost = replace(cost, split=_split_cost(compiled, cost, micro_batches, None if number else leaving))
     return PlannedStage(
         cost=cost,
         parameter_bytes=device.parameters,
@@ -233,6 +236,43 @@ def _planned(
         traffic=traffic,
         activation_bytes=leaving,
         input_gradient_bytes=returned,
+    )
+
+
+def _split_cost(
+    compiled: _Compiled, whole: StageCost, micro_batches: int, sent_by_first: int | None
+) -> SplitCost | None:
+    """The backwards in two halves.
+
+    Args:
+        compiled: the stage.
+        whole: with backwards in one piece.
+        micro_batches: of a step.
+        sent_by_first: of the first stage, what it sends to the next one; it has no gradients of inputs, and all of its
+            backward comes later. None: it is another one.
+    """
+    if sent_by_first is not None:
+        return SplitCost(
+            inputs_us=(0.0,) * micro_batches,
+            weights_us=whole.backward_us,
+            left_bytes=whole.saved_bytes - sent_by_first,
+            first_peak_bytes=whole.first_peak_bytes - sent_by_first,
+            weights_peak_bytes=whole.backward_peak_bytes - sent_by_first,
+            closing_peak_bytes=whole.closing_peak_bytes - sent_by_first,
+        )
+    halves = [frame.halves for frame in compiled.frames if frame.halves is not None]
+    closing = [frame.halves for frame in compiled.closing if frame.halves is not None]
+    if len(compiled.frames) > 1 or not halves or not closing:
+        return None
+    usual, last = halves[0], closing[0]
+    return SplitCost(
+        inputs_us=(usual.inputs_us,) * (micro_batches - 1) + (last.inputs_us,),
+        weights_us=(usual.weights_us,) * (micro_batches - 1) + (last.weights_us,),
+        left_bytes=usual.left_bytes,
+        inputs_peak_bytes=max(usual.inputs_peak_bytes, last.inputs_peak_bytes),
+        first_peak_bytes=usual.first_peak_bytes,
+        weights_peak_bytes=usual.later_peak_bytes,
+        closing_peak_bytes=last.closing_peak_bytes,
     )
 
 

@@ -82,8 +82,8 @@ def plan(
         step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
             batch makes. None: forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
         micro_batches: of a pipeline's step.
-        schedule: of a pipeline: "GPipe", "1F1B" or "Interleaved1F1B", as torch calls them. None: the last of these
-            that can be run. The plan compares all that can.
+        schedule: of a pipeline: "GPipe", "1F1B", "Interleaved1F1B" or "InterleavedZeroBubble", as torch calls them.
+            None: "Interleaved1F1B" with several chunks, else "1F1B". The plan compares all that can be run.
         chunks: stages on each rank of a pipeline, where an `nn.Sequential` is cut. None: 1.
 
     Raises:

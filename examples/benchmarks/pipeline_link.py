@@ -40,7 +40,14 @@ from workload import ModelConfig
 RANKS, HOSTS = 4, 2
 # Inductor orders the sums of one stage otherwise where reductions are part of its graph.
 LOSS_TOLERANCE = 1e-5
-PEERS = ("ddp", "ddp-blocks", "ddp-bf16", "ddp-powersgd-4")
+LOSSY_PEERS = ("ddp", "ddp-bf16", "ddp-powersgd-4")
+PEERS = {
+    "zgraph-0": ("ddp", "ddp-blocks"),
+    "zgraph-0-reduce-bf16": ("ddp", "ddp-bf16"),
+    "zgraph-0-loco": LOSSY_PEERS,
+    "zgraph-0-loco-means4": LOSSY_PEERS,
+    "zgraph-0-lowrank4": LOSSY_PEERS,
+}
 
 
 def main() -> int:
@@ -101,8 +108,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, row in rows.items():
         row["times_faster"] = {
             peer: times_faster(row["step_ms"], rows[peer]["step_ms"], arguments.steps)
-            for peer in PEERS
-            if name.startswith("zgraph") and peer in rows
+            for peer in PEERS.get(name, ())
+            if peer in rows
         }
     return {
         "rate": arguments.rate,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zgraph.graph import meta, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.torch_compat.aot import aot_input_index, is_tangent
 from zgraph.torch_compat.modules import lazy_graph_module
 from zgraph.torch_compat.operators import written_arguments
@@ -75,6 +75,23 @@ def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
         late=tuple(late_places),
         outputs=len(returned),
     )
+
+
+def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
+    """Put what the early outputs need in front, as `split_graph` does; returns how many nodes stand there then.
+
+    Args:
+        graph: changed in place.
+        late: places of outputs.
+    """
+    returned, late_places = nodes.returned_by(graph), set(late)
+    needed = _needed(
+        node for place, node in enumerate(returned) if isinstance(node, fx.Node) and place not in late_places
+    )
+    front = [node for node in graph.nodes if node.op in ("placeholder", "get_attr") or node in needed]
+    ahead = dict.fromkeys(front)
+    edits.relink([*front, *(node for node in graph.nodes if node not in ahead)])
+    return len(front)
 
 
 def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, ...], tuple[int | None, ...]] | None:

@@ -48,9 +48,7 @@ class Chunk(nn.Module):
         if self.kind == "broken":
             torch._dynamo.graph_break()  # pyright: ignore[reportPrivateUsage]
         call: Any = torch.compiler.disable(called) if self.kind == "outside" else called
-        middle = call(self.middle, inner)
-        with torch.autocast("cpu", enabled=False):  # whose backward is in fp32, too
-            return x + self.down(middle.float())
+        return x + self.down(call(self.middle, inner))
 
 
 def called(layer: nn.Module, x: Tensor) -> Tensor:

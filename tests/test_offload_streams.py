@@ -20,8 +20,9 @@ from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
 from zgraph.passes import StreamStates, presets
+from zgraph.passes.memory import stream_states
 
-# Updates run on copies, as they do on a GPU.
+# Updates run on copies, on the GPU.
 CASES = {
     "stage 3": Case(at_rest=HOST, streamed=True, clip="torch", schedule=True),
     "stage 2": Case(at_rest=HOST, streamed=True, stage=2, precision="bf16", accumulation=2, no_sync=True),
@@ -31,25 +32,50 @@ CASES = {
 }
 
 
-def on_late_streams(case: Case) -> tuple[int, int]:
-    """Train with copies that are made when they are waited for; returns how many went each way."""
+# Updates run on the host.
+ON_HOST = {
+    "stage 3": Case(at_rest=HOST),
+    "stage 2": Case(at_rest=HOST, stage=2, precision="bf16", accumulation=2, no_sync=True, clip="zgraph"),
+    "stage 1": Case(at_rest=HOST, stage=1, optimizer="adam_fused", resume=True, frugal=True),
+    "stage 0": Case(at_rest=HOST, stage=0, offload=True, clip="torch", schedule=True),
+    "state": Case(at_rest=STATE, clip="torch"),
+    "state, stage 2": Case(at_rest=STATE, stage=2, frugal=True, precision="autocast", frozen=True),
+    "state, stage 1": Case(at_rest=STATE, stage=1, optimizer="adam_fused", resume=True, accumulation=2),
+    "state, stage 0": Case(at_rest=STATE, stage=0, precision="bf16"),
+}
+
+
+def on_late_streams(case: Case) -> tuple[int, int, int]:
+    """Train with copies, and updates, that are made when they are waited for; returns how many there were each way."""
     expected = train(replace(case, at_rest=None, offload=False, frugal=False, streamed=False), whole_step=False)
     lanes = LazyLanes()
-    with mock.patch.object(lower, "lanes_of", lambda device: lanes):
+    with (
+        mock.patch.object(lower, "lanes_of", lambda device: lanes),
+        mock.patch.object(stream_states, "computes_elsewhere", lambda order, ctx: True),
+    ):
         found = train(case, whole_step=True)
     assert_same(found, expected)
     assert lanes.lazy.freed == []
     assert [lane.due for lane in lanes.lazy.lanes] == [[], []]
-    # At the end of each step for both streams: whoever reads what rests there next may be the host.
-    assert lanes.lazy.host_waits == 2 * STEPS
-    return lanes.copies
+    assert lanes.late.due == []
+    # At the end of a step for both streams: whoever reads what rests there next may be the host.
+    waits = STEPS if case.at_rest == HOST or case.streamed else 1
+    assert lanes.lazy.host_waits == 2 * waits
+    return (*lanes.copies, lanes.late.done)
 
 
 @worlds(2)
 @pytest.mark.parametrize("name", ["stage 3", *slow(*[*CASES][1:])])
 def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
-    for out, back in ranks.run(on_late_streams, CASES[name]):
-        assert out > 0 and back > 0
+    for out, back, updates in ranks.run(on_late_streams, CASES[name]):
+        assert out > 0 and back > 0 and not updates
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", ["stage 3", "state", *slow(*[one for one in ON_HOST if one not in ("stage 3", "state")])])
+def test_updates_on_the_host_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
+    for out, back, updates in ranks.run(on_late_streams, ON_HOST[name]):
+        assert out > 0 and back > 0 and updates > STEPS
 
 
 def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zgraph.runtime.offload.copy_lanes import StreamLanes
 from zgraph.runtime.offload.host_pool import HostPool
+from zgraph.torch_compat.operators import written_tensors
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,44 @@ class LazyStream:
             self.done += 1
 
 
+class LazyEvent:
+    """Where a stream was when it was recorded."""
+
+    def record(self, stream: LazyStream) -> None:
+        self.stream, self.until = stream, stream.begun
+
+    def synchronize(self) -> None:
+        self.stream.run(self.until)
+
+
+class LateUpdates(Executor):
+    """A thread that begins when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.due: list[tuple[LateUpdate, Callable[[], None]]] = []
+        self.done = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.due.append((LateUpdate(self), fn))
+        return self.due[-1][0]
+
+    def run(self, until: LateUpdate) -> None:
+        while any(one is until for one, _ in self.due):
+            _, update = self.due.pop(0)
+            update()
+            self.done += 1
+
+
+@dataclass(frozen=True, eq=False)
+class LateUpdate:
+    """What `LateUpdates.submit` returns."""
+
+    thread: LateUpdates
+
+    def result(self) -> None:
+        self.thread.run(self)
+
+
 @dataclass(eq=False)
 class LazyCuda:
     """In place of `torch.cuda`, for tensors of the CPU.
@@ -102,6 +142,10 @@ class LazyCuda:
     def Stream(self, device: torch.device) -> LazyStream:
         self.lanes.append(LazyStream(self))
         return self.lanes[-1]
+
+    def Event(self, *, blocking: bool) -> LazyEvent:
+        assert blocking
+        return LazyEvent()
 
     def current_stream(self, device: torch.device) -> LazyStream:
         return self.compute
@@ -133,6 +177,21 @@ class LazyLanes(StreamLanes):
         self.lazy = LazyCuda()
         self.host = HostPool()
         super().__init__(torch.device("cpu"), self.lazy)
+        self.updates = self.late = LateUpdates()
+
+    def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What is updated has no values until it is waited for."""
+        written = list(written_tensors(operator, args, kwargs))
+        before = [tensor.clone() for tensor in written]
+        for tensor in written:
+            tensor.fill_(torch.nan)
+
+        def late(*args: Any, **kwargs: Any) -> None:
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
+            operator(*args, **kwargs)
+
+        return super().update(late, args, kwargs)
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         return self.host.empty_like(tensor)

@@ -103,9 +103,14 @@ def is_spill(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.spill_start.default
 
 
+def is_return(node: fx.Node) -> bool:
+    """Whether the node starts a copy from the host over a tensor of the device."""
+    return node.target is torch.ops.zgraph.return_start.default
+
+
 def is_copy_start(node: fx.Node) -> bool:
     """Whether the node starts a copy between memory spaces."""
-    return is_offload(node) or is_reload(node) or is_store(node) or is_spill(node)
+    return is_offload(node) or is_reload(node) or is_store(node) or is_spill(node) or is_return(node)
 
 
 def is_update_wait(node: fx.Node) -> bool:

@@ -1,0 +1,187 @@
+"""Updates on the host of a GPU: gradients go there, and what rests on the GPU comes back.
+
+backward    [reduce a]......[reduce b]......
+to host            [= a =]         [= b =]
+host                      [update a]      [update b]
+to device                           [= a =]         [= b =]     parameters that rest on the GPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.analysis.hazards import hazards
+from zgraph.dialect.copies import offload_op, return_op, wait_copy_op
+from zgraph.graph import edits, meta, nodes, traits
+from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE
+from zgraph.passes.common.updates import lists_of
+from zgraph.passes.common.visits import is_fused
+from zgraph.torch_compat.operators import overwritten, written_arguments
+
+
+@dataclass(eq=False)
+class HostUpdate:
+    """A fused update that runs where its state rests, beside what the GPU computes.
+
+    Attributes:
+        update: the call.
+        brought: what it reads, and the GPU holds: gradients, step counts, parameters that rest there.
+        returned: those of them that it writes to.
+        deadline: the first node behind it that touches what it touches, or the output.
+        starts, waits: the copies to the host, once they are there, by what they copy.
+    """
+
+    update: fx.Node
+    brought: list[fx.Node]
+    returned: list[fx.Node]
+    deadline: fx.Node
+    starts: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
+    waits: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
+
+
+def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
+    """The fused updates of a step that can run on the host, in order."""
+    able = dict.fromkeys(node for node in order if can_run_on_host(node))
+    if not able:
+        return []
+    first: dict[fx.Node, fx.Node] = {}  # behind each update, that touches what it touches
+    for node, earlier in hazards(order).items():
+        for one in earlier:
+            if one in able:
+                first[one] = min(node, first.get(one, node))
+    found: list[HostUpdate] = []
+    for update in able:
+        deadline = first.get(update, order[-1])
+        if deadline in able:  # a second step of the same parameters reads what the first returns, at once
+            continue
+        tensors = [node for node in update.all_input_nodes if isinstance(meta.value(node), Tensor)]
+        brought = [node for node in tensors if meta.space(node) != "host" and not _is_on_host(node, order)]
+        written = overwritten(update)
+        found.append(HostUpdate(update, brought, [node for node in brought if node in written], deadline))
+    return found
+
+
+def can_run_on_host(node: fx.Node) -> bool:
+    """Whether a node is a fused update of parameters and state that are there before the step.
+
+    State that this step makes is made on the device, and updated there. So is what a scale is divided out of, which
+    writes to gradients.
+    """
+    if not is_fused(node) or node.users:
+        return False
+    written = overwritten(node)
+    if not all(one.op == "placeholder" and _may_leave(one) for one in written):
+        return False
+    return any(meta.space(one) == "host" for one in written)
+
+
+def _may_leave(given: fx.Node) -> bool:
+    space = meta.space(given) or "device"
+    return space == "host" or (space == "device" and meta.kept_as(given) == "parameters")
+
+
+def _is_on_host(node: fx.Node, order: Sequence[fx.Node]) -> bool:
+    """Whether a tensor without dims, such as a learning rate, lies on the host of a GPU."""
+    value = meta.tensor_value(node)
+    return not value.ndim and value.device.type == "cpu" and on_gpu(order)
+
+
+def on_gpu(order: Sequence[fx.Node]) -> bool:
+    """Whether inputs of a graph lie on a GPU, or rest on its host."""
+    values = (meta.value(node) for node in order if node.op == "placeholder")
+    return any(isinstance(value, Tensor) and value.device.type == "cuda" for value in values)
+
+
+def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
+    """Let each update read copies on the host, which leave as soon as what they copy is there.
+
+    It starts when the copies of the next one have, so that the device waits for none that has just begun. Parameters
+    that rest on the device leave one update ahead.
+    """
+    for number, one in enumerate(found):
+        longest = _longest_numel(one.update)
+        written = _last_write(graph, one.returned)
+        for source in one.brought:
+            anchor = one.update
+            if source in one.returned and number and (written is None or written < found[number - 1].update):
+                anchor = min(found[number - 1].update, anchor)
+            with graph.inserting_before(anchor):
+                start = meta.create(graph, offload_op(), (source,), like=one.update, name=f"offload_{source.name}")
+            with graph.inserting_before(one.update):
+                kept = meta.create(graph, wait_copy_op(), (start,), like=one.update, name=f"kept_{source.name}")
+            meta.set_lane(start, DEVICE_TO_HOST)
+            meta.set_space(start, "host")
+            meta.set_space(kept, "host")
+            if source in longest:
+                meta.set_longest_bytes(start, longest[source] * meta.tensor_value(source).dtype.itemsize)
+            one.starts[source], one.waits[source] = start, kept
+    for one in found:
+        for source, kept in one.waits.items():
+            one.update.replace_input_with(source, kept)
+        _rest_there(one.update)
+    for one, following in pairwise(found):
+        anchor = min([following.update, *following.waits.values(), one.deadline])
+        for node in (*one.waits.values(), one.update):
+            edits.move_before(node, anchor)
+
+
+def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: int) -> None:
+    """Copy parameters that rest on the device back over themselves, when later updates have started."""
+    output = nodes.output_of(graph)
+    anchors: list[fx.Node] = []
+    for number, one in enumerate(found):
+        is_last = number + in_flight >= len(found) or meta.delayed(one.update) is not None
+        anchors.append(min(one.deadline, output if is_last else found[number + in_flight].update.next))
+    for number, one in enumerate(found):
+        landed = min([one.deadline, *anchors[number + 1 : number + 2]])
+        starts: list[fx.Node] = []
+        for source in one.returned:
+            with graph.inserting_before(anchors[number]):
+                given = one.waits[source], source
+                start = meta.create(graph, return_op(), given, like=one.update, name=f"return_{source.name}")
+            meta.set_lane(start, HOST_TO_DEVICE)
+            starts.append(start)
+        for source, start in zip(one.returned, starts, strict=True):
+            with graph.inserting_before(max(landed, anchors[number])):
+                meta.create(graph, wait_copy_op(), (start,), like=start, name=f"returned_{source.name}")
+
+
+def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
+    """Elements of what a call's lists hold of each parameter, on the rank with most of them."""
+    found: dict[fx.Node, int] = {}
+    for members in zip(*lists_of(update), strict=True):
+        ours = [one for one in members if isinstance(one, fx.Node)]
+        sizes = [(meta.longest_bytes(one) or 0) // meta.tensor_value(one).dtype.itemsize for one in ours]
+        found |= {one: max(sizes) for one in ours if max(sizes) and meta.tensor_value(one).ndim}
+    return found
+
+
+def _last_write(graph: fx.Graph, inputs: Sequence[fx.Node]) -> fx.Node | None:
+    """The last node that writes to one of these inputs before they are updated, if any does."""
+    if not inputs:
+        return None
+    found: fx.Node | None = None
+    for node in graph.nodes:
+        if any(_input_of(one) in inputs for one in written_arguments(node)) and not is_fused(node):
+            found = node
+    return found
+
+
+def _input_of(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and traits.is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _rest_there(update: fx.Node) -> None:
+    """Say of what rests on the host of a GPU, and of which a pass knew only copies, that it is there."""
+    for given in update.all_input_nodes:
+        value = meta.value(given)
+        if given.op == "placeholder" and meta.space(given) == "host" and value.device.type != "cpu":
+            meta.set_value(given, torch.empty_like(cast(Tensor, value), device="cpu"))

@@ -158,10 +158,13 @@ def plan(
             )
         _shard(shard_fn, model, axes, mesh)
         resting = rest_on_paper(model, offload, machine, has_optimizer=optimizer_fn is not None)
-        streaming = presets.with_streams(pipeline, delays=delays_updates(resting))
+        update = None if resting is None else resting.options.update
+        streaming = presets.with_streams(pipeline, delays=delays_updates(resting), update=update)
         planner = FramePlanner(machine, streaming, allocator, axes)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
+            if resting is not None and machine.backend == "nccl":
+                resting.options.check_updates(optimizer)
             plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, planner.compiler_of)
         else:
             planner.compile(model, inputs)  # forward and backward are planned at once

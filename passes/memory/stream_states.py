@@ -15,15 +15,16 @@ from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wait_copy_op, wait_update_op
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE
-from zgraph.passes.common.host_updates import (
+from zgraph.passes.common.updates import split_call
+from zgraph.passes.common.visits import Visit, bytes_of, is_fused, plan_split, plan_visits
+from zgraph.passes.memory.host_updates import (
     HostUpdate,
     bring_to_host,
     on_gpu,
     plan_host_updates,
     return_to_device,
+    split_apart,
 )
-from zgraph.passes.common.updates import split_call
-from zgraph.passes.common.visits import Visit, bytes_of, is_fused, plan_split, plan_visits
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.operators import written_arguments
 
@@ -86,13 +87,16 @@ class StreamStates(GraphPass):
         if all(map(_is_on_device, graph.nodes)):  # most steps: spares them the analysis
             ctx.note(self, "everything rests on the device")
             return False
+        stays = self.updates == "at_rest"
+        is_elsewhere = computes_elsewhere(list(graph.nodes), ctx)
+        if stays and is_elsewhere:
+            for node in list(graph.nodes):
+                split_call(node, split_apart(node))
         for node in list(graph.nodes):
             split_call(node, plan_split(node, self.in_flight_bytes))
         kept = _store_pending(graph)
         order = list(graph.nodes)
         placed = placements(graph)
-        stays = self.updates == "at_rest"
-        is_elsewhere = computes_elsewhere(order, ctx)
         on_host = plan_host_updates(order) if stays and is_elsewhere else []
         planned = plan_visits(order, placed, apart=dict.fromkeys(one.update for one in on_host))
         visits = [visit for visit in planned if not (stays and _stays(visit, on_host, is_elsewhere))]

@@ -45,40 +45,51 @@ class HostUpdate:
     waits: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
 
 
+def split_apart(update: fx.Node) -> list[list[int]]:
+    """Places of a fused update's lists, those that can be updated on the host apart from the others.
+
+    State that the step makes is made on the device, and updated there; numbers stay, and their state.
+    """
+    groups: dict[bool, list[int]] = {}
+    written = frozenset(overwritten(update)) if is_fused(update) else frozenset[fx.Node]()
+    for place, members in enumerate(zip(*lists_of(update), strict=True) if written else ()):
+        groups.setdefault(_can_leave([one for one in members if one in written]), []).append(place)
+    return list(groups.values())
+
+
 def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
     """The fused updates of a step that can run on the host, in order."""
-    able = dict.fromkeys(node for node in order if can_run_on_host(node))
+    able = {node: frozenset(overwritten(node)) for node in order if can_run_on_host(node)}
     if not able:
         return []
     first: dict[fx.Node, fx.Node] = {}  # behind each update, that touches what it touches
     for node, earlier in hazards(order).items():
         for one in earlier:
-            if one in able:
+            # By its schema an update writes to gradients, of which buckets share a storage.
+            if one in able and (node not in able or not able[one].isdisjoint(able[node])):
                 first[one] = min(node, first.get(one, node))
     found: list[HostUpdate] = []
-    for update in able:
+    for update, written in able.items():
         deadline = first.get(update, order[-1])
         if deadline in able:  # a second step of the same parameters reads what the first returns, at once
             continue
         tensors = [node for node in update.all_input_nodes if isinstance(meta.value(node), Tensor)]
         brought = [node for node in tensors if meta.space(node) != "host" and not _is_on_host(node, order)]
-        written = overwritten(update)
         found.append(HostUpdate(update, brought, [node for node in brought if node in written], deadline))
     return found
 
 
 def can_run_on_host(node: fx.Node) -> bool:
-    """Whether a node is a fused update of parameters and state that are there before the step.
+    """Whether a node is a fused update of parameters and state of the step before, some of which rest on the host.
 
-    State that this step makes is made on the device, and updated there. So is what a scale is divided out of, which
-    writes to gradients.
+    What divides a scale out of gradients writes to these, and is none.
     """
-    if not is_fused(node) or node.users:
-        return False
-    written = overwritten(node)
-    if not all(one.op == "placeholder" and _may_leave(one) for one in written):
-        return False
-    return any(meta.space(one) == "host" for one in written)
+    return is_fused(node) and not node.users and _can_leave(overwritten(node))
+
+
+def _can_leave(written: Sequence[object]) -> bool:
+    given = [one for one in written if isinstance(one, fx.Node) and one.op == "placeholder" and _may_leave(one)]
+    return len(given) == len(written) and any(meta.space(one) == "host" for one in given)
 
 
 def _may_leave(given: fx.Node) -> bool:

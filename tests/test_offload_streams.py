@@ -15,11 +15,11 @@ from tests.support.judges.happens_before import HappensBefore, judging
 from tests.support.judges.judged_lanes import JudgedLanes
 from tests.support.lazy_streams import LazyLanes
 from tests.support.ranks import Ranks, worlds
-from tests.support.resting import HOST, STATE
+from tests.support.resting import HOST, STATE, STREAMED
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
-from zgraph.passes import StreamStates, presets
+from zgraph.passes import presets
 from zgraph.passes.memory import stream_states
 
 # Updates run on copies, on the GPU.
@@ -43,6 +43,9 @@ ON_HOST = {
     "state, stage 1": Case(at_rest=STATE, stage=1, optimizer="adam_fused", resume=True, accumulation=2),
     "state, stage 0": Case(at_rest=STATE, stage=0, precision="bf16"),
 }
+
+
+QUICK = ("stage 3", "state")
 
 
 def on_late_streams(case: Case) -> tuple[int, int, int]:
@@ -72,7 +75,7 @@ def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", ["stage 3", "state", *slow(*[one for one in ON_HOST if one not in ("stage 3", "state")])])
+@pytest.mark.parametrize("name", ["stage 3", "state", *slow(*(one for one in ON_HOST if one not in QUICK))])
 def test_updates_on_the_host_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
     for out, back, updates in ranks.run(on_late_streams, ON_HOST[name]):
         assert out > 0 and back > 0 and updates > STEPS
@@ -105,17 +108,16 @@ def test_late_streams_see_memory_that_is_freed_early() -> None:
 WIDTH, LAYERS = 32, 3
 
 
-def trained(stage: int, planned: bool, watcher: HappensBefore) -> None:
+def trained(stage: int, planned: bool, watcher: HappensBefore, offload: zgraph.Offload) -> None:
     """Three calls: state is made by the first."""
     torch.manual_seed(0)
     with loopback(4, Wire(watcher=watcher)):
         parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-        model = zgraph.shard(nn.Sequential(*parts), zero_stage=stage, offload=HOST)
+        model = zgraph.shard(nn.Sequential(*parts), zero_stage=stage, offload=offload)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu")) if planned else None
-        passes = presets.planned() if planned else presets.default()
-        streamed = [StreamStates(updates="streamed") if isinstance(one, StreamStates) else one for one in passes]
-        options = {"lowering": "fx", "pipeline": zgraph.Pipeline(streamed, target=target)}
+        passes = (presets.planned if planned else presets.default)(bucket_bytes=4 * (WIDTH + 1) * WIDTH)
+        options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes, target=target)}
 
         @zgraph.training_step(model, optimizer, options=options)
         def step(x: Tensor) -> Tensor:
@@ -129,6 +131,15 @@ def trained(stage: int, planned: bool, watcher: HappensBefore) -> None:
             step(torch.randn(8, WIDTH))
 
 
+def judged(patch: pytest.MonkeyPatch) -> HappensBefore:
+    """A judge of programs that believe in a GPU."""
+    judge = judging(patch)
+    lanes = JudgedLanes(judge)
+    patch.setattr(lower, "lanes_of", lambda device: lanes)
+    patch.setattr(stream_states, "computes_elsewhere", lambda order, ctx: True)
+    return judge
+
+
 @pytest.mark.parametrize(
     ("stage", "planned"), [(3, False), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((0, True), (1, False)))]
 )
@@ -136,10 +147,8 @@ def test_nothing_at_rest_is_touched_while_it_travels(
     monkeypatch: pytest.MonkeyPatch, stage: int, planned: bool
 ) -> None:
     """Copies and collectives in flight together, over several calls."""
-    judge = judging(monkeypatch)
-    lanes = JudgedLanes(judge)
-    monkeypatch.setattr(lower, "lanes_of", lambda device: lanes)
-    trained(stage, planned, judge)
+    judge = judged(monkeypatch)
+    trained(stage, planned, judge, STREAMED)
     assert judge.races == []
     kinds = [one.kind for one in judge.transfers]
     parameters = 2 * LAYERS
@@ -147,3 +156,30 @@ def test_nothing_at_rest_is_touched_while_it_travels(
     assert kinds.count("offload") == 2 * parameters
     assert kinds.count("store") == parameters + 2 * 3 * parameters
     assert kinds.count("reload") > kinds.count("store")
+
+
+@pytest.mark.parametrize(
+    ("offload", "stage", "planned"),
+    [
+        (HOST, 3, False),
+        (STATE, 2, True),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((HOST, 0, True), (STATE, 0, False))),
+    ],
+)
+def test_nothing_is_touched_while_the_host_updates_it(
+    monkeypatch: pytest.MonkeyPatch, offload: zgraph.Offload, stage: int, planned: bool
+) -> None:
+    judge = judged(monkeypatch)
+    trained(stage, planned, judge, offload)
+    assert judge.races == []
+    kinds = [one.kind for one in judge.transfers]
+    parameters = 2 * LAYERS
+    assert kinds.count("update") >= 2 * LAYERS, "a bucket each, in two calls"
+    # Gradients and step counts, and parameters that rest on the device; before that the first call's moments.
+    brought = 2 if offload == HOST else 3
+    assert kinds.count("offload") == 2 * parameters + 2 * brought * parameters
+    assert kinds.count("return") == (0 if offload == HOST else 2 * parameters)
+    assert kinds.count("store") == (parameters if offload == HOST else 0), (
+        "by the first call, which updates on the device"
+    )
+    assert (kinds.count("reload") > 0) == (offload == HOST)

@@ -106,9 +106,7 @@ class Offload:
         if self.update not in ("host", "device"):
             raise ValueError(f'zgraph.Offload: update={self.update!r} is unknown; write "host", "device" or None.')
         if self.optimizer != "host":
-            where = (
-                "the device" if self.optimizer is None else "disk, from which it comes to the device for each update"
-            )
+            where = "the device" if self.optimizer is None else "disk, and comes to the device for each update"
             raise ValueError(
                 f"zgraph.Offload: update={self.update!r}, but the optimizer's state rests on {where}; write "
                 'optimizer="host", or leave update out.'
@@ -123,8 +121,8 @@ class Offload:
         if self.update == "host" and not all(group.get("fused") for group in optimizer.param_groups):
             name = type(optimizer).__name__
             raise ValueError(
-                f'zgraph.Offload: update="host", but {name} is not fused: the many small calls of its updates run on the '
-                f"GPU; write torch.optim.{name}(..., fused=True), if it has that, or leave update out."
+                f'zgraph.Offload: update="host", but {name} is not fused: its updates are many small calls, which run '
+                f"on the GPU; write torch.optim.{name}(..., fused=True), if it has that, or leave update out."
             )
 
     def _check_delay(self) -> None:

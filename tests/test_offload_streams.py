@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +12,13 @@ import zgraph
 from examples.benchmarks.loopback import Wire, loopback
 from tests.support.judges.happens_before import HappensBefore, judging
 from tests.support.judges.judged_lanes import JudgedLanes
-from tests.support.lazy_streams import LazyLanes
+from tests.support.lazy_streams import LazyLanes, late_gpu
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST, STATE, STREAMED
+from tests.support.step_scripts import Script, Setting, compare
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
+from tests.test_step_loss_scale import OfTorch, Scaled, adamw_fused
 from zgraph.codegen import lower_fx as lower
 from zgraph.passes import presets
 from zgraph.passes.memory import stream_states
@@ -51,16 +52,9 @@ QUICK = ("stage 3", "state")
 def on_late_streams(case: Case) -> tuple[int, int, int]:
     """Train with copies, and updates, that are made when they are waited for; returns how many there were each way."""
     expected = train(replace(case, at_rest=None, offload=False, frugal=False, streamed=False), whole_step=False)
-    lanes = LazyLanes()
-    with (
-        mock.patch.object(lower, "lanes_of", lambda device: lanes),
-        mock.patch.object(stream_states, "computes_elsewhere", lambda order, ctx: True),
-    ):
+    with late_gpu() as lanes:
         found = train(case, whole_step=True)
     assert_same(found, expected)
-    assert lanes.lazy.freed == []
-    assert [lane.due for lane in lanes.lazy.lanes] == [[], []]
-    assert lanes.late.due == []
     # At the end of a step for both streams: whoever reads what rests there next may be the host.
     waits = STEPS if case.at_rest == HOST or case.streamed else 1
     assert lanes.lazy.host_waits == 2 * waits
@@ -81,6 +75,20 @@ def test_updates_on_the_host_that_come_late_yield_the_same_bits(ranks: Ranks, na
         assert out > 0 and back > 0 and updates > STEPS
 
 
+def scaled_on_late_streams(setting: Setting) -> int:
+    with late_gpu() as lanes:
+        compare(setting)
+    return lanes.late.done
+
+
+@worlds(2)
+@pytest.mark.parametrize("script", [OfTorch, *slow(Scaled)])
+def test_a_scale_is_divided_out_before_gradients_leave(ranks: Ranks, script: type[Script]) -> None:
+    """With a step that is skipped."""
+    setting = Setting(script, adamw_fused, stage=2, steps=7, at_rest=STATE, started=True)
+    assert min(ranks.run(scaled_on_late_streams, setting)) > 0
+
+
 def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:
     """As where a step fails between a start and its wait."""
     lanes = LazyLanes()
@@ -89,7 +97,22 @@ def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() ->
     assert lanes.copies == (0, 0) and kept.isnan().all()
     del copy
     assert lanes.copies == (1, 0) and lanes.lazy.freed == []
+    lanes.finish()
     assert torch.equal(kept, torch.ones(3))
+
+
+def test_the_host_sees_what_was_copied_there_once_it_has_waited() -> None:
+    """The stand-in, and an update, which waits for what compute has waited for."""
+    lanes = LazyLanes()
+    grad, moment = torch.ones(3), torch.zeros(3)
+    kept = lanes.offload(grad).wait()
+    assert kept.isnan().all()
+    update = lanes.update(torch.ops.aten.add_.Tensor, (moment, kept), {})
+    assert moment.isnan().all()
+    update.result()
+    assert torch.equal(moment, torch.ones(3))
+    again = lanes.reload(lanes.offload(torch.ones(2)).wait()).wait()
+    assert torch.equal(again, torch.ones(2)), "streams see it at once"
 
 
 def test_late_streams_see_memory_that_is_freed_early() -> None:

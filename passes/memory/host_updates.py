@@ -22,7 +22,9 @@ from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE
 from zgraph.passes.common.updates import lists_of
 from zgraph.passes.common.visits import is_fused
-from zgraph.torch_compat.operators import overwritten, written_arguments
+from zgraph.torch_compat.operators import argument_of, overwritten, written_arguments
+
+aten = torch.ops.aten
 
 
 @dataclass(eq=False)
@@ -51,10 +53,27 @@ def split_apart(update: fx.Node) -> list[list[int]]:
     State that the step makes is made on the device, and updated there; numbers stay, and their state.
     """
     groups: dict[bool, list[int]] = {}
-    written = frozenset(overwritten(update)) if is_fused(update) else frozenset[fx.Node]()
+    written = frozenset(_updated(update)) if is_fused(update) else frozenset[fx.Node]()
     for place, members in enumerate(zip(*lists_of(update), strict=True) if written else ()):
         groups.setdefault(_can_leave([one for one in members if one in written]), []).append(place)
     return list(groups.values())
+
+
+def unscale_ahead(graph: fx.Graph, update: fx.Node) -> None:
+    """Divide the scale of a loss out of gradients on the device, where they are returned, instead of in their update.
+
+    As there, what is skipped because of an inf keeps them as they are.
+    """
+    scale, found_inf = (argument_of(update, name) for name in ("grad_scale", "found_inf"))
+    if scale is None or not can_run_on_host(update):
+        return
+    with graph.inserting_before(update):
+        if found_inf is not None:
+            skips = meta.create(graph, aten.eq.Scalar, (found_inf, 1), like=update)
+            scale = meta.create(graph, aten.where.self, (skips, found_inf, scale), like=update)
+        for grad in argument_of(update, "grads") or ():
+            meta.create(graph, aten.div_.Tensor, (grad, scale), like=update)
+    update.kwargs = {name: value for name, value in update.kwargs.items() if name != "grad_scale"}
 
 
 def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
@@ -80,11 +99,14 @@ def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
 
 
 def can_run_on_host(node: fx.Node) -> bool:
-    """Whether a node is a fused update of parameters and state of the step before, some of which rest on the host.
+    """Whether a node is a fused update of parameters and state of the step before, some of which rest on the host."""
+    return is_fused(node) and not node.users and _can_leave(_updated(node))
 
-    What divides a scale out of gradients writes to these, and is none.
-    """
-    return is_fused(node) and not node.users and _can_leave(overwritten(node))
+
+def _updated(update: fx.Node) -> list[fx.Node]:
+    """Parameters and state; not gradients, of which a fused update may divide out a scale."""
+    grads = argument_of(update, "grads") or ()
+    return [one for one in overwritten(update) if one not in grads]
 
 
 def _can_leave(written: Sequence[object]) -> bool:

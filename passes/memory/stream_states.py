@@ -24,6 +24,7 @@ from zgraph.passes.memory.host_updates import (
     plan_host_updates,
     return_to_device,
     split_apart,
+    unscale_ahead,
 )
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.operators import written_arguments
@@ -92,6 +93,8 @@ class StreamStates(GraphPass):
         if stays and is_elsewhere:
             for node in list(graph.nodes):
                 split_call(node, split_apart(node))
+            for node in list(graph.nodes):
+                unscale_ahead(graph, node)
         for node in list(graph.nodes):
             split_call(node, plan_split(node, self.in_flight_bytes))
         kept = _store_pending(graph)

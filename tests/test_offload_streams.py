@@ -15,10 +15,8 @@ from tests.support.judges.judged_lanes import JudgedLanes
 from tests.support.lazy_streams import LazyLanes, late_gpu
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST, STATE, STREAMED
-from tests.support.step_scripts import Script, Setting, compare
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
-from tests.test_step_loss_scale import OfTorch, Scaled, adamw_fused
 from zgraph.codegen import lower_fx as lower
 from zgraph.passes import presets
 from zgraph.passes.memory import stream_states
@@ -73,20 +71,6 @@ def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name
 def test_updates_on_the_host_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
     for out, back, updates in ranks.run(on_late_streams, ON_HOST[name]):
         assert out > 0 and back > 0 and updates > STEPS
-
-
-def scaled_on_late_streams(setting: Setting) -> int:
-    with late_gpu() as lanes:
-        compare(setting)
-    return lanes.late.done
-
-
-@worlds(2)
-@pytest.mark.parametrize("script", [OfTorch, *slow(Scaled)])
-def test_a_scale_is_divided_out_before_gradients_leave(ranks: Ranks, script: type[Script]) -> None:
-    """With a step that is skipped."""
-    setting = Setting(script, adamw_fused, stage=2, steps=7, at_rest=STATE, started=True)
-    assert min(ranks.run(scaled_on_late_streams, setting)) > 0
 
 
 def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:

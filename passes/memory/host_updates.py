@@ -36,15 +36,18 @@ class HostUpdate:
         brought: what it reads, and the GPU holds: gradients, step counts, parameters that rest there.
         returned: those of them that it writes to.
         deadline: the first node behind it that touches what it touches, or the output.
-        starts, waits: the copies to the host, once they are there, by what they copy.
+        on_host: what it reads instead, once that is there.
+        counts: its step counts in one tensor, which goes to the host in their place; None: there is one at most.
+        prepared: what waits for copies, or views them, in front of it.
     """
 
     update: fx.Node
     brought: list[fx.Node]
     returned: list[fx.Node]
     deadline: fx.Node
-    starts: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
-    waits: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
+    on_host: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
+    counts: fx.Node | None = None
+    prepared: list[fx.Node] = field(default_factory=list["fx.Node"])
 
 
 def split_apart(update: fx.Node) -> list[list[int]]:
@@ -71,7 +74,7 @@ def unscale_ahead(graph: fx.Graph, update: fx.Node) -> None:
         if found_inf is not None:
             skips = meta.create(graph, aten.eq.Scalar, (found_inf, 1), like=update)
             scale = meta.create(graph, aten.where.self, (skips, found_inf, scale), like=update)
-        for grad in argument_of(update, "grads") or ():
+        for grad in _list_of(update, "grads"):
             meta.create(graph, aten.div_.Tensor, (grad, scale), like=update)
     update.kwargs = {name: value for name, value in update.kwargs.items() if name != "grad_scale"}
 
@@ -105,7 +108,7 @@ def can_run_on_host(node: fx.Node) -> bool:
 
 def _updated(update: fx.Node) -> list[fx.Node]:
     """Parameters and state; not gradients, of which a fused update may divide out a scale."""
-    grads = argument_of(update, "grads") or ()
+    grads = _list_of(update, "grads")
     return [one for one in overwritten(update) if one not in grads]
 
 
@@ -140,28 +143,62 @@ def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
     for number, one in enumerate(found):
         longest = _longest_numel(one.update)
         written = _last_write(graph, one.returned)
-        for source in one.brought:
+        for source in _with_stacked_counts(graph, one):
             anchor = one.update
             if source in one.returned and number and (written is None or written < found[number - 1].update):
-                anchor = min(found[number - 1].update, anchor)
+                anchor = found[number - 1].update
             with graph.inserting_before(anchor):
                 start = meta.create(graph, offload_op(), (source,), like=one.update, name=f"offload_{source.name}")
             with graph.inserting_before(one.update):
                 kept = meta.create(graph, wait_copy_op(), (start,), like=one.update, name=f"kept_{source.name}")
             meta.set_lane(start, DEVICE_TO_HOST)
-            meta.set_space(start, "host")
-            meta.set_space(kept, "host")
             if source in longest:
                 meta.set_longest_bytes(start, longest[source] * meta.tensor_value(source).dtype.itemsize)
-            one.starts[source], one.waits[source] = start, kept
+            one.on_host[source] = kept
+            for node in (start, kept):
+                meta.set_space(node, "host")
     for one in found:
-        for source, kept in one.waits.items():
-            one.update.replace_input_with(source, kept)
-        _rest_there(one.update)
+        _read_on_host(graph, one)
     for one, following in pairwise(found):
-        anchor = min([following.update, *following.waits.values(), one.deadline])
-        for node in (*one.waits.values(), one.update):
+        anchor = min([following.update, *following.prepared, one.deadline])
+        for node in (*one.prepared, one.update):
             edits.move_before(node, anchor)
+
+
+def _with_stacked_counts(graph: fx.Graph, found: HostUpdate) -> list[fx.Node]:
+    """What goes to the host for an update: step counts, of four bytes each, in one copy."""
+    counts = _counts(found)
+    if len(counts) < 2:
+        return found.brought
+    with graph.inserting_before(found.update):
+        stacked = meta.create(graph, aten.stack.default, (counts,), like=found.update, name="counts")
+    found.counts = stacked
+    return [*(node for node in found.brought if node not in counts), stacked]
+
+
+def _counts(found: HostUpdate) -> list[fx.Node]:
+    steps = dict.fromkeys(_list_of(found.update, "state_steps"))
+    return [node for node in steps if node in found.brought and not meta.tensor_value(node).ndim]
+
+
+def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
+    """Let an update read what has come to the host, and what rests there."""
+    update = found.update
+    found.prepared = list(found.on_host.values())
+    if found.counts is not None:
+        kept = found.on_host.pop(found.counts)
+        for number, count in enumerate(_counts(found)):
+            with graph.inserting_before(update):
+                view = meta.create(graph, aten.select.int, (kept, 0, number), like=update, name=f"kept_{count.name}")
+            meta.set_space(view, "host")
+            found.prepared.append(view)
+            found.on_host[count] = view
+    for source, kept in found.on_host.items():
+        update.replace_input_with(source, kept)
+    for given in update.all_input_nodes:
+        value = meta.value(given)
+        if given.op == "placeholder" and meta.space(given) == "host" and value.device.type != "cpu":
+            meta.set_value(given, torch.empty_like(cast(Tensor, value), device="cpu"))
 
 
 def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: int) -> None:
@@ -176,13 +213,17 @@ def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: in
         starts: list[fx.Node] = []
         for source in one.returned:
             with graph.inserting_before(anchors[number]):
-                given = one.waits[source], source
+                given = one.on_host[source], source
                 start = meta.create(graph, return_op(), given, like=one.update, name=f"return_{source.name}")
             meta.set_lane(start, HOST_TO_DEVICE)
             starts.append(start)
         for source, start in zip(one.returned, starts, strict=True):
             with graph.inserting_before(max(landed, anchors[number])):
                 meta.create(graph, wait_copy_op(), (start,), like=start, name=f"returned_{source.name}")
+
+
+def _list_of(update: fx.Node, name: str) -> Sequence[fx.Node]:
+    return cast("Sequence[fx.Node]", argument_of(update, name) or ())
 
 
 def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
@@ -210,11 +251,3 @@ def _input_of(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and traits.is_view(node):
         node = node.all_input_nodes[0]
     return node
-
-
-def _rest_there(update: fx.Node) -> None:
-    """Say of what rests on the host of a GPU, and of which a pass knew only copies, that it is there."""
-    for given in update.all_input_nodes:
-        value = meta.value(given)
-        if given.op == "placeholder" and meta.space(given) == "host" and value.device.type != "cpu":
-            meta.set_value(given, torch.empty_like(cast(Tensor, value), device="cpu"))

@@ -52,7 +52,7 @@ def test_a_step_copies_ahead_of_each_gather_and_gradients_to_updates_on_the_host
     (step,) = found
     assert step.resting == PARAMETERS + MOMENTS
     assert step.reloads == GATHERS[stage]
-    assert step.offloads == 2 * PARAMETERS, "gradients and step counts"
+    assert step.offloads == PARAMETERS + step.updates, "gradients, and for each update its step counts"
     assert (step.stores, step.returns) == (0, 0)
     assert step.updates >= 1
     held = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 // (WORLD if stage else 1)
@@ -68,7 +68,7 @@ def test_parameters_on_the_device_go_to_the_host_for_an_update_and_return(
     check(found)
     (step,) = found
     assert (step.resting, step.reloads, step.stores) == (MOMENTS, 0, 0)
-    assert (step.offloads, step.returns) == (3 * PARAMETERS, PARAMETERS)
+    assert (step.offloads, step.returns) == (2 * PARAMETERS + step.updates, PARAMETERS)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -90,18 +90,18 @@ def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("case", "stores", "offloads", "returns"),
+    ("case", "stores", "offloads", "returns"),  # offloads without step counts, of which each update has a copy
     [
         (Rest(offload=replace(STATE, update="device")), MOMENTS, 0, 0),
         (Rest(offload=SHARDS), PARAMETERS, 0, 0),
-        (Rest(offload=HOST, param_dtype=torch.bfloat16), 0, 2 * PARAMETERS, 0),
+        (Rest(offload=HOST, param_dtype=torch.bfloat16), 0, PARAMETERS, 0),
         (Rest(offload=HOST, optimizer="SGD", zero_stage=2), 0, PARAMETERS, 0),
         (Rest(offload=HOST, fused=False), PARAMETERS + MOMENTS, 0, 0),
         # What waits is updated by at rest, and fresh gradients are stored over it.
-        (Rest(offload=replace(HOST, delayed_update_after=2)), PARAMETERS, PARAMETERS, 0),
-        (Rest(offload=replace(STATE, delayed_update_after=2), zero_stage=2), PARAMETERS, 2 * PARAMETERS, PARAMETERS),
-        (Rest(offload=HOST, lowering="inductor"), 0, 2 * PARAMETERS, 0),
-        (Rest(offload=STATE, lowering="inductor"), 0, 3 * PARAMETERS, PARAMETERS),
+        (Rest(offload=replace(HOST, delayed_update_after=2)), PARAMETERS, 0, 0),
+        (Rest(offload=replace(STATE, delayed_update_after=2), zero_stage=2), PARAMETERS, PARAMETERS, PARAMETERS),
+        (Rest(offload=HOST, lowering="inductor"), 0, PARAMETERS, 0),
+        (Rest(offload=STATE, lowering="inductor"), 0, 2 * PARAMETERS, PARAMETERS),
     ],
     ids=["state", "shards", "bf16", "sgd", "foreach", "delayed", "delayed state", "inductor", "state, inductor"],
 )
@@ -110,8 +110,10 @@ def test_every_kind_of_step_only_copies_or_updates_there(
 ) -> None:
     found: list[Copies] = on_gpu(compile_resting, case)
     check(found)
-    assert all((one.stores, one.offloads, one.returns) == (stores, offloads, returns) for one in found)
-    assert all(one.resting > 0 for one in found)
+    for one in found:
+        counts = one.updates if case.optimizer == "AdamW" else 0
+        assert (one.stores, one.offloads - counts, one.returns) == (stores, offloads, returns)
+        assert one.resting > 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

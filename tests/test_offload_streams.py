@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
@@ -13,8 +15,10 @@ from examples.benchmarks.loopback import Wire, loopback
 from tests.support.judges.happens_before import HappensBefore, judging
 from tests.support.judges.judged_lanes import JudgedLanes
 from tests.support.lazy_streams import LazyLanes, late_gpu
+from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST, STATE, STREAMED
+from tests.support.step_scripts import Net
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
@@ -71,6 +75,47 @@ def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name
 def test_updates_on_the_host_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
     for out, back, updates in ranks.run(on_late_streams, ON_HOST[name]):
         assert out > 0 and back > 0 and updates > STEPS
+
+
+def averaged(offload: zgraph.Offload | None, twice: bool) -> dict[str, Tensor]:
+    """Averages of parameters right behind their update, and a second update in the same call."""
+    torch.manual_seed(0)
+    model = zgraph.shard(Net(), zero_stage=2, offload=offload)
+    average = {name: torch.zeros_like(local(one)) for name, one in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(x: Tensor) -> None:
+        for _ in range(1 + twice):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for name, one in model.named_parameters():
+                average[name].lerp_(local(one), 0.5)
+
+    run: Any = step
+    if offload is not None:
+        run = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(step)
+    for number in range(3):
+        run(torch.full((4, 5), 1.0 + number + dist.get_rank()))
+    return average | {f"{name} itself": local(one).clone() for name, one in model.named_parameters()}
+
+
+def averaged_on_late_streams(offload: zgraph.Offload, twice: bool) -> int:
+    expected = averaged(None, twice)
+    with late_gpu() as lanes:
+        found = averaged(offload, twice)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    return lanes.late.done
+
+
+@worlds(2)
+@pytest.mark.parametrize(("offload", "twice"), [(STATE, False), *slow((HOST, True), (STATE, True), (HOST, False))])
+def test_what_reads_parameters_behind_their_update_waits_for_it(
+    ranks: Ranks, offload: zgraph.Offload, twice: bool
+) -> None:
+    assert min(ranks.run(averaged_on_late_streams, offload, twice)) > 0
 
 
 def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:

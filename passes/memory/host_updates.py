@@ -8,7 +8,7 @@ to device                           [= a =]         [= b =]     parameters that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import cast
@@ -35,19 +35,19 @@ class HostUpdate:
         update: the call.
         brought: what it reads, and the GPU holds: gradients, step counts, parameters that rest there.
         returned: those of them that it writes to.
-        deadline: the first node behind it that touches what it touches, or the output.
         on_host: what it reads instead, once that is there.
         counts: its step counts in one tensor, which goes to the host in their place; None: there is one at most.
         prepared: what waits for copies, or views them, in front of it.
+        deadline: the first node behind it that touches what it touches, or the output; once copies of others are there.
     """
 
     update: fx.Node
     brought: list[fx.Node]
     returned: list[fx.Node]
-    deadline: fx.Node
     on_host: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
     counts: fx.Node | None = None
     prepared: list[fx.Node] = field(default_factory=list["fx.Node"])
+    deadline: fx.Node | None = None
 
 
 def split_apart(update: fx.Node) -> list[list[int]]:
@@ -82,22 +82,25 @@ def unscale_ahead(graph: fx.Graph, update: fx.Node) -> None:
 def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
     """The fused updates of a step that can run on the host, in order."""
     able = {node: frozenset(overwritten(node)) for node in order if can_run_on_host(node)}
-    if not able:
-        return []
-    first: dict[fx.Node, fx.Node] = {}  # behind each update, that touches what it touches
-    for node, earlier in hazards(order).items():
-        for one in earlier:
-            # By its schema an update writes to gradients, of which buckets share a storage.
-            if one in able and (node not in able or not able[one].isdisjoint(able[node])):
-                first[one] = min(node, first.get(one, node))
+    followers = _first_followers(order, able)
     found: list[HostUpdate] = []
     for update, written in able.items():
-        deadline = first.get(update, order[-1])
-        if deadline in able:  # a second step of the same parameters reads what the first returns, at once
+        if followers[update] in able:  # a second step of the same parameters reads what the first returns, at once
             continue
         tensors = [node for node in update.all_input_nodes if isinstance(meta.value(node), Tensor)]
         brought = [node for node in tensors if meta.space(node) != "host" and not _is_on_host(node, order)]
-        found.append(HostUpdate(update, brought, [node for node in brought if node in written], deadline))
+        found.append(HostUpdate(update, brought, [node for node in brought if node in written]))
+    return found
+
+
+def _first_followers(order: Sequence[fx.Node], updates: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
+    """The first node behind each update that touches what it touches, or the output; with what each writes to."""
+    found = dict.fromkeys(updates, order[-1])
+    for node, earlier in hazards(order).items() if updates else ():
+        for one in earlier:
+            # By its schema an update writes to gradients, of which buckets share a storage.
+            if one in found and (node not in updates or not updates[one].isdisjoint(updates[node])):
+                found[one] = min(node, found[one])
     return found
 
 
@@ -140,9 +143,12 @@ def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
     It starts when the copies of the next one have, so that the device waits for none that has just begun. Parameters
     that rest on the device leave one update ahead.
     """
+    updates = {one.update: frozenset(overwritten(one.update)) for one in found}
+    deadlines = _first_followers(list(graph.nodes), updates)
     for number, one in enumerate(found):
+        one.deadline = deadlines[one.update]
         longest = _longest_numel(one.update)
-        written = _last_write(graph, one.returned)
+        written = _last_write(one)
         for source in _with_stacked_counts(graph, one):
             anchor = one.update
             if source in one.returned and number and (written is None or written < found[number - 1].update):
@@ -160,7 +166,7 @@ def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
     for one in found:
         _read_on_host(graph, one)
     for one, following in pairwise(found):
-        anchor = min([following.update, *following.prepared, one.deadline])
+        anchor = min([following.update, *following.prepared, one.deadline or following.update])
         for node in (*one.prepared, one.update):
             edits.move_before(node, anchor)
 
@@ -207,9 +213,9 @@ def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: in
     anchors: list[fx.Node] = []
     for number, one in enumerate(found):
         is_last = number + in_flight >= len(found) or meta.delayed(one.update) is not None
-        anchors.append(min(one.deadline, output if is_last else found[number + in_flight].update.next))
+        anchors.append(min(one.deadline or output, output if is_last else found[number + in_flight].update.next))
     for number, one in enumerate(found):
-        landed = min([one.deadline, *anchors[number + 1 : number + 2]])
+        landed = min([one.deadline or output, *anchors[number + 1 : number + 2]])
         starts: list[fx.Node] = []
         for source in one.returned:
             with graph.inserting_before(anchors[number]):
@@ -236,13 +242,13 @@ def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
     return found
 
 
-def _last_write(graph: fx.Graph, inputs: Sequence[fx.Node]) -> fx.Node | None:
-    """The last node that writes to one of these inputs before they are updated, if any does."""
-    if not inputs:
-        return None
+def _last_write(one: HostUpdate) -> fx.Node | None:
+    """The last node in front of an update that writes to a parameter on the device, if any does."""
     found: fx.Node | None = None
-    for node in graph.nodes:
-        if any(_input_of(one) in inputs for one in written_arguments(node)) and not is_fused(node):
+    for node in one.update.graph.nodes if one.returned else ():
+        if node is one.update:
+            break
+        if any(_input_of(written) in one.returned for written in written_arguments(node)):
             found = node
     return found
 

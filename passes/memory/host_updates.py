@@ -106,7 +106,7 @@ def _first_followers(order: Sequence[fx.Node], updates: Mapping[fx.Node, frozens
 
 def can_run_on_host(node: fx.Node) -> bool:
     """Whether a node is a fused update of parameters and state of the step before, some of which rest on the host."""
-    return is_fused(node) and not node.users and _can_leave(_updated(node))
+    return is_fused(node) and not node.users and meta.beside(node) is None and _can_leave(_updated(node))
 
 
 def _updated(update: fx.Node) -> list[fx.Node]:
@@ -149,20 +149,23 @@ def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
         one.deadline = deadlines[one.update]
         longest = _longest_numel(one.update)
         written = _last_write(one)
+        starts: dict[fx.Node, fx.Node] = {}
         for source in _with_stacked_counts(graph, one):
             anchor = one.update
             if source in one.returned and number and (written is None or written < found[number - 1].update):
                 anchor = found[number - 1].update
             with graph.inserting_before(anchor):
                 start = meta.create(graph, offload_op(), (source,), like=one.update, name=f"offload_{source.name}")
-            with graph.inserting_before(one.update):
-                kept = meta.create(graph, wait_copy_op(), (start,), like=one.update, name=f"kept_{source.name}")
             meta.set_lane(start, DEVICE_TO_HOST)
+            meta.set_space(start, "host")
             if source in longest:
                 meta.set_longest_bytes(start, longest[source] * meta.tensor_value(source).dtype.itemsize)
+            starts[source] = start
+        for source, start in starts.items():
+            with graph.inserting_before(one.update):
+                kept = meta.create(graph, wait_copy_op(), (start,), like=one.update, name=f"kept_{source.name}")
+            meta.set_space(kept, "host")
             one.on_host[source] = kept
-            for node in (start, kept):
-                meta.set_space(node, "host")
     for one in found:
         _read_on_host(graph, one)
     for one, following in pairwise(found):

@@ -144,7 +144,8 @@ def _stays(visit: Visit, on_host: Sequence[HostUpdate], is_elsewhere: bool) -> b
     """Whether an update runs where its tensors rest."""
     if meta.space(visit.resting) != "host" or not visit.is_update:
         return False
-    return not is_elsewhere or all(use in {one.update for one in on_host} for use in visit.uses)
+    there = {one.update for one in on_host}
+    return not is_elsewhere or all(use in there or meta.beside(use) is not None for use in visit.uses)
 
 
 def _is_on_device(node: fx.Node) -> bool:

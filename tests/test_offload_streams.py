@@ -18,11 +18,11 @@ from tests.support.lazy_streams import LazyLanes, late_gpu
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST, STATE, STREAMED
-from tests.support.step_scripts import Net
+from tests.support.step_scripts import LR, Net, Script, Setting, compare
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
-from zgraph.passes import presets
+from zgraph.passes import GatherAhead, presets
 from zgraph.passes.memory import stream_states
 
 # Updates run on copies, on the GPU.
@@ -41,6 +41,7 @@ ON_HOST = {
     "stage 2": Case(at_rest=HOST, stage=2, precision="bf16", accumulation=2, no_sync=True, clip="zgraph"),
     "stage 1": Case(at_rest=HOST, stage=1, optimizer="adam_fused", resume=True, frugal=True),
     "stage 0": Case(at_rest=HOST, stage=0, offload=True, clip="torch", schedule=True),
+    "loco": Case(at_rest=HOST, loco=True, accumulation=2, clip="torch", planned=True),
     "state": Case(at_rest=STATE, clip="torch"),
     "state, stage 2": Case(at_rest=STATE, stage=2, frugal=True, precision="autocast", frozen=True),
     "state, stage 1": Case(at_rest=STATE, stage=1, optimizer="adam_fused", resume=True, accumulation=2),
@@ -49,6 +50,10 @@ ON_HOST = {
 
 
 QUICK = ("stage 3", "state")
+
+
+def adamw_fused(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=LR, fused=True)
 
 
 def on_late_streams(case: Case) -> tuple[int, int, int]:
@@ -116,6 +121,18 @@ def test_what_reads_parameters_behind_their_update_waits_for_it(
     ranks: Ranks, offload: zgraph.Offload, twice: bool
 ) -> None:
     assert min(ranks.run(averaged_on_late_streams, offload, twice)) > 0
+
+
+def gathered_ahead_on_late_streams(offload: zgraph.Offload) -> int:
+    with late_gpu() as lanes:
+        compare(Setting(Script, adamw_fused, stage=1, at_rest=offload, more=(GatherAhead(),)))
+    return lanes.late.done
+
+
+@worlds(2)
+@pytest.mark.parametrize("offload", [STATE, *slow(HOST)])
+def test_gathers_of_the_next_step_read_what_the_host_has_updated(ranks: Ranks, offload: zgraph.Offload) -> None:
+    assert min(ranks.run(gathered_ahead_on_late_streams, offload)) > 0
 
 
 def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:

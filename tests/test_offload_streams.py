@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,6 +81,19 @@ def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name
 def test_updates_on_the_host_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
     for out, back, updates in ranks.run(on_late_streams, ON_HOST[name]):
         assert out > 0 and back > 0 and updates > STEPS
+
+
+def on_threads(case: Case) -> None:
+    """As above with a thread each way, and one that updates, at their own pace."""
+    expected = train(replace(case, at_rest=None), whole_step=False)
+    with mock.patch.object(stream_states, "computes_elsewhere", lambda order, ctx: True):
+        assert_same(train(case, whole_step=True), expected)
+
+
+@worlds(2)
+@pytest.mark.parametrize("at_rest", [STATE, *slow(HOST)])
+def test_threads_that_copy_and_update_yield_the_same_bits(ranks: Ranks, at_rest: zgraph.Offload) -> None:
+    ranks.run(on_threads, Case(at_rest=at_rest, stage=2, clip="zgraph", schedule=True))
 
 
 def averaged(offload: zgraph.Offload | None, twice: bool) -> dict[str, Tensor]:

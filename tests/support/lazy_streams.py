@@ -179,6 +179,9 @@ class LazyCuda:
         assert blocking
         return LazyEvent()
 
+    def device(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def current_stream(self, device: torch.device) -> LazyStream:
         return self.compute
 

@@ -257,7 +257,8 @@ class StreamLanes:
         reached.record(self.cuda.current_stream(self.device))
 
         def run() -> None:
-            reached.synchronize()
+            with self.cuda.device(self.device):  # a thread's own is the first GPU, which may be another rank's
+                reached.synchronize()
             operator(*args, **kwargs)
 
         return self.updates.submit(run)

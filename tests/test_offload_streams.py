@@ -137,16 +137,17 @@ def test_what_reads_parameters_behind_their_update_waits_for_it(
     assert min(ranks.run(averaged_on_late_streams, offload, twice)) > 0
 
 
-def gathered_ahead_on_late_streams(offload: zgraph.Offload) -> int:
+def compared_on_late_streams(setting: Setting) -> int:
     with late_gpu() as lanes:
-        compare(Setting(Script, adamw_fused, stage=1, at_rest=offload, more=(GatherAhead(),)))
+        compare(setting)
     return lanes.late.done
 
 
 @worlds(2)
 @pytest.mark.parametrize("offload", [STATE, *slow(HOST)])
 def test_gathers_of_the_next_step_read_what_the_host_has_updated(ranks: Ranks, offload: zgraph.Offload) -> None:
-    assert min(ranks.run(gathered_ahead_on_late_streams, offload)) > 0
+    setting = Setting(Script, adamw_fused, stage=1, at_rest=offload, more=(GatherAhead(),))
+    assert min(ranks.run(compared_on_late_streams, setting)) > 0
 
 
 def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:

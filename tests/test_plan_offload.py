@@ -220,6 +220,10 @@ def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
             {"hardware": "h100", "offload": zgraph.Offload(optimizer="disk", path="anywhere")},
             'optimizer="disk" is not available on GPUs yet, and h100 has some; write optimizer="host"',
         ),
+        (
+            {"hardware": "h100", "offload": replace(HOST, moments_dtype=torch.bfloat16)},
+            "moments_dtype=torch.bfloat16 is not available on GPUs yet, and h100 has some",
+        ),
         ({"shard_fn": lambda model: model}, "shard_fn shards nothing"),
         (
             {"shard_fn": functools.partial(zgraph.shard, offload=zgraph.Offload(params="host"))},

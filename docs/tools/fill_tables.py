@@ -6,7 +6,8 @@
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
 `--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes. report_page.json,
 cpu_adam.json, offload_overlap.json, offload_inference.json and offload_capacity.json are what the scripts of these
-names write, and offload_states.json what offload_overlap.py writes with `--states`. Needs nothing but Python.
+names write, offload_states.json what offload_overlap.py writes with `--states`, and offload_delayed-8.json and
+offload_delayed-64.json what it writes with `--delayed` for sequences of these lengths. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def table(name: str) -> str:
         return methods([[load(name) for name in names] for names in METHODS])
     kinds = {"convergence": convergence, "zoo": zoo, "report_page": page}
     kinds |= {"offload_overlap": offload, "offload_states": states, "offload_inference": inference, "cpu_adam": adam}
+    if name.startswith("offload_delayed-"):
+        return states(load(name))
     if name == "offload_capacity":
         return capacity([load(one.stem) for one in sorted(RESULTS.glob(f"{name}*.json"), reverse=True)])
     return kinds.get(name, link)(load(name))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from zgraph.graph import nodes, traits
+from zgraph.graph import meta, nodes, traits
 from zgraph.torch_compat.fake_values import unknown_number
 from zgraph.torch_compat.operators import OpOverload, written_arguments
 
@@ -61,10 +61,10 @@ def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
 def is_compute(node: fx.Node) -> bool:
     """Whether a compiler may compile the node together with its neighbours, and reorder them.
 
-    It may not do so for communication and other operators of zgraph, operators that write to their inputs, and random
-    ones, which must draw in the order in which they run. On CPU, copies in and out of collectives' buffers are left out
-    as well: compiling does not make them faster, and because their strides depend on the bucket, every kernel around
-    them would be a new one, at two seconds of C++ compilation each.
+    It may not do so for communication and other operators of zgraph, operators that write to their inputs, random ones,
+    which must draw in the order in which they run, and views of what lies on the host of a GPU. On CPU, copies in and
+    out of collectives' buffers are left out as well: compiling does not make them faster, and because their strides
+    depend on the bucket, every kernel around them would be a new one, at two seconds of C++ compilation each.
     """
     if nodes.is_getitem(node):
         source = node.args[0]
@@ -73,6 +73,7 @@ def is_compute(node: fx.Node) -> bool:
         node.op == "call_function"
         and isinstance(node.target, OpOverload)
         and not (nodes.is_communication(node) and _is_on_cpu(node))
+        and meta.space(node) != "host"
         and node.target.namespace in ("aten", "prims")
         and not traits.is_random(node)
         and not written_arguments(node)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
+from zgraph.codegen.kernels.cpu.fused_adam import faster
 from zgraph.codegen.shorten_calls import shorten_calls
 from zgraph.dialect.grouped_gathers import cast_each
 from zgraph.graph import edits, meta, nodes
@@ -18,10 +19,12 @@ from zgraph.graph.collective_dispatch import dispatcher_of
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.collectives import bind, finish_group
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.offload.copy_lanes import Copy, StreamLanes, ThreadLanes, lanes_of
+from zgraph.runtime.offload.copy_lanes import Copy, CopyLanes, StreamLanes, lanes_of
 from zgraph.runtime.profiler import Probe, Program, Runner
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
+from zgraph.torch_compat.bindings import function_for
 from zgraph.torch_compat.modules import generate_code, lazy_graph_module
+from zgraph.torch_compat.operators import is_fused_update
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -49,8 +52,9 @@ def lower_fx(
     guarded = _guarded_lines(gm)
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_collective)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
+    updates = _faster_updates(gm.graph)
+    _update_beside_compute(gm.graph, updates)
     _copy_beside_compute(gm.graph)
-    _update_beside_compute(gm.graph)
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_collective)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
             wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
@@ -58,7 +62,10 @@ def lower_fx(
     _call_cast_kernels(gm.graph)
     for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
         node.target = cast_each
-    shorten_calls(gm.graph)
+    shorten_calls(gm.graph)  # reads what operators write to, which kernels do not say
+    for node, kernel in updates.items():
+        if meta.beside(node) is None:
+            node.target = kernel
     program = _program(gm, guarded)
     if recorded is not None:
         program = recorded.of(program, gm)
@@ -93,11 +100,12 @@ def _copy_beside_compute(graph: fx.Graph) -> None:
         if nodes.is_copy_wait(node):
             node.target = finish_copy
         else:
-            device = meta.tensor_value(node if nodes.is_reload(node) else node.all_input_nodes[0]).device
-            lanes = lanes_of(device)
+            lanes = lanes_of(_device_of(node))
             if isinstance(lanes, StreamLanes) and _touches_resting(node):
                 touched[id(lanes)] = lanes
-            if nodes.is_store(node) or nodes.is_spill(node):
+            if nodes.is_return(node):
+                node.target = lanes.give_back
+            elif nodes.is_store(node) or nodes.is_spill(node):
                 node.target = lanes.store if nodes.is_store(node) else lanes.spill
             else:
                 node.target, node.args = lanes.reload if nodes.is_reload(node) else lanes.offload, node.args[:1]
@@ -106,14 +114,35 @@ def _copy_beside_compute(graph: fx.Graph) -> None:
             graph.call_function(lanes.finish)
 
 
+def _device_of(start: fx.Node) -> torch.device:
+    """The device to which, or from which, a copy goes."""
+    node = start if nodes.is_reload(start) else start.all_input_nodes[1 if nodes.is_return(start) else 0]
+    return meta.tensor_value(node).device
+
+
 def _touches_resting(start: fx.Node) -> bool:
     """Whether a copy reads or writes what outlives the step on the host; activations do not."""
-    return any(meta.kept_as(node) is not None for node in (start, *start.all_input_nodes))
+    touched = (start, *start.all_input_nodes)
+    return any(meta.kept_as(node) is not None and meta.space(node) == "host" for node in touched)
 
 
-def _update_beside_compute(graph: fx.Graph) -> None:
+def _faster_updates(graph: fx.Graph) -> dict[fx.Node, Callable[..., Any]]:
+    """Fused updates of tensors on the CPU, with what computes the same bits faster."""
+    found = {node: faster(node.target, function_for(node)) for node in nodes.call_functions(graph, _updates_on_cpu)}
+    return {node: kernel for node, kernel in found.items() if kernel is not None}
+
+
+def _updates_on_cpu(node: fx.Node) -> bool:
+    values = map(meta.value, node.all_input_nodes) if is_fused_update(node.target) else ()
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return bool(tensors) and all(value.device.type == "cpu" for value in tensors)
+
+
+def _update_beside_compute(graph: fx.Graph, kernels: Mapping[fx.Node, Callable[..., Any]]) -> None:
     """Let updates of what rests on the host run on their lane."""
     started: dict[int, fx.Node] = {}
+    devices = (_device_of(start) for start in nodes.call_functions(graph, nodes.is_copy_start))
+    device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
     for node in graph.nodes:
         number = meta.beside(node)
         if number is None:
@@ -122,12 +151,11 @@ def _update_beside_compute(graph: fx.Graph) -> None:
             node.target, node.args = finish_update, (started[number], *node.args)
         else:
             started[number] = node
-            node.target = _on_lane(cast("Callable[..., Any]", node.target))
+            operator = kernels.get(node, cast("Callable[..., Any]", node.target))
+            node.target = _on_lane(operator, lanes_of(device))
 
 
-def _on_lane(operator: Callable[..., Any]) -> Callable[..., Future[Any]]:
-    lanes = lanes_of(torch.device("cpu"))
-    assert isinstance(lanes, ThreadLanes)
+def _on_lane(operator: Callable[..., Any], lanes: CopyLanes) -> Callable[..., Future[Any]]:
 
     def update(*args: Any, **kwargs: Any) -> Future[Any]:
         return lanes.update(operator, args, kwargs)

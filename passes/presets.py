@@ -85,12 +85,15 @@ def planned(
     return [*bucketed, ScheduleOverlap(), StreamStates(), ScheduleCopies()]
 
 
-def with_streams(pipeline: Pipeline | None, *, delays: bool = False) -> Pipeline:
+def with_streams(
+    pipeline: Pipeline | None, *, delays: bool = False, update: Literal["host", "device"] | None = None
+) -> Pipeline:
     """A pipeline that streams what rests elsewhere than on the device, also for what is gathered ahead.
 
     Args:
         pipeline: the user's; None: `default`. Copies go by costs if it does.
         delays: the optimizer steps on gradients of the call before, as early as it may.
+        update: where what rests on the host is updated; None: as the pipeline says.
     """
     found = pipeline or Pipeline(default())
     passes = [*found.passes]
@@ -103,6 +106,9 @@ def with_streams(pipeline: Pipeline | None, *, delays: bool = False) -> Pipeline
     if delays and not any(isinstance(one, StartDelayedUpdates) for one in passes):
         place = next(number for number, one in enumerate(passes) if isinstance(one, StreamStates))
         passes.insert(place, StartDelayedUpdates())
+    if update is not None:
+        updates = "at_rest" if update == "host" else "streamed"
+        passes = [replace(one, updates=updates) if isinstance(one, StreamStates) else one for one in passes]
     return replace(found, passes=passes)
 
 

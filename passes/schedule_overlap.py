@@ -34,7 +34,8 @@ class ScheduleOverlap(GraphPass):
     on the simulator than the rules, and never holds more where it is as fast, unless the rules exceed the budget.
     Decides by costs, which must be equal on all ranks; those of a rank's own rows, which may not be, are left out. On
     each group gathers keep their order, and so do reductions; their interleaving is planned.
-    Leaves alone: the order of compute, and collectives of the model's own, whose waits sink by a rule.
+    Leaves alone: the order of compute, and collectives of the model's own, whose waits sink by a rule. Without
+    collectives it lets each update of a step run as soon as its gradient is there.
 
     Attributes:
         in_flight_bytes: most bytes of unsharded parameters and gradients whose collectives are in flight at once; two
@@ -69,7 +70,8 @@ class ScheduleOverlap(GraphPass):
         if not any(traits.is_movable(node) and nodes.is_start(node) for node in order):
             found = any(meta.is_tagged_at_use(node) for node in order)
             ctx.note(self, "every gather is to stay at its use" if found else "no collectives here")
-            return False
+            # Costs nothing, frees gradients, and lets the host update beside backward.
+            return UpdateAsReduced().run(gm, ctx)
         own = rows_of_its_own(order)
         costs = {node: ctx.cost_of(node) for node in order if node.op == "call_function"}
         costs |= dict.fromkeys(own, FREE)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zgraph
 from tests.support.judges.replicated import whole
 from tests.support.late_updates import LateSteps
+from tests.support.lazy_streams import late_gpu
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Net
@@ -83,6 +84,18 @@ def graphs_of(case: Case) -> int:
 def test_a_delayed_step_equals_lines_that_keep_gradients(ranks: Ranks, name: str) -> None:
     for graphs in ranks.run(compare, CASES[name]):
         assert graphs == graphs_of(CASES[name])
+
+
+def compare_on_host(case: Case) -> int:
+    with late_gpu() as lanes:
+        compare(case)
+    return lanes.late.done
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", [*slow("stage 3", "stage 2, from the first call", "stage 0")])
+def test_a_delayed_step_updates_on_the_host_of_a_gpu(ranks: Ranks, name: str) -> None:
+    assert min(ranks.run(compare_on_host, CASES[name])) > 0
 
 
 @worlds(2)

@@ -265,6 +265,17 @@ class FakeStream:
         return self.name
 
 
+class FakeEvent:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def record(self, stream: FakeStream) -> None:
+        self.calls.append(f"an event of {stream.name}")
+
+    def synchronize(self) -> None:
+        self.calls.append("the host waits for the event")
+
+
 class FakeCuda:
     """Streams of a GPU that is not there."""
 
@@ -275,6 +286,15 @@ class FakeCuda:
 
     def Stream(self, device: torch.device) -> FakeStream:
         return FakeStream(next(self.names), self.calls)
+
+    def Event(self, *, blocking: bool) -> FakeEvent:
+        assert blocking, "the host updates meanwhile"
+        return FakeEvent(self.calls)
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Generator[None]:
+        self.calls.append(f"on {device}")
+        yield
 
     def current_stream(self, device: torch.device) -> FakeStream:
         return self.compute
@@ -309,3 +329,20 @@ def test_copies_on_streams_begin_behind_compute_and_compute_waits_for_their_end(
         "back records",
         "compute waits for the event of back",
     ]
+
+
+def test_an_update_on_the_host_begins_where_compute_has_come_to() -> None:
+    cuda = FakeCuda()
+    lanes = FakeLanes(torch.device("cpu"), cuda)
+    moment = torch.zeros(3)
+    first = lanes.update(torch.ops.aten.add_.Scalar, (moment, 1), {})
+    assert first.result() is None and torch.equal(moment, torch.ones(3))
+    assert cuda.calls == ["an event of compute", "on cpu", "the host waits for the event"]
+    for update in [lanes.update(torch.ops.aten.mul_.Scalar, (moment, 2), {}) for _ in range(5)]:
+        update.result()
+    assert torch.equal(moment, torch.full((3,), 32.0)), "one after the other"
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        lanes.update(torch.ops.aten.add_.Tensor, (moment, torch.ones(2)), {}).result()
+    cuda.calls.clear()
+    lanes.give_back(torch.ones(3), moment).wait()
+    assert cuda.calls[:2] == ["back waits for compute", "on back"] and torch.equal(moment, torch.ones(3))

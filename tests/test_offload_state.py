@@ -48,6 +48,43 @@ def test_a_step_on_offloaded_state_equals_the_plain_loop(ranks: Ranks, name: str
     assert ranks.run(compare, replace(CASES[name], started=name != "stage 3"))
 
 
+def updated_by_two_threads(kind: Any) -> None:
+    """Large enough for zgraph's own kernel, beside compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = [trained_on_two_threads(kind, offload) for offload in (zgraph.Offload(optimizer="host"), None)]
+    finally:
+        torch.set_num_threads(threads)
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def trained_on_two_threads(kind: Any, offload: zgraph.Offload | None) -> list[torch.Tensor]:
+    """Parameters and moments after three captured steps, or after the plain lines."""
+    torch.manual_seed(0)
+    model = zgraph.shard(nn.Linear(2000, 1100), zero_stage=2, offload=offload)
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    x = torch.randn(8, 2000)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = step if offload is None else zgraph.training_step(model, optimizer, options={"lowering": "fx"})(step)
+    for _ in range(3):
+        run()
+    state = [value for entries in optimizer.state.values() for value in entries.values()]
+    return [local(one) for one in [*model.parameters(), *state]]
+
+
+@worlds(2)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_updates_on_several_threads_are_those_of_the_plain_loop(ranks: Ranks, kind: Any) -> None:
+    ranks.run(updated_by_two_threads, kind)
+
+
 DISK_CASES = {
     "stage 3": Case(clip="torch", schedule=True, precision="bf16"),
     "stage 1": Case(stage=1, optimizer="adam", accumulation=2, no_sync=True),

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
 from tests.support.judges.happens_before import HappensBefore, judging
 from tests.support.judges.judged_lanes import JudgedLanes
-from tests.support.lazy_streams import LazyLanes
+from tests.support.lazy_streams import LazyLanes, late_gpu
+from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
-from tests.support.resting import HOST, STATE
-from tests.support.tiers import long, slow
+from tests.support.resting import HOST, STATE, STREAMED
+from tests.support.step_scripts import LR, Net, Script, Setting, compare
+from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
-from zgraph.passes import StreamStates, presets
+from zgraph.passes import GatherAhead, presets
+from zgraph.passes.memory import stream_states
 
-# Updates run on copies, as they do on a GPU.
+# Updates run on copies, on the GPU.
 CASES = {
     "stage 3": Case(at_rest=HOST, streamed=True, clip="torch", schedule=True),
     "stage 2": Case(at_rest=HOST, streamed=True, stage=2, precision="bf16", accumulation=2, no_sync=True),
@@ -31,25 +36,118 @@ CASES = {
 }
 
 
-def on_late_streams(case: Case) -> tuple[int, int]:
-    """Train with copies that are made when they are waited for; returns how many went each way."""
+# Updates run on the host.
+ON_HOST = {
+    "stage 3": Case(at_rest=HOST),
+    "stage 2": Case(at_rest=HOST, stage=2, precision="bf16", accumulation=2, no_sync=True, clip="zgraph"),
+    "stage 1": Case(at_rest=HOST, stage=1, optimizer="adam_fused", resume=True, frugal=True),
+    "stage 0": Case(at_rest=HOST, stage=0, offload=True, clip="torch", schedule=True),
+    "loco": Case(at_rest=HOST, loco=True, accumulation=2, clip="torch", planned=True),
+    "state": Case(at_rest=STATE, clip="torch"),
+    "state, stage 2": Case(at_rest=STATE, stage=2, frugal=True, precision="autocast", frozen=True),
+    "state, stage 1": Case(at_rest=STATE, stage=1, optimizer="adam_fused", resume=True, accumulation=2),
+    "state, stage 0": Case(at_rest=STATE, stage=0, precision="bf16"),
+}
+
+
+QUICK = ("stage 3", "state")
+
+
+def adamw_fused(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=LR, fused=True)
+
+
+def on_late_streams(case: Case) -> tuple[int, int, int]:
+    """Train with copies, and updates, that are made when they are waited for; returns how many there were each way."""
     expected = train(replace(case, at_rest=None, offload=False, frugal=False, streamed=False), whole_step=False)
-    lanes = LazyLanes()
-    with mock.patch.object(lower, "lanes_of", lambda device: lanes):
+    with late_gpu() as lanes:
         found = train(case, whole_step=True)
     assert_same(found, expected)
-    assert lanes.lazy.freed == []
-    assert [lane.due for lane in lanes.lazy.lanes] == [[], []]
-    # At the end of each step for both streams: whoever reads what rests there next may be the host.
-    assert lanes.lazy.host_waits == 2 * STEPS
-    return lanes.copies
+    # At the end of a step for both streams: whoever reads what rests there next may be the host.
+    waits = STEPS if case.at_rest == HOST or case.streamed else 1
+    assert lanes.lazy.host_waits == 2 * waits
+    return (*lanes.copies, lanes.late.done)
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", ["stage 3", *slow("stage 2", "state"), *long("stage 1", "stage 0")])
+@pytest.mark.parametrize("name", ["stage 3", *slow(*[*CASES][1:])])
 def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
-    for out, back in ranks.run(on_late_streams, CASES[name]):
-        assert out > 0 and back > 0
+    for out, back, updates in ranks.run(on_late_streams, CASES[name]):
+        assert out > 0 and back > 0 and not updates
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", ["stage 3", "state", *slow(*(one for one in ON_HOST if one not in QUICK))])
+def test_updates_on_the_host_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
+    for out, back, updates in ranks.run(on_late_streams, ON_HOST[name]):
+        assert out > 0 and back > 0 and updates > STEPS
+
+
+def on_threads(case: Case) -> None:
+    """As above with a thread each way, and one that updates, at their own pace."""
+    expected = train(replace(case, at_rest=None), whole_step=False)
+    with mock.patch.object(stream_states, "computes_elsewhere", lambda order, ctx: True):
+        assert_same(train(case, whole_step=True), expected)
+
+
+@worlds(2)
+@pytest.mark.parametrize("at_rest", [STATE, *slow(HOST)])
+def test_threads_that_copy_and_update_yield_the_same_bits(ranks: Ranks, at_rest: zgraph.Offload) -> None:
+    ranks.run(on_threads, Case(at_rest=at_rest, stage=2, clip="zgraph", schedule=True))
+
+
+def averaged(offload: zgraph.Offload | None, twice: bool) -> dict[str, Tensor]:
+    """Averages of parameters right behind their update, and a second update in the same call."""
+    torch.manual_seed(0)
+    model = zgraph.shard(Net(), zero_stage=2, offload=offload)
+    average = {name: torch.zeros_like(local(one)) for name, one in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(x: Tensor) -> None:
+        for _ in range(1 + twice):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for name, one in model.named_parameters():
+                average[name].lerp_(local(one), 0.5)
+
+    run: Any = step
+    if offload is not None:
+        run = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(step)
+    for number in range(3):
+        run(torch.full((4, 5), 1.0 + number + dist.get_rank()))
+    return average | {f"{name} itself": local(one).clone() for name, one in model.named_parameters()}
+
+
+def averaged_on_late_streams(offload: zgraph.Offload, twice: bool) -> int:
+    expected = averaged(None, twice)
+    with late_gpu() as lanes:
+        found = averaged(offload, twice)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    return lanes.late.done
+
+
+@worlds(2)
+@pytest.mark.parametrize(("offload", "twice"), [(STATE, False), *slow((HOST, True), (STATE, True), (HOST, False))])
+def test_what_reads_parameters_behind_their_update_waits_for_it(
+    ranks: Ranks, offload: zgraph.Offload, twice: bool
+) -> None:
+    assert min(ranks.run(averaged_on_late_streams, offload, twice)) > 0
+
+
+def compared_on_late_streams(setting: Setting) -> int:
+    with late_gpu() as lanes:
+        compare(setting)
+    return lanes.late.done
+
+
+@worlds(2)
+@pytest.mark.parametrize("offload", [STATE, *slow(HOST)])
+def test_gathers_of_the_next_step_read_what_the_host_has_updated(ranks: Ranks, offload: zgraph.Offload) -> None:
+    setting = Setting(Script, adamw_fused, stage=1, at_rest=offload, more=(GatherAhead(),))
+    assert min(ranks.run(compared_on_late_streams, setting)) > 0
 
 
 def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:
@@ -60,7 +158,22 @@ def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() ->
     assert lanes.copies == (0, 0) and kept.isnan().all()
     del copy
     assert lanes.copies == (1, 0) and lanes.lazy.freed == []
+    lanes.finish()
     assert torch.equal(kept, torch.ones(3))
+
+
+def test_the_host_sees_what_was_copied_there_once_it_has_waited() -> None:
+    """The stand-in, and an update, which waits for what compute has waited for."""
+    lanes = LazyLanes()
+    grad, moment = torch.ones(3), torch.zeros(3)
+    kept = lanes.offload(grad).wait()
+    assert kept.isnan().all()
+    update = lanes.update(torch.ops.aten.add_.Tensor, (moment, kept), {})
+    assert moment.isnan().all()
+    update.result()
+    assert torch.equal(moment, torch.ones(3))
+    again = lanes.reload(lanes.offload(torch.ones(2)).wait()).wait()
+    assert torch.equal(again, torch.ones(2)), "streams see it at once"
 
 
 def test_late_streams_see_memory_that_is_freed_early() -> None:
@@ -79,17 +192,16 @@ def test_late_streams_see_memory_that_is_freed_early() -> None:
 WIDTH, LAYERS = 32, 3
 
 
-def trained(stage: int, planned: bool, watcher: HappensBefore) -> None:
+def trained(stage: int, planned: bool, watcher: HappensBefore, offload: zgraph.Offload) -> None:
     """Three calls: state is made by the first."""
     torch.manual_seed(0)
     with loopback(4, Wire(watcher=watcher)):
         parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-        model = zgraph.shard(nn.Sequential(*parts), zero_stage=stage, offload=HOST)
+        model = zgraph.shard(nn.Sequential(*parts), zero_stage=stage, offload=offload)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu")) if planned else None
-        passes = presets.planned() if planned else presets.default()
-        streamed = [StreamStates(updates="streamed") if isinstance(one, StreamStates) else one for one in passes]
-        options = {"lowering": "fx", "pipeline": zgraph.Pipeline(streamed, target=target)}
+        passes = (presets.planned if planned else presets.default)(bucket_bytes=4 * (WIDTH + 1) * WIDTH)
+        options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes, target=target)}
 
         @zgraph.training_step(model, optimizer, options=options)
         def step(x: Tensor) -> Tensor:
@@ -103,6 +215,15 @@ def trained(stage: int, planned: bool, watcher: HappensBefore) -> None:
             step(torch.randn(8, WIDTH))
 
 
+def judged(patch: pytest.MonkeyPatch) -> HappensBefore:
+    """A judge of programs that believe in a GPU."""
+    judge = judging(patch)
+    lanes = JudgedLanes(judge)
+    patch.setattr(lower, "lanes_of", lambda device: lanes)
+    patch.setattr(stream_states, "computes_elsewhere", lambda order, ctx: True)
+    return judge
+
+
 @pytest.mark.parametrize(
     ("stage", "planned"), [(3, False), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((0, True), (1, False)))]
 )
@@ -110,10 +231,8 @@ def test_nothing_at_rest_is_touched_while_it_travels(
     monkeypatch: pytest.MonkeyPatch, stage: int, planned: bool
 ) -> None:
     """Copies and collectives in flight together, over several calls."""
-    judge = judging(monkeypatch)
-    lanes = JudgedLanes(judge)
-    monkeypatch.setattr(lower, "lanes_of", lambda device: lanes)
-    trained(stage, planned, judge)
+    judge = judged(monkeypatch)
+    trained(stage, planned, judge, STREAMED)
     assert judge.races == []
     kinds = [one.kind for one in judge.transfers]
     parameters = 2 * LAYERS
@@ -121,3 +240,30 @@ def test_nothing_at_rest_is_touched_while_it_travels(
     assert kinds.count("offload") == 2 * parameters
     assert kinds.count("store") == parameters + 2 * 3 * parameters
     assert kinds.count("reload") > kinds.count("store")
+
+
+@pytest.mark.parametrize(
+    ("offload", "stage", "planned"),
+    [
+        (HOST, 3, False),
+        (STATE, 2, True),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((HOST, 0, True), (STATE, 0, False))),
+    ],
+)
+def test_nothing_is_touched_while_the_host_updates_it(
+    monkeypatch: pytest.MonkeyPatch, offload: zgraph.Offload, stage: int, planned: bool
+) -> None:
+    judge = judged(monkeypatch)
+    trained(stage, planned, judge, offload)
+    assert judge.races == []
+    kinds = [one.kind for one in judge.transfers]
+    parameters = 2 * LAYERS
+    assert kinds.count("update") >= 2 * LAYERS, "a bucket each, in two calls"
+    # Gradients, parameters that rest on the device, and counts; before that the first call's moments.
+    brought = 1 if offload == HOST else 2
+    assert kinds.count("offload") == 2 * parameters + 2 * brought * parameters + kinds.count("update")
+    assert kinds.count("return") == (0 if offload == HOST else 2 * parameters)
+    assert kinds.count("store") == (parameters if offload == HOST else 0), (
+        "by the first call, which updates on the device"
+    )
+    assert (kinds.count("reload") > 0) == (offload == HOST)

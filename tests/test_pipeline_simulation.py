@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from zgraph.scheduling.cluster.pipeline_run import PipelineRun, StageCost, simulate_pipeline
-from zgraph.scheduling.cluster.schedule_order import SCHEDULES, Action, order_of, schedules_for, why_not
+from zgraph.scheduling.cluster.pipeline_run import PipelineRun, SplitCost, StageCost, simulate_pipeline
+from zgraph.scheduling.cluster.schedule_order import SCHEDULES, SPLITTING, Action, order_of, schedules_for, why_not
 
 SHAPES = [(1, 1, 1), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (2, 2, 4), (4, 2, 8), (4, 3, 6), (2, 3, 3), (4, 2, 3)]
 
 
-def of_torch(ranks: int, chunks: int, micro_batches: int, rank: int) -> list[tuple[str, int, int | None]]:
-    """What torch's interleaved schedule lists for a rank, by the class's own code."""
+Listed = list[tuple[str, int, int | None]]
+
+
+def of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int, rank: int) -> Listed:
+    """What one of torch's interleaved schedules lists for a rank, by the class's own code."""
     rounds = max(1, micro_batches // ranks)
     numbers: Any = SimpleNamespace(
         n_local_stages=chunks,
@@ -24,22 +28,26 @@ def of_torch(ranks: int, chunks: int, micro_batches: int, rank: int) -> list[tup
         _n_microbatches=micro_batches,
         microbatches_per_round=micro_batches // rounds,
     )
-    listed = ScheduleInterleaved1F1B._calculate_single_rank_operations(numbers, rank)  # pyright: ignore[reportPrivateUsage]
-    kinds = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+    numbers.number_of_rounds = rounds
+    make: Any = get_schedule_class(schedule)
+    listed = make._calculate_single_rank_operations(numbers, rank)
+    kinds = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "backward"}
+    kinds["BACKWARD_WEIGHT"] = "weights"
     return [
         (kinds[one.computation_type.name], one.stage_index, one.microbatch_index) for one in listed if one is not None
     ]
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), SHAPES)
-def test_interleaved_orders_are_those_of_torch(ranks: int, chunks: int, micro_batches: int) -> None:
-    if why_not("Interleaved1F1B", ranks, ranks * chunks, micro_batches):
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_interleaved_orders_are_those_of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int) -> None:
+    if why_not(schedule, ranks, ranks * chunks, micro_batches):
         assert micro_batches % max(1, micro_batches // ranks)
         return
-    found = order_of("Interleaved1F1B", ranks, ranks * chunks, micro_batches)
+    found = order_of(schedule, ranks, ranks * chunks, micro_batches)
     for rank in range(ranks):
         listed = [(one.kind, one.stage, one.micro_batch) for one in found[rank]]
-        assert listed == of_torch(ranks, chunks, micro_batches, rank)
+        assert listed == of_torch(schedule, ranks, chunks, micro_batches, rank)
 
 
 def test_the_orders_of_one_stage_on_each_rank() -> None:
@@ -64,12 +72,25 @@ def test_equal_stages_have_the_bubble_of_the_formula() -> None:
     """(p-1) / (v m + p-1) of p ranks with v chunks, where whole rounds of micro-batches keep all ranks busy."""
     seen: set[str] = set()
     for ranks, chunks, micro_batches, run in runs():
+        if run.schedule in SPLITTING:
+            continue
         if micro_batches % ranks == 0 or chunks == 1:
             seen.add(run.schedule)
             if run.schedule == "Interleaved1F1B" and chunks == 1 and micro_batches % ranks:
                 continue
             assert run.bubble == pytest.approx((ranks - 1) / (chunks * micro_batches + ranks - 1)), run
-    assert seen == set(SCHEDULES)
+    assert seen == set(SCHEDULES) - set(SPLITTING)
+
+
+def test_gradients_of_weights_fill_the_bubble() -> None:
+    """What is left is (p-1) (f + b - w), as of ZB-H1 (arXiv 2401.10241); whole backwards fill nothing."""
+    cost = StageCost(forward_us=(2.0,) * 8, backward_us=(4.0,) * 8)
+    halves = SplitCost(inputs_us=(2.0,) * 8, weights_us=(2.0,) * 8)
+    split, plain = ([replace(cost, split=one)] * 4 for one in (halves, None))
+    whole = simulate_pipeline("1F1B", 4, plain).step_us
+    assert simulate_pipeline("1F1B", 4, split).step_us == whole == 8 * 6 + 3 * 6
+    assert simulate_pipeline("InterleavedZeroBubble", 4, split).step_us == 8 * 6 + 3 * (2 + 2 - 2)
+    assert simulate_pipeline("InterleavedZeroBubble", 4, plain).step_us >= whole
 
 
 def test_a_slow_stage_sets_the_pace() -> None:
@@ -92,24 +113,46 @@ def test_sending_delays_the_first_and_the_last_micro_batch() -> None:
     assert simulate_pipeline("GPipe", 2, [slow] * 2).step_us == 2 + 4 * 100 + 2 + 4 + 4 * 100 + 4
 
 
-def judge(order: list[Action], costs: list[StageCost], holds_sent: bool) -> int:
+def judge(order: list[Action], costs: list[StageCost], holds_sent: bool, splits: bool) -> int:
     """Peak of a rank by asking, at each action, what has run before it."""
+    ends = "weights" if splits else "backward"
     peak = 0
     for place, action in enumerate(order):
         before, cost = order[:place], costs[action.stage]
-        held = cost.forward_peak_bytes if action.kind == "forward" else cost.backward_peak_bytes
+        held = 0
         for stage in {one.stage for one in order}:
             of_stage = costs[stage]
-            ran = [one.micro_batch for one in before if (one.kind, one.stage) == ("forward", stage)]
-            ended = [one.micro_batch for one in before if (one.kind, one.stage) == ("backward", stage)]
-            is_open = (ran or (action.kind, action.stage) == ("forward", stage)) and len(ended) < len(
-                of_stage.forward_us
+            split = of_stage.split or SplitCost(inputs_us=(), weights_us=())
+            count = len(of_stage.forward_us)
+            ran, returned, ended = (
+                [one.micro_batch for one in before if (one.kind, one.stage) == (kind, stage)]
+                for kind in ("forward", "backward", ends)
             )
-            waiting = set(ran) - set(ended) - ({action.micro_batch} if action.stage == stage else set())
-            held += of_stage.resting_bytes + of_stage.buffer_bytes + of_stage.saved_bytes * len(waiting)
-            held += of_stage.kept_bytes if is_open else 0
+            now = action.kind if action.stage == stage else ""
+            running = {action.micro_batch} if action.stage == stage else set[int]()
+            closes = now == ends and len(ended) == count - 1
+            held += of_stage.resting_bytes + of_stage.buffer_bytes
+            held += of_stage.saved_bytes * len(set(ran) - set(returned) - (running if now == "backward" else set()))
+            if splits:
+                held += split.left_bytes * len(set(returned) - set(ended) - (running if now == "weights" else set()))
+            if (ran or now == "forward") and len(ran) < count:
+                held += of_stage.kept_bytes
+            elif len(ended) < count and not closes:
+                held += of_stage.closing_kept_bytes
+            if ended and len(ended) < count and not closes:
+                held += of_stage.waiting_bytes
             held += of_stage.gradient_bytes if ended else 0
-            held += of_stage.left_bytes * len(ended) if holds_sent else 0
+            held += of_stage.left_bytes * len(returned) if holds_sent else 0
+            if now == "forward":
+                held += cost.forward_peak_bytes
+            elif now == "backward" and splits:
+                held += split.inputs_peak_bytes
+            elif closes:
+                held += split.closing_peak_bytes if splits else cost.closing_peak_bytes
+            elif now and ended:
+                held += split.weights_peak_bytes if splits else cost.backward_peak_bytes
+            elif now:
+                held += split.first_peak_bytes if splits else cost.first_peak_bytes
         peak = max(peak, held)
     return peak
 
@@ -121,20 +164,35 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
                 forward_us=(1.0,) * micro_batches,
                 backward_us=(2.0,) * micro_batches,
                 resting_bytes=10**6 + stage,
-                gradient_bytes=1000 * (stage + 3),
-                kept_bytes=70 * (stage + 1),
+                gradient_bytes=100 * (stage + 3),
+                waiting_bytes=400 * (stage % 2),
+                kept_bytes=700 * (stage + 1),
+                closing_kept_bytes=500 * (stage + 1),
                 saved_bytes=500 + 31 * stage,
                 forward_peak_bytes=900 + 40 * stage,
+                first_peak_bytes=1900 - 7 * stage,
                 backward_peak_bytes=1500 - 7 * stage,
+                closing_peak_bytes=2500 * (stage % 3),
                 left_bytes=3 * stage,
                 buffer_bytes=11 * stage,
+                split=SplitCost(
+                    inputs_us=(1.0,) * micro_batches,
+                    weights_us=(1.0,) * micro_batches,
+                    left_bytes=300 + 7 * stage,
+                    inputs_peak_bytes=1000 * (stage % 2 + 1),
+                    first_peak_bytes=1800,
+                    weights_peak_bytes=1300,
+                    closing_peak_bytes=2000 * (stage % 3),
+                ),
             )
             for stage in range(ranks * chunks)
         ]
         for schedule in schedules_for(ranks, ranks * chunks, micro_batches):
             order = order_of(schedule, ranks, ranks * chunks, micro_batches)
             run = simulate_pipeline(schedule, ranks, costs)
-            assert list(run.peak_bytes) == [judge(actions, costs, schedule != "1F1B") for actions in order], run
+            assert list(run.peak_bytes) == [
+                judge(actions, costs, schedule != "1F1B", schedule in SPLITTING) for actions in order
+            ], run
 
 
 def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:
@@ -146,7 +204,11 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:
 @pytest.mark.parametrize(
     ("schedule", "numbers", "message"),
     [
-        ("1F1b", (2, 2, 4), "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B; did you mean '1F1B'"),
+        (
+            "1F1b",
+            (2, 2, 4),
+            "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble; did you mean '1F1B'",
+        ),
         ("ScheduleGPipe", (2, 2, 4), "did you mean 'GPipe'"),
         ("ZBVZeroBubble", (2, 2, 4), "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B"),
         ("GPipe", (2, 4, 4), "it takes one stage on each rank, and there are 4 on 2;"),

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import zgraph
+from tests.support import experts
 from tests.support import tensor_parallel as tp
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, worlds
@@ -89,6 +90,57 @@ def test_real_ranks_send_what_was_planned(ranks: Ranks, split: str, zero_stage: 
     wanted = {axis: sent.sent_bytes for axis, sent in found.traffic.items()}
     assert wanted.keys() == {"dp", "tp"}
     assert ranks.run(sent_for_real, split, zero_stage) == [wanted] * 4
+
+
+class ScoredExperts(experts.Mixture):
+    """Returns its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return experts.loss_of(super().forward(x))
+
+
+def shard_experts(model: experts.Mixture, mesh: DeviceMesh, *, zero_stage: int) -> None:
+    model.experts.split(mesh["ep"])
+    zgraph.shard(model.experts, mesh["dp"], zero_stage=zero_stage, reduction=mesh.size())
+    zgraph.shard(model, mesh, zero_stage=zero_stage)
+
+
+def experts_sent_for_real(zero_stage: int) -> dict[str, int]:
+    """What this rank sends in a step, by axis; dispatch and combine are sends, too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = ScoredExperts()
+    shard_experts(model, mesh, zero_stage=zero_stage)
+    called = with_fx(model)
+    x = experts.tokens_of(dist.get_rank(), 0)
+    called(x).backward()
+    found, of_dp = Counter[str](), dist.get_process_group_ranks(mesh.get_group("dp"))
+    send = dist.ProcessGroup.send
+
+    def counted(group: dist.ProcessGroup, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        axis = "dp" if dist.get_process_group_ranks(group) == of_dp else "ep"
+        assert len(dist.get_process_group_ranks(group)) == 2
+        found[axis] += sum(tensor.nbytes for tensor in tensors)
+        return send(group, tensors, dst, tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "send", counted)
+        called(x).backward()
+    return dict(found)
+
+
+@worlds(4)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_real_ranks_with_experts_send_what_was_planned(ranks: Ranks, zero_stage: int) -> None:
+    found = zgraph.plan(
+        ScoredExperts,
+        world={"dp": 2, "ep": 2},
+        batch=lambda: (torch.zeros(experts.TOKENS, experts.WIDTH),),
+        hardware="cpu",
+        shard_fn=functools.partial(shard_experts, zero_stage=zero_stage),
+    )
+    wanted = {axis: sent.sent_bytes for axis, sent in found.traffic.items()}
+    assert wanted.keys() == {"dp", "ep"}  # what is not an expert is sharded over ep, with replicas over dp
+    assert ranks.run(experts_sent_for_real, zero_stage) == [wanted] * 4
 
 
 # --- the plan's own sums --------------------------------------------------------------------------------------------

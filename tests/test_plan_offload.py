@@ -22,6 +22,7 @@ PARAMETER_BYTES = LAYERS * WIDTH * WIDTH * 4
 COUNTS = LAYERS * 4  # bytes of the step counts, which stay on the device
 CPU = zgraph.Hardware.preset("cpu")
 HOST = zgraph.Offload(params="host", optimizer="host")
+STATE = zgraph.Offload(optimizer="host")
 
 
 def build() -> nn.Module:
@@ -111,6 +112,31 @@ def test_the_ledger_follows_the_formulas_also_without_an_optimizer() -> None:
         assert "on the host: parameters 16.00 KiB" in str(found)
 
 
+def test_a_plan_for_gpus_knows_where_updates_run() -> None:
+    """The bytes of each lane, and the time of the host's updates."""
+    gpu, shards, layers = zgraph.Hardware.preset("h100"), PARAMETER_BYTES // 4, LAYERS
+    for offload, out, back, updated in (
+        (HOST, shards + 4 * layers, 0, True),
+        (replace(HOST, update="device"), 3 * shards, 3 * shards, False),
+        (STATE, 2 * shards + 4 * layers, shards, True),
+        (replace(STATE, update="device"), 2 * shards, 2 * shards, False),
+    ):
+        found = planned(4, offload, hardware=gpu)
+        lanes = {lane.lane: lane for lane in found.compiled.graphs[0].copies}
+        gathered = sum(
+            7 * shards // 4 for _ in range(1) if offload.params == "host"
+        )  # twice, but the first in backward
+        assert lanes["device_to_host"].bytes == out
+        assert lanes["host_to_device"].bytes == back + gathered
+        assert ("host_updates" in lanes) == updated
+        if updated:
+            assert lanes["host_updates"].bytes == 4 * shards
+            assert lanes["host_updates"].us == pytest.approx(gpu.host_update_us(7 * shards + 4 * layers))
+            assert found.ledger[1].step == out, "gradients, and parameters of the device, wait there"
+        else:
+            assert found.ledger[1].step == 0
+
+
 @worlds(2)
 def test_a_plan_counts_two_bytes_for_each_rounded_moment(ranks: Ranks) -> None:
     offload = replace(HOST, moments_dtype=torch.bfloat16)
@@ -169,14 +195,17 @@ def test_a_plan_says_what_would_make_it_fit() -> None:
 
 
 def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
-    """All of it comes to the device for each update, and goes back."""
+    """Gradients go there for each update, or all of it comes to the device, and goes back."""
     gpu = replace(CPU, backend="nccl")
     everything, resting = planned(hardware=gpu), planned(hardware=gpu, offload=HOST)
+    streamed = planned(hardware=gpu, offload=replace(HOST, update="device"))
     before, device, host = everything.ledger[0], resting.ledger[0], resting.ledger[1]
     assert (before.parameters, before.state) == (PARAMETER_BYTES // 2, PARAMETER_BYTES + COUNTS)
     assert (device.parameters, device.state) == (0, COUNTS)
-    assert (host.parameters, host.state, host.step) == (PARAMETER_BYTES // 2, PARAMETER_BYTES, 0)
-    notes = next(note for note in resting.compiled.notes if note.startswith("stream_states"))
+    gradients = PARAMETER_BYTES // 2 + COUNTS
+    assert (host.parameters, host.state, host.step) == (PARAMETER_BYTES // 2, PARAMETER_BYTES, gradients)
+    assert streamed.ledger[1] == replace(host, step=0)
+    notes = next(note for note in streamed.compiled.notes if note.startswith("stream_states"))
     assert f" {3 * PARAMETER_BYTES // 2} bytes go back" in notes
     libraries = everything.cublas_bytes + everything.communicator_bytes
     small = replace(gpu, memory_bytes=before.together + libraries - 1)
@@ -191,6 +220,10 @@ def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
             {"hardware": "h100", "offload": zgraph.Offload(optimizer="disk", path="anywhere")},
             'optimizer="disk" is not available on GPUs yet, and h100 has some; write optimizer="host"',
         ),
+        (
+            {"hardware": "h100", "offload": replace(HOST, moments_dtype=torch.bfloat16)},
+            "moments_dtype=torch.bfloat16 is not available on GPUs yet, and h100 has some",
+        ),
         ({"shard_fn": lambda model: model}, "shard_fn shards nothing"),
         (
             {"shard_fn": functools.partial(zgraph.shard, offload=zgraph.Offload(params="host"))},
@@ -201,6 +234,14 @@ def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
             "no optimizer whose updates would be delayed; pass optimizer_fn",
         ),
         ({"offload": zgraph.Offload(params="host", param_bits=8)}, "param_bits=8 is for inference"),
+        (
+            {
+                "offload": replace(HOST, update="host"),
+                "hardware": zgraph.Hardware.preset("h100"),
+                "optimizer_fn": lambda model: torch.optim.AdamW(model.parameters()),
+            },
+            'update="host", but AdamW is not fused',
+        ),
     ],
 )
 def test_an_offload_that_cannot_be_planned_is_refused(options: dict[str, Any], text: str) -> None:

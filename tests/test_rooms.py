@@ -29,6 +29,7 @@ ROOMS = (
     "zgraph.scheduling.cluster",
     "zgraph.sharding.meshes",
     "zgraph.sharding",
+    "zgraph.sharding.pipeline",
     "zgraph.optimizers",
     "zgraph.checkpoint",
     "zgraph.compiler",

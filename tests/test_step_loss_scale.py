@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, optim
 
 import zgraph
+from tests.support.lazy_streams import late_gpu
 from tests.support.ranks import Ranks, worlds
-from tests.support.resting import DISK, HOST, MIXED, under
+from tests.support.resting import DISK, HOST, MIXED, STATE, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import long, slow
 
@@ -140,6 +141,20 @@ def test_a_step_with_an_inf_changes_nothing_of_what_rests_elsewhere(
     started = script is not FromTheStart
     for reasons in ranks.run(compare, replace(setting, started=started)):
         assert kinds(reasons) == ([""] if started else ["", "state"])
+
+
+def compare_on_host(setting: Setting) -> int:
+    with late_gpu() as lanes:
+        compare(setting)
+    return lanes.late.done
+
+
+@worlds(2)
+@pytest.mark.parametrize("script", [OfTorch, *slow(Scaled)])
+def test_a_scale_is_divided_out_before_gradients_go_to_the_host(ranks: Ranks, script: type[Script]) -> None:
+    """Of a GPU, for an update there; one step is skipped."""
+    setting = Setting(script, adamw_fused, stage=2, steps=7, at_rest=STATE, started=True)
+    assert min(ranks.run(compare_on_host, setting)) > 0
 
 
 @worlds(2)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from zgraph.sharding.materialize import materialize
     from zgraph.sharding.no_sync import no_sync
     from zgraph.sharding.offload import Offload
-    from zgraph.sharding.pipeline_stage import PipelineStage
+    from zgraph.sharding.pipeline.stage import PipelineStage
     from zgraph.sharding.shard import shard
     from zgraph.sharding.state_dict import full_state_dict
     from zgraph.whole_step import training_step
@@ -74,7 +74,7 @@ _HOMES = MappingProxyType(
         "Offload": "zgraph.sharding.offload",
         "PassContext": "zgraph.compiler.graph_pass",
         "Pipeline": "zgraph.compiler.pipeline",
-        "PipelineStage": "zgraph.sharding.pipeline_stage",
+        "PipelineStage": "zgraph.sharding.pipeline.stage",
         "PreconditionError": "zgraph.errors",
         "Replicas": "zgraph.optimizers.replicas",
         "Report": "zgraph.reporting.summary",

@@ -10,11 +10,16 @@ from typing import Any
 
 from torch import fx
 
+from zgraph.codegen.backward_variants import (
+    WeightGradients,
+    in_halves,
+    saying_that_it_splits,
+    switch_by_step,
+)
 from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.kernel_sources import sources_of
 from zgraph.codegen.lower_fx import lower_fx
-from zgraph.codegen.step_variants import switch_by_step
 from zgraph.compiler.agreement import Signature, agree
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, Variant, plan_frame, plan_within_budget
@@ -24,6 +29,7 @@ from zgraph.compiler.partition import partition
 from zgraph.compiler.pipeline import Observer, Pipeline
 from zgraph.graph import meta, nodes
 from zgraph.graph.collective_dispatch import order_of_waits
+from zgraph.graph.split_graph import Halves, split_graph, weight_gradients
 from zgraph.graph.traffic import transfers
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
@@ -82,6 +88,11 @@ class FrameCompiler:
         self.rank, ranks = rank_and_world()
         self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
         self.variants: tuple[Variant, ...] = ()  # of the plan
+        self.is_staged = any(scope.is_staged for scope in scopes)
+        self.late: tuple[tuple[int, ...], tuple[int | None, ...]] | None = None  # as weight_gradients says
+        self.weights: WeightGradients | None = None  # of a backward that may run in halves
+        self.halves: list[Halves] = []  # of the backward of each variant, then
+        self.handles: tuple[str, ...] = ()  # names of the placeholders that are
         self.recorded: RecordedSteps | None = None  # of a whole step
         self.dumper: Dumper | None = None  # of the last try, as the next one
         self.recorder: PassRecorder | None = None
@@ -107,7 +118,11 @@ class FrameCompiler:
             with self.report.phase("tracing"):
                 return partition(gm, inputs, **kwargs)
 
+        if self.is_staged:
+            self.late = weight_gradients(joint.graph, kwargs["num_fwd_outputs"])
         graphs = self._plan(joint, replace(self.ctx, user_outputs=kwargs["num_fwd_outputs"], split=split)).graphs
+        if self.late is not None:
+            self._split(graphs["backward"].graph, *self.late)
         return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
@@ -128,15 +143,47 @@ class FrameCompiler:
             watch = GraphWatch(self.called[direction], self.clocks, profiler_of)
             title = f"{self.frame} {direction}"
             main = with_numbers(self._lowered(gm, watch, title, self.recorded), gm.graph, title, self.rank)
+            if direction == "forward" and self.weights is not None:
+                return saying_that_it_splits(main, self._handle_in(gm.graph))
             if direction not in ("backward", "step"):
                 return main
-            programs = [(each.from_step, self._lowered_warm_up(each, direction, title)) for each in self.variants[:-1]]
-            return switch_by_step([*programs, (self.variants[-1].from_step, main)], gm)
+            programs = [
+                (each.from_step, self._lowered_warm_up(place, direction, title))
+                for place, each in enumerate(self.variants[:-1])
+            ]
+            last = self._in_halves(main, len(self.variants) - 1, title)
+            return switch_by_step([*programs, (self.variants[-1].from_step, last)], gm, self.weights)
 
-    def _lowered_warm_up(self, variant: Variant, direction: Direction, title: str) -> Program:
-        gm = variant.graphs[direction]
+    def _lowered_warm_up(self, place: int, direction: Direction, title: str) -> Program:
+        gm = self.variants[place].graphs[direction]
         about = called_in_warm_up(gm.graph, self.called[direction])
-        return self._lowered(gm, GraphWatch(about, self.clocks), f"{title} of warm-up")
+        whole = self._lowered(gm, GraphWatch(about, self.clocks), f"{title} of warm-up")
+        return self._in_halves(whole, place, f"{title} of warm-up")
+
+    def _split(self, backward: fx.Graph, late: tuple[int, ...], tensors: tuple[int | None, ...]) -> None:
+        """Split the backward of each variant, which a stage of a pipeline may run in two halves."""
+        halves = [split_graph(variant.graphs["backward"], late) for variant in self.variants]
+        self.halves = [one for one in halves if one is not None]
+        if len(self.halves) == len(halves):
+            self.weights = WeightGradients(self._handle_in(backward), late, tensors)
+
+    def _handle_in(self, graph: fx.Graph) -> int:
+        """Place of some parameter's handle among the inputs of a graph that reads or reduces parameters."""
+        places = {node.name: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+        return next(places[name] for name in self.handles if name in places)
+
+    def _in_halves(self, whole: Program, place: int, title: str) -> Program:
+        """The lowered backward of a variant, in halves where they are wanted; these are lowered at their first call."""
+        if self.weights is None:
+            return whole
+
+        def lower(half: fx.GraphModule) -> Program:
+            with self.report.phase("lowering"):
+                about = called_in_warm_up(half.graph, self.called["backward"])
+                lowered = self._lowered(half, GraphWatch(about, self.clocks), f"{title}, in halves")
+                return with_numbers(lowered, half.graph, f"{title}, in halves", self.rank)
+
+        return in_halves(whole, self.weights, self.halves[place], lower)
 
     def _lowered(
         self, gm: fx.GraphModule, watch: GraphWatch, title: str, recorded: RecordedSteps | None = None
@@ -255,6 +302,7 @@ class FrameCompiler:
                 meta.set_space(node, self.spaces[index])
             if index in self.names:
                 names[node.name] = self.names[index]
+        self.handles = tuple(names)
         for marker in nodes.call_functions(graph, nodes.is_marker):
             handle = marker.args[1]
             assert isinstance(handle, fx.Node)

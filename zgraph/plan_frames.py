@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,12 +13,14 @@ from torch import fx, nn
 from zgraph.analysis.cost import FREE, CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import Allocator, MemoryCurve, memory_curve, step_curve
+from zgraph.analysis.workspace import remaining_bytes
 from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
-from zgraph.compiler.frame_plan import FramePlan
+from zgraph.compiler.frame_plan import FramePlan, Variant
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.pipeline import Pipeline
-from zgraph.graph import nodes
+from zgraph.graph import edits, meta, nodes
+from zgraph.graph.split_graph import early_first, split_graph
 from zgraph.graph.traffic import Transfer, transfers_of
 from zgraph.options import CompileOptions
 from zgraph.reporting.export.planned_step import PlannedGraph
@@ -26,6 +29,27 @@ from zgraph.scheduling.cluster.axes import Axes, traffic_of
 from zgraph.scheduling.simulate import simulate
 
 Graphs = dict[Direction, PlannedGraph]
+
+
+@dataclass(frozen=True)
+class PlannedHalves:
+    """A backward in two halves: gradients of inputs, then those of weights.
+
+    Attributes:
+        inputs_us, weights_us: time of each.
+        left_bytes: what is alive between them, without gathered parameters that the window keeps and what was returned.
+        inputs_peak_bytes: most that is alive while the first half runs, without these parameters.
+        first_peak_bytes, later_peak_bytes, closing_peak_bytes: of the second half, as those of a `PlannedFrame`, and
+            without what the first one has returned.
+    """
+
+    inputs_us: float
+    weights_us: float
+    left_bytes: int
+    inputs_peak_bytes: int
+    first_peak_bytes: int
+    later_peak_bytes: int
+    closing_peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -38,7 +62,13 @@ class PlannedFrame:
         curve: memory over the frame, forward and backward together.
         kept_bytes: gathered parameters that the window keeps.
         saved_bytes: what is alive between forward and backward, without these.
-        forward_peak_bytes, backward_peak_bytes: most that is alive while each runs, without these.
+        kept_for_backward_bytes: those of them that backward reads.
+        forward_peak_bytes: most that is alive while forward runs, without gathered parameters that the window keeps.
+        first_peak_bytes, later_peak_bytes: the same of backward, where it makes the sums of gradients that wait, and
+            where it finds them and adds to them; without what it finds.
+        closing_peak_bytes: the same of the backward that closes the window, with the parameters and the sums that it
+            finds and frees.
+        halves: of its backward; None: it is not split.
     """
 
     graphs: Graphs
@@ -46,8 +76,12 @@ class PlannedFrame:
     curve: MemoryCurve
     kept_bytes: int
     saved_bytes: int
+    kept_for_backward_bytes: int
     forward_peak_bytes: int
-    backward_peak_bytes: int
+    first_peak_bytes: int
+    later_peak_bytes: int
+    closing_peak_bytes: int
+    halves: PlannedHalves | None = None
 
 
 @dataclass
@@ -79,7 +113,12 @@ class FramePlanner:
         """The compiler of a frame, whose plan is kept. No lowering is needed; fx costs nothing, without values."""
         options = CompileOptions(lowering="fx", report=self.report, pipeline=self.pipeline)
         known = PassContext(machine=self.machine, planned_backend=self.machine.backend)
-        return FrameCompiler(frame, options, known=known, on_plan=self._keep)
+
+        def keep(plan: FramePlan) -> None:
+            self._keep(plan, () if compiler.late is None else compiler.late[0])
+
+        compiler = FrameCompiler(frame, options, known=known, on_plan=keep)
+        return compiler
 
     def compile(self, model: nn.Module, inputs: Sequence[Any]) -> Any:
         """Compile a model's forward, and with it the backward; returns what forward does, without values."""
@@ -104,17 +143,19 @@ class FramePlanner:
         """Memory over each frame."""
         return [frame.curve for frame in self.frames]
 
-    def _keep(self, plan: FramePlan) -> None:
-        """Look at the final graphs of a frame before they are lowered, which changes them."""
+    def _keep(self, plan: FramePlan, late: Sequence[int]) -> None:
+        """Look at the final graphs of a frame before they are lowered, which changes them.
+
+        Args:
+            plan: of the frame.
+            late: places of the gradients of weights among the outputs of a backward that may be split.
+        """
         curve = self._curve(plan)
         forward = next(iter(plan.graphs.values())).graph
         end = len(forward.nodes)
-        kept = [0] * len(curve.nodes)  # at each position
-        for entry in curve.ranges:
-            if nodes.is_kept_gather(entry.node) and not entry.held:
-                for place in range(entry.first, entry.last + 1):
-                    kept[place] += entry.bytes
-        during = [alive - of_window for alive, of_window in zip(curve.bytes_during, kept, strict=True)]
+        kept = _kept_by_window(curve)
+        during = list(map(operator.sub, curve.bytes_during, kept))
+        made, found = _sums_that_wait(curve.nodes)
         graphs: Graphs = {direction: self._planned(direction, plan) for direction in plan.graphs}
         later: Graphs = graphs
         if any(kept):
@@ -125,10 +166,43 @@ class FramePlanner:
             curve=curve,
             kept_bytes=max(kept, default=0),
             saved_bytes=curve.bytes_after[end - 1] - kept[end - 1],
+            kept_for_backward_bytes=kept[end - 1],
             forward_peak_bytes=max(during[:end]),
-            backward_peak_bytes=max(during[end:], default=0),
+            first_peak_bytes=max(during[end:], default=0),
+            later_peak_bytes=max(map(operator.sub, during[end:], made[end:]), default=0),
+            closing_peak_bytes=max(map(operator.add, curve.bytes_during[end:], found[end:]), default=0),
+            halves=self._halves(plan, late) if late and "backward" in plan.graphs else None,
         )
         self.frames.append(frame)
+
+    def _halves(self, plan: FramePlan, late: Sequence[int]) -> PlannedHalves | None:
+        backward = plan.graphs["backward"]
+        halves = split_graph(backward, late)
+        if halves is None:
+            return None
+        split = edits.copy_of(backward)
+        place = len(plan.graphs["forward"].graph.nodes) + early_first(split.graph, late)
+        curve = self._curve(replace(plan, variants=(Variant(from_step=0, graphs={**plan.graphs, "backward": split}),)))
+        kept = _kept_by_window(curve)
+        during = list(map(operator.sub, curve.bytes_during, kept))
+        made, found = _sums_that_wait(curve.nodes)
+        results = nodes.returned_by(plan.graphs["forward"].graph)[: plan.ctx.user_outputs]
+        results += [nodes.returned_by(halves.first.graph)[number] for number in range(len(halves.early))]
+        returned = sum(meta.tensor_value(one).nbytes for one in results)
+        inputs_us, weights_us = (
+            simulate(order, {node: self._costs.cost(node) for node in order}, plan.ctx.sharing).step_us
+            for order in (list(half.graph.nodes) for half in (halves.first, halves.second))
+        )
+        start = len(plan.graphs["forward"].graph.nodes)
+        return PlannedHalves(
+            inputs_us=inputs_us,
+            weights_us=weights_us,
+            left_bytes=curve.bytes_after[place - 1] - kept[place - 1] - returned,
+            inputs_peak_bytes=max(during[start:place]),
+            first_peak_bytes=max(during[place:]) - returned,
+            later_peak_bytes=max(map(operator.sub, during[place:], made[place:])) - returned,
+            closing_peak_bytes=max(map(operator.add, curve.bytes_during[place:], found[place:])) - returned,
+        )
 
     def _planned(self, direction: Direction, plan: FramePlan, *, is_kept: bool = False) -> PlannedGraph:
         graph = plan.graphs[direction].graph
@@ -155,6 +229,33 @@ class FramePlanner:
             allocator=self.allocator,
             device_type=device_type,
         )
+
+
+def _kept_by_window(curve: MemoryCurve) -> list[int]:
+    """Bytes of the gathered parameters that a window keeps, at each position of a frame."""
+    kept = [0] * len(curve.nodes)
+    for entry in curve.ranges:
+        if nodes.is_kept_gather(entry.node) and not entry.held:
+            for place in range(entry.first, entry.last + 1):
+                kept[place] += entry.bytes
+    return kept
+
+
+def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
+    """Bytes of the unsharded sums of gradients that wait, at each position of a frame.
+
+    Returns:
+        Those that the graph has made up to there, and those that it has found and not read yet.
+    """
+    made, found = [0] * len(order), [0] * len(order)
+    for place, node in enumerate(order):
+        bytes_made = remaining_bytes(node)
+        for later in range(place, len(order) if bytes_made else 0):
+            made[later] += bytes_made
+        if node.target is torch.ops.zgraph.add_accumulated.default and node.args[3] == 1:
+            for earlier in range(place):
+                found[earlier] += meta.tensor_value(node).nbytes
+    return made, found
 
 
 def _transfers(node: fx.Node) -> list[Transfer]:

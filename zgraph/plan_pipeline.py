@@ -22,7 +22,7 @@ from zgraph.runtime.window_state import CLOSING, OPEN
 from zgraph.scheduling.cluster.axes import PIPELINE, Axes, AxisTraffic
 from zgraph.scheduling.cluster.layer_time import likeness
 from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan, PlannedStage, added, check_schedule
-from zgraph.scheduling.cluster.pipeline_run import StageCost
+from zgraph.scheduling.cluster.pipeline_run import SplitCost, StageCost
 from zgraph.scheduling.cluster.split_stages import split_stages
 from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of
@@ -143,6 +143,8 @@ def _compiled(
             "pipeline's are not; leave the offload out."
         )
     scopes = dict.fromkeys(state.scope for part in stage.modules() if (state := state_of(part)) is not None)
+    for scope in scopes:
+        scope.is_staged = True
     windows = [scope for scope in scopes if scope.has_windows]
 
     def at(position: str | None, prefix: str) -> tuple[list[PlannedFrame], Any]:
@@ -210,16 +212,23 @@ def _planned(
         backward_us=_times(parts, ("backward",)),
         send_us=machine.link_along(axes.stride(PIPELINE)).us(leaving),
         resting_bytes=device.parameters + device.state,
-        gradient_bytes=_gradient_bytes(compiled.module, micro_batches),
+        gradient_bytes=_gradient_bytes(compiled.module),
+        waiting_bytes=_waiting_bytes(compiled.module) if micro_batches > 1 else 0,
         kept_bytes=sum(frame.kept_bytes for frame in compiled.frames),
+        closing_kept_bytes=sum(frame.kept_for_backward_bytes for frame in compiled.closing),
         # What the last stage returns stays until the step ends, so it does not count as in flight.
         saved_bytes=saved - leaving if is_last else saved,
-        forward_peak_bytes=_peak(compiled, lambda frame: frame.forward_peak_bytes),
-        backward_peak_bytes=_peak(compiled, lambda frame: frame.backward_peak_bytes),
+        forward_peak_bytes=max(
+            _peak(frames, lambda frame: frame.forward_peak_bytes) for frames in (compiled.frames, compiled.closing)
+        ),
+        first_peak_bytes=_peak(compiled.frames, lambda frame: frame.first_peak_bytes),
+        backward_peak_bytes=_peak(compiled.frames, lambda frame: frame.later_peak_bytes),
+        closing_peak_bytes=_peak(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
         left_bytes=returned if is_last else returned + leaving,
         # torch's stage has a buffer for each micro-batch's activations, and one for their gradients.
         buffer_bytes=micro_batches * (entering + leaving),
     )
+    cost = replace(cost, split=_split_cost(compiled, cost, micro_batches, None if number else leaving))
     return PlannedStage(
         cost=cost,
         parameter_bytes=device.parameters,
@@ -227,6 +236,43 @@ def _planned(
         traffic=traffic,
         activation_bytes=leaving,
         input_gradient_bytes=returned,
+    )
+
+
+def _split_cost(
+    compiled: _Compiled, whole: StageCost, micro_batches: int, sent_by_first: int | None
+) -> SplitCost | None:
+    """The backwards in two halves.
+
+    Args:
+        compiled: the stage.
+        whole: with backwards in one piece.
+        micro_batches: of a step.
+        sent_by_first: of the first stage, what it sends to the next one; it has no gradients of inputs, and all of its
+            backward comes later. None: it is another one.
+    """
+    if sent_by_first is not None:
+        return SplitCost(
+            inputs_us=(0.0,) * micro_batches,
+            weights_us=whole.backward_us,
+            left_bytes=whole.saved_bytes - sent_by_first,
+            first_peak_bytes=whole.first_peak_bytes - sent_by_first,
+            weights_peak_bytes=whole.backward_peak_bytes - sent_by_first,
+            closing_peak_bytes=whole.closing_peak_bytes - sent_by_first,
+        )
+    halves = [frame.halves for frame in compiled.frames if frame.halves is not None]
+    closing = [frame.halves for frame in compiled.closing if frame.halves is not None]
+    if len(compiled.frames) > 1 or not halves or not closing:
+        return None
+    usual, last = halves[0], closing[0]
+    return SplitCost(
+        inputs_us=(usual.inputs_us,) * (micro_batches - 1) + (last.inputs_us,),
+        weights_us=(usual.weights_us,) * (micro_batches - 1) + (last.weights_us,),
+        left_bytes=usual.left_bytes,
+        inputs_peak_bytes=max(usual.inputs_peak_bytes, last.inputs_peak_bytes),
+        first_peak_bytes=usual.first_peak_bytes,
+        weights_peak_bytes=usual.later_peak_bytes,
+        closing_peak_bytes=last.closing_peak_bytes,
     )
 
 
@@ -251,30 +297,32 @@ def _times(parts: Sequence[tuple[list[PlannedGraph], int]], directions: tuple[Di
     )
 
 
-def _peak(compiled: _Compiled, of_frame: Callable[[PlannedFrame], int]) -> int:
+def _peak(frames: Sequence[PlannedFrame], of_frame: Callable[[PlannedFrame], int], *, with_kept: bool = False) -> int:
     """Most that is alive while a micro-batch runs; a frame runs beside what the frames before it have saved."""
-    peak = 0
-    for frames in (compiled.frames, compiled.closing):
-        saved = 0
-        for frame in frames:
-            peak = max(peak, saved + of_frame(frame))
-            saved += frame.saved_bytes
+    peak, beside = 0, 0
+    for frame in frames:
+        peak = max(peak, beside + of_frame(frame))
+        beside += frame.saved_bytes + (frame.kept_bytes if with_kept else 0)
     return peak
 
 
-def _gradient_bytes(stage: nn.Module, micro_batches: int) -> int:
-    """Gradients of a rank between backwards: `.grad`, and at stage 1 the unsharded sums that wait."""
-    found = sum(
+def _gradient_bytes(stage: nn.Module) -> int:
+    """What a rank has in `.grad`."""
+    return sum(
         (local_of(value) if isinstance(value, DTensor) else value).nbytes
         for value in stage.parameters()
         if value.requires_grad
     )
-    if micro_batches > 1:
-        for param in sharded_parameters(stage).values():
-            layout = param.spec.layout
-            if layout.zero_stage == 1 and layout.is_reduced:
-                found += math.prod(layout.shape) * param.spec.dtype.itemsize
-    return found
+
+
+def _waiting_bytes(stage: nn.Module) -> int:
+    """Unsharded sums of gradients that wait for the last backward, at stage 1."""
+    layouts = [(param.spec.layout, param.spec.dtype) for param in sharded_parameters(stage).values()]
+    return sum(
+        math.prod(layout.shape) * dtype.itemsize
+        for layout, dtype in layouts
+        if layout.zero_stage == 1 and layout.is_reduced
+    )
 
 
 def _graphs(compiled: _Compiled, number: int, micro_batches: int) -> list[PlannedGraph]:

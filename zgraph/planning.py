@@ -82,8 +82,8 @@ def plan(
         step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
             batch makes. None: forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
         micro_batches: of a pipeline's step.
-        schedule: of a pipeline: "GPipe", "1F1B" or "Interleaved1F1B", as torch calls them. None: the last of these
-            that can be run. The plan compares all that can.
+        schedule: of a pipeline: "GPipe", "1F1B", "Interleaved1F1B" or "InterleavedZeroBubble", as torch calls them.
+            None: "Interleaved1F1B" with several chunks, else "1F1B". The plan compares all that can be run.
         chunks: stages on each rank of a pipeline, where an `nn.Sequential` is cut. None: 1.
 
     Raises:
@@ -158,10 +158,13 @@ def plan(
             )
         _shard(shard_fn, model, axes, mesh)
         resting = rest_on_paper(model, offload, machine, has_optimizer=optimizer_fn is not None)
-        streaming = presets.with_streams(pipeline, delays=delays_updates(resting))
+        update = None if resting is None else resting.options.update
+        streaming = presets.with_streams(pipeline, delays=delays_updates(resting), update=update)
         planner = FramePlanner(machine, streaming, allocator, axes)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
+            if resting is not None and machine.backend == "nccl":
+                resting.options.check_updates(optimizer)
             plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, planner.compiler_of)
         else:
             planner.compile(model, inputs)  # forward and backward are planned at once

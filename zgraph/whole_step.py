@@ -93,6 +93,8 @@ def training_step(
     if resting is not None:
         resting.has_step = True
         for one in optimizers:
+            if resting.computes_elsewhere:
+                resting.options.check_updates(one)
             if resting.options.delayed_update_after is not None:
                 pending_gradients.guard(one)
             if resting.options.moments_dtype is not None:
@@ -328,7 +330,9 @@ class TrainingStep(Generic[P, R]):
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
         options, delays = self._options, self._delays(lifted)
         if lifted.resting is not None:
-            options = replace(options, pipeline=presets.with_streams(options.pipeline, delays=delays))
+            update = lifted.resting.options.update
+            streaming = presets.with_streams(options.pipeline, delays=delays, update=update)
+            options = replace(options, pipeline=streaming)
         take = partial(capture, self.function, lifted, args, kwargs, outside, delays=delays)
         captured = take(decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -73,7 +74,10 @@ class Factors:
 
     def values(self) -> tuple[float, ...]:
         """All of them, in the order of `struct Factors` in adam.cpp."""
-        return astuple(self)
+        return _VALUES(self)
+
+
+_VALUES = attrgetter(*(field.name for field in fields(Factors)))
 
 
 def update_key(step: float, salt: int) -> int:

@@ -3,10 +3,12 @@
     python docs/tools/fill_tables.py            # write them anew
     python docs/tools/fill_tables.py --check    # fail where a page holds others
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py writes with
-`--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes. report_page.json,
-cpu_adam.json, offload_overlap.json, offload_inference.json and offload_capacity.json are what the scripts of these
-names write, and offload_states.json what offload_overlap.py writes with `--states`. Needs nothing but Python.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py and
+pipeline_link.py write with `--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes.
+report_page.json, cpu_adam.json, offload_overlap.json, offload_inference.json and offload_capacity.json are what the
+scripts of these names write, offload_states.json what offload_overlap.py writes with `--states`, and
+offload_delayed-8.json and offload_delayed-64.json what it writes with `--delayed` for sequences of these lengths. Needs
+nothing but Python.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ RESULTS = ROOT / "examples" / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LABELS = (
     ("ddp", "DDP"),
+    ("ddp-blocks", "DDP, blocks compiled one by one"),
     ("ddp-fp16", "DDP, fp16 hook"),
     ("ddp-bf16", "DDP, bf16 hook"),
     ("ddp-powersgd-1", "DDP, PowerSGD of rank 1"),
@@ -101,8 +104,12 @@ def table(name: str) -> str:
         return methods([[load(name) for name in names] for names in METHODS])
     kinds = {"convergence": convergence, "zoo": zoo, "report_page": page}
     kinds |= {"offload_overlap": offload, "offload_states": states, "offload_inference": inference, "cpu_adam": adam}
+    if name.startswith("offload_delayed-"):
+        return states(load(name))
     if name == "offload_capacity":
         return capacity([load(one.stem) for one in sorted(RESULTS.glob(f"{name}*.json"), reverse=True)])
+    if name.startswith("pipeline_link"):
+        return pipelines(load(name))
     return kinds.get(name, link)(load(name))
 
 
@@ -134,6 +141,21 @@ def link(result: dict[str, Any]) -> str:
             f"{row['payload_bytes'] / 1e6:.1f}",
             f"{row['sent_bytes'] / 1e6:.1f}",
             f"{row['peak_bytes'] / 2**20:.0f}",
+        )
+        for label, row in labelled(result)
+    ]
+    return markdown(heads, rows) + pairs(result) + provenance([result])
+
+
+def pipelines(result: dict[str, Any]) -> str:
+    """Steps of a pipeline over one link, and how many times as fast as its peers each way to reduce is."""
+    heads = ("each stage", "step ms (quartiles)", "last backward ms", "sent MB")
+    rows = [
+        (
+            label,
+            f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
+            f"{row['last_backward_ms']:.0f}",
+            f"{row['sent_bytes'] / 1e6:.1f}",
         )
         for label, row in labelled(result)
     ]

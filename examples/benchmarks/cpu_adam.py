@@ -7,16 +7,20 @@ The update of a fp32 parameter reads weight, gradient and two moments and writes
 arithmetic hides behind that, so that the triad of STREAM (McCalpin 1995), a = b + s * c with 12 bytes, is the speed
 limit: counted the same way, without the lines that a store fetches first. With moments of bf16 it is 20 bytes.
 
-fused           torch.optim.AdamW(fused=True), all parameters in one call
-fused, buckets  the same, one call for each bucket, as gradients arrive
-bf16 moments    zgraph's kernel, with which zgraph.Offload(moments_dtype=torch.bfloat16) updates; stochastic rounding
-foreach         torch.optim.AdamW(foreach=True)
-for loop        torch.optim.AdamW(foreach=False)
-DeepSpeed       deepspeed.ops.adam.DeepSpeedCPUAdam, which a C++ compiler builds here; left out, with the reason, where
-                it cannot be had: pip install --no-deps deepspeed hjson ninja py-cpuinfo msgpack einops
+fused             torch.optim.AdamW(fused=True), all parameters in one call
+fused, buckets    the same, an optimizer and a call for each bucket
+kernel, buckets   torch's kernel of these, called for each bucket without torch.optim, as from a compiled step
+zgraph            the update of a compiled step, to the same bits as the above, all parameters in one call
+zgraph, buckets   the same, one call for each bucket, as gradients arrive
+bf16 moments      zgraph's, with which zgraph.Offload(moments_dtype=torch.bfloat16) updates; stochastic rounding
+foreach           torch.optim.AdamW(foreach=True)
+for loop          torch.optim.AdamW(foreach=False)
+DeepSpeed         deepspeed.ops.adam.DeepSpeedCPUAdam, which a C++ compiler builds here; left out, with the reason,
+                  where it cannot be had: pip install --no-deps deepspeed hjson ninja py-cpuinfo msgpack einops
 
 All of them take turns, so that what else the machine does meets them alike. Printed are medians with quartiles over the
-turns, and medians of the ratios to the triad of the same turn.
+turns, and medians of the ratios to the triad of the same turn. Threads that meet wait for whichever the system has put
+aside: where other processes run, put `sudo chrt --fifo 10` in front, so that none is.
 """
 
 import argparse
@@ -35,10 +39,13 @@ from provenance import commit, processor
 from torch import Tensor, optim
 
 from zgraph.codegen import adam_kernels as adam_kernels
+from zgraph.codegen.kernels.cpu.fused_adam import faster
+from zgraph.torch_compat.bindings import FUNCTIONS
 
 ADAM_BYTES, ROUNDED_BYTES, TRIAD_BYTES = 28, 20, 12  # per element
 PARAMETER = 1 << 20  # elements: a weight of 1024 x 1024
 BUCKET = 2 << 20  # bytes of gradients, the default of zgraph's buckets
+ADAMW = torch.ops.aten._fused_adamw_.tensor_lr
 TRIAD, ROUNDED = "triad", "bf16 moments"
 BYTES = {TRIAD: TRIAD_BYTES, ROUNDED: ROUNDED_BYTES}
 
@@ -64,11 +71,38 @@ def deepspeed(weights: Sequence[Tensor]) -> Callable[[], object]:
 
 
 def in_buckets(weights: Sequence[Tensor]) -> Callable[[], object]:
-    count = max(1, BUCKET // (4 * PARAMETER))
-    buckets = [
-        optim.AdamW(weights[first : first + count], lr=1e-4, fused=True) for first in range(0, len(weights), count)
-    ]
+    buckets = [optim.AdamW(bucket, lr=1e-4, fused=True) for bucket in bucketed(weights)]
     return lambda: [bucket.step() for bucket in buckets]
+
+
+def bucketed(weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    count = max(1, BUCKET // (4 * PARAMETER))
+    return [weights[first : first + count] for first in range(0, len(weights), count)]
+
+
+def called(update: Callable[..., object], buckets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
+    """One step by calls of an update that takes what torch's operator does."""
+    options = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    lists: list[tuple[list[Tensor], ...]] = []
+    for bucket in buckets:
+        grads = [one.grad for one in bucket if one.grad is not None]
+        moments = ([torch.zeros_like(one) for one in bucket] for _ in range(2))
+        lists.append((list(bucket), grads, *moments, [], [torch.zeros(()) for _ in bucket]))
+    count = FUNCTIONS[torch.ops.aten._foreach_add_.Scalar]
+
+    def step() -> None:
+        for given in lists:
+            count(given[-1], 1)
+            update(*given, **options, amsgrad=False, maximize=False)
+
+    return step
+
+
+def compiled(buckets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
+    """One step by what a compiled step calls in place of torch's operator."""
+    update = faster(ADAMW, FUNCTIONS[ADAMW])
+    assert update is not None
+    return called(update, buckets)
 
 
 def rounded(weights: Sequence[Tensor]) -> Callable[[], object]:
@@ -89,6 +123,9 @@ def rounded(weights: Sequence[Tensor]) -> Callable[[], object]:
 WAYS: dict[str, Callable[[Sequence[Tensor]], Callable[[], object]]] = {
     "fused": lambda weights: optim.AdamW(weights, lr=1e-4, fused=True).step,
     "fused, buckets": in_buckets,
+    "kernel, buckets": lambda weights: called(FUNCTIONS[ADAMW], bucketed(weights)),
+    "zgraph": lambda weights: compiled([weights]),
+    "zgraph, buckets": lambda weights: compiled(bucketed(weights)),
     ROUNDED: rounded,
     "foreach": lambda weights: optim.AdamW(weights, lr=1e-4, foreach=True).step,
     "for loop": lambda weights: optim.AdamW(weights, lr=1e-4, foreach=False).step,
@@ -164,11 +201,11 @@ def main() -> None:
     for million in options.million:
         table += rows(million, measure(million * PARAMETER, options.turns, options.ways))
     print(f"{options.threads} threads, {processor()}, torch {torch.__version__}")
-    print(f"{'way':16} {'million':>8} {'ms':>9} {'quartiles':>17} {'GB/s':>7} {'of the triad':>13}")
+    print(f"{'way':17} {'million':>8} {'ms':>9} {'quartiles':>17} {'GB/s':>7} {'of the triad':>13}")
     for row in table:
         low, high = row.quartiles_ms
         print(
-            f"{row.way:16} {row.million:8} {row.ms:9.1f} {low:8.1f}-{high:<8.1f} {row.gb_per_s:7.1f} "
+            f"{row.way:17} {row.million:8} {row.ms:9.1f} {low:8.1f}-{high:<8.1f} {row.gb_per_s:7.1f} "
             f"{row.share_of_triad:13.2f}"
         )
     if options.json is not None:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _STORE_PORT = 29500
 _GOODPUT_PORT = 29501
 # A rank that is this late has hung: compilation of the slowest strategy, by Inductor, takes a part of it.
-_TIMEOUT = timedelta(minutes=15)
+TIMEOUT = timedelta(minutes=15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Row:
 def main() -> None:
     rank, plan_path, result_path = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     plan = Plan.from_json(plan_path.read_text())
-    _end_with_parent()
+    end_with_parent()
     heap = Heap()
     cores = sorted(os.sched_getaffinity(0))
     # Before any other thread starts: gloo's own inherit the core, so one rank never computes on two.
@@ -98,17 +98,20 @@ def main() -> None:
 
     ranks = len(plan.addresses)
     meeting_point = f"tcp://{plan.addresses[0]}:{_STORE_PORT}"
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks, timeout=_TIMEOUT)
-    link = {"goodput_bytes_per_s": measure_goodput(plan, rank), **measure_all_gather(plan)}
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    link = {
+        "goodput_bytes_per_s": measure_goodput(plan.addresses, plan.bits_per_second, rank),
+        **measure_all_gather(plan),
+    }
     setting = make_setting(plan, rank)
     rows: list[Row] = []
     trainers: list[Trainer] = []
     for name in plan.strategies:
-        _say(rank, f"building {name}")
+        say(rank, f"building {name}")
         rows.append(Row(strategies()[name]))
         trainers.append(build(rows[-1], setting, rank))
     for repeat in range(plan.repeats):
-        _say(rank, f"repetition {repeat + 1} of {plan.repeats}")
+        say(rank, f"repetition {repeat + 1} of {plan.repeats}")
         for index, row in enumerate(rows):
             run_turn(row, trainers[index], plan, rank)
     for row in rows:
@@ -130,24 +133,24 @@ def make_setting(plan: Plan, rank: int) -> Setting:
         return Setting(plan.model, mesh, nodes, plan.lowering)
     import zgraph
 
-    _say(rank, "calibrating")
+    say(rank, "calibrating")
     with tempfile.TemporaryDirectory() as nothing_kept:
         return Setting(plan.model, mesh, nodes, plan.lowering, zgraph.calibrate(mesh, cache=nothing_kept))
 
 
-def measure_goodput(plan: Plan, rank: int) -> float:
+def measure_goodput(addresses: Sequence[str], bits_per_second: int | None, rank: int) -> float:
     """Payload bytes per second over plain TCP, every rank sending to the next and receiving from the one before.
 
     This is how a ring collective loads the links. Three runs of about a second; the slowest rank counts.
     """
-    total_bytes = plan.bits_per_second // 8 if plan.bits_per_second is not None else 1 << 29
+    total_bytes = bits_per_second // 8 if bits_per_second is not None else 1 << 29
     chunk = bytes(1 << 20)
     buffer = bytearray(len(chunk))
     rates: list[float] = []
-    with socket.create_server((plan.addresses[rank], _GOODPUT_PORT + rank)) as server:
+    with socket.create_server((addresses[rank], _GOODPUT_PORT + rank)) as server:
         dist.barrier()
-        following = (rank + 1) % len(plan.addresses)
-        target = (plan.addresses[following], _GOODPUT_PORT + following)
+        following = (rank + 1) % len(addresses)
+        target = (addresses[following], _GOODPUT_PORT + following)
         with socket.create_connection(target) as sending, server.accept()[0] as receiving:
 
             def send() -> None:
@@ -164,7 +167,7 @@ def measure_goodput(plan: Plan, rank: int) -> float:
                     received += receiving.recv_into(buffer)
                 rates.append(received / (time.perf_counter() - start))
                 sender.join()
-    return min(_on_all_ranks(statistics.median(rates)))
+    return min(on_all_ranks(statistics.median(rates)))
 
 
 def measure_all_gather(plan: Plan) -> dict[str, float]:
@@ -189,8 +192,8 @@ def measure_all_gather(plan: Plan) -> dict[str, float]:
         dist.barrier()
         sent.append(netns.transmitted_bytes() - sent_before)
     return {
-        "all_gather_bytes_per_s": min(_on_all_ranks(statistics.median(rates))),
-        "all_gather_counted_per_payload_byte": max(_on_all_ranks(statistics.median(sent) / payload_bytes)),
+        "all_gather_bytes_per_s": min(on_all_ranks(statistics.median(rates))),
+        "all_gather_counted_per_payload_byte": max(on_all_ranks(statistics.median(sent) / payload_bytes)),
     }
 
 
@@ -250,29 +253,29 @@ def measure_peak(heap: Heap, trainers: list[Trainer], batch: torch.Tensor) -> in
 
 def summarize(row: Row) -> Mapping[str, Any]:
     """Join the ranks: the slowest one's times, the largest counters and peaks, the mean loss. Called on every rank."""
-    step_s = _on_all_ranks([sum(parts) for parts in zip(row.backward_s, row.optimizer_s, strict=True)])
-    backward_s, optimizer_s = _on_all_ranks(row.backward_s), _on_all_ranks(row.optimizer_s)
+    step_s = on_all_ranks([sum(parts) for parts in zip(row.backward_s, row.optimizer_s, strict=True)])
+    backward_s, optimizer_s = on_all_ranks(row.backward_s), on_all_ranks(row.optimizer_s)
     # Alone, each rank fits its own data only: that loss is no result.
-    loss = statistics.fmean(_on_all_ranks(row.loss)) if row.strategy.compute is not None else None
+    loss = statistics.fmean(on_all_ranks(row.loss)) if row.strategy.compute is not None else None
     return {
         "step_ms": [1e3 * max(seconds) for seconds in zip(*step_s, strict=True)],
         "backward_ms": [1e3 * max(seconds) for seconds in zip(*backward_s, strict=True)],
         "optimizer_ms": [1e3 * max(seconds) for seconds in zip(*optimizer_s, strict=True)],
         "payload_bytes": row.payload_bytes,
-        "sent_bytes": max(_on_all_ranks(statistics.median(row.sent_bytes))),
-        "peak_bytes": max(_on_all_ranks(row.peak_bytes)),
+        "sent_bytes": max(on_all_ranks(statistics.median(row.sent_bytes))),
+        "peak_bytes": max(on_all_ranks(row.peak_bytes)),
         "loss": loss,
         "predictions": row.predictions,
     }
 
 
-def _on_all_ranks(value: T) -> list[T]:
+def on_all_ranks(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Leave when standard input closes: the parent holds its other end, so it closes however the parent ends."""
 
     def watch() -> None:
@@ -282,7 +285,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _say(rank: int, text: str) -> None:
+def say(rank: int, text: str) -> None:
     if rank == 0:
         print(text, file=sys.stderr, flush=True)
 

@@ -89,8 +89,8 @@ class BenchmarkError(RuntimeError):
 def main() -> int:
     arguments = _parse_arguments()
     # A plain kill cleans up as Ctrl-C does, and Ctrl-C also where a shell had a background job ignore it.
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     try:
         report = run(arguments)
     except (NetworkError, BenchmarkError) as error:
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "commit": measured_commit,
         "model": asdict(arguments.model),
         "lowering": arguments.lowering,
-        "parameters": _count_parameters(arguments.model),
+        "parameters": count_parameters(arguments.model),
         "steps": arguments.steps,
         "repeats": arguments.repeats,
         "steps_in_all": plan.steps_in_all,
@@ -336,7 +336,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--rate",
-        type=_rate,
+        type=rate,
         default="1gbit",
         help="of each link and direction: 200mbit, 1gbit, ...; none: unshaped (default: %(default)s)",
     )
@@ -346,15 +346,15 @@ def _parse_arguments() -> argparse.Namespace:
         default="fx",
         help="inductor: every row is compiled by it, minutes each; fx: graphs run node by node (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=_positive, default=4, help="timed steps per turn (default: %(default)s)")
-    parser.add_argument("--repeats", type=_positive, default=5, help="turns of each strategy (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=4, help="timed steps per turn (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="turns of each strategy (default: %(default)s)")
     parser.add_argument(
         "--strategies", type=lambda text: text.split(","), metavar="A,B,C", help="default: all that are installed"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured, each sample, here")
     sizes = parser.add_argument_group("model, and one rank's batch")
     for size in fields(ModelConfig):
-        sizes.add_argument(f"--{size.name}", type=_positive, default=size.default, help="default: %(default)s")
+        sizes.add_argument(f"--{size.name}", type=positive, default=size.default, help="default: %(default)s")
     arguments = parser.parse_args()
     arguments.nodes = arguments.nodes or arguments.ranks
     if arguments.nodes > arguments.ranks:
@@ -368,7 +368,7 @@ def _parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def _rate(text: str) -> str:
+def rate(text: str) -> str:
     try:
         parse_rate(text)
     except ValueError as error:
@@ -376,18 +376,18 @@ def _rate(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _count_parameters(config: ModelConfig) -> int:
+def count_parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in LanguageModel(config).parameters())
 

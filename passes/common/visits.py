@@ -58,10 +58,11 @@ def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
     return groups
 
 
-def plan_visits(order: Sequence[fx.Node], placed: Placements) -> list[Visit]:
+def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[fx.Node] = ()) -> list[Visit]:
     """When values of inputs that rest elsewhere are on the device, in the order of their first uses.
 
-    One visit serves consecutive uses of a kind: those of one forward, of one backward, or of updates.
+    One visit serves consecutive uses of a kind: those of one forward, of one backward, or of updates; or of updates
+    that stand apart.
     """
     resting = [
         node
@@ -79,7 +80,7 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements) -> list[Visit]:
             known.setdefault(node, sources[0] if sources else node)
     updates = _updates(order, {alias for known in aliases.values() for alias in known})
     position = {node: place for place, node in enumerate(order)}
-    visits = [visit for node in resting for visit in _visits_of(node, aliases[node], updates)]
+    visits = [visit for node in resting for visit in _visits_of(node, aliases[node], updates, apart)]
     return sorted(visits, key=lambda visit: (position[visit.uses[0]], position[visit.resting]))
 
 
@@ -92,7 +93,9 @@ def _updates(order: Sequence[fx.Node], resting: Container[fx.Node]) -> Container
     return frozenset(order[next(writes, len(order)) :])
 
 
-def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Container[fx.Node]) -> Iterator[Visit]:
+def _visits_of(
+    resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Container[fx.Node], apart: Container[fx.Node]
+) -> Iterator[Visit]:
     users = dict.fromkeys(user for alias in aliases for user in alias.users)
     uses = sorted(user for user in users if user.op == "call_function" and not _moves(user, aliases))
     known: Hashable = None
@@ -101,7 +104,7 @@ def _visits_of(resting: fx.Node, aliases: Mapping[fx.Node, fx.Node], updates: Co
     for use in uses:
         writes = any(argument in aliases for argument in overwritten(use))
         is_update = use in updates or meta.delayed(use) is not None
-        kind = (meta.part(use), "gather" if _carries(use) else "update" if is_update else "read")
+        kind = (meta.part(use), "gather" if _carries(use) else "update" if is_update else "read", use in apart)
         if visit is None or kind != known:
             if visit is not None:
                 yield visit

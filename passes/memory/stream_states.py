@@ -17,6 +17,15 @@ from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE
 from zgraph.passes.common.updates import split_call
 from zgraph.passes.common.visits import Visit, bytes_of, is_fused, plan_split, plan_visits
+from zgraph.passes.memory.host_updates import (
+    HostUpdate,
+    bring_to_host,
+    on_gpu,
+    plan_host_updates,
+    return_to_device,
+    split_apart,
+    unscale_ahead,
+)
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.operators import written_arguments
 
@@ -41,8 +50,9 @@ class StreamStates(GraphPass):
         in_flight_bytes: most bytes of these copies; one use is always prefetched. Also the most that one call of a
             fused update reads of what rests elsewhere: larger ones are split, by parameters.
         stores_in_flight: after how many later uses that write a copy back is waited for, and an update beside compute.
-        updates: "at_rest" lets a CPU update what rests on the host there, without copies; a fused update of a CPU then
-            runs in a thread beside compute, bucket by bucket. What rests on disk is streamed in any case. "streamed"
+        updates: "at_rest" lets what rests on the host be updated there: a fused update in a thread beside compute,
+            bucket by bucket. Where the device is a GPU, gradients go there, and parameters that rest on the GPU go and
+            come back; updates that are not fused are streamed. What rests on disk is streamed in any case. "streamed"
             copies all of it.
 
     Source: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, and Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv
@@ -78,14 +88,21 @@ class StreamStates(GraphPass):
         if all(map(_is_on_device, graph.nodes)):  # most steps: spares them the analysis
             ctx.note(self, "everything rests on the device")
             return False
+        stays = self.updates == "at_rest"
+        is_elsewhere = computes_elsewhere(list(graph.nodes), ctx)
+        if stays and is_elsewhere:
+            for node in list(graph.nodes):
+                split_call(node, split_apart(node))
+            for node in list(graph.nodes):
+                unscale_ahead(graph, node)
         for node in list(graph.nodes):
             split_call(node, plan_split(node, self.in_flight_bytes))
         kept = _store_pending(graph)
         order = list(graph.nodes)
         placed = placements(graph)
-        planned = plan_visits(order, placed)
-        stays = self.updates == "at_rest" and ctx.planned_backend != "nccl"  # CPU tensors may stand for a GPU's
-        visits = [visit for visit in planned if not (stays and _stays(visit))]
+        on_host = plan_host_updates(order) if stays and is_elsewhere else []
+        planned = plan_visits(order, placed, apart=dict.fromkeys(one.update for one in on_host))
+        visits = [visit for visit in planned if not (stays and _stays(visit, on_host, is_elsewhere))]
         made = plan_new_state(order, placed)
         if not planned and not made and not kept:
             ctx.note(self, "everything rests on the device")
@@ -97,23 +114,38 @@ class StreamStates(GraphPass):
             outgoing.append((last, _move_out(graph, value, last, placed)))
         outgoing += kept
         _prefetch(order, visits, self.prefetch, self.in_flight_bytes)
-        _write_behind(graph, outgoing, visits, self.stores_in_flight)
+        _write_behind(graph, outgoing, planned, self.stores_in_flight)
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
+        bring_to_host(graph, on_host)
+        return_to_device(graph, on_host, self.stores_in_flight)
         at_rest = dict.fromkeys(use for visit in planned if visit not in visits for use in visit.uses)
-        beside = _update_beside(graph, [use for use in at_rest if _may_run_beside(use)], self.stores_in_flight)
+        # A program for a GPU that waits issues nothing meanwhile.
+        unlimited = dict.fromkeys(one.update for one in on_host)
+        beside = _update_beside(
+            graph, [use for use in at_rest if _may_run_beside(use)], self.stores_in_flight, unlimited
+        )
         brought = sum(bytes_of(visit.resting) for visit in visits)
         stored = sum(bytes_of(visit.resting) for visit in visits if visit.store)
         ctx.note(self, f"{brought} bytes are brought to the device in {len(visits)} copies, {stored} bytes go back")
         if at_rest:
             ctx.note(self, f"{len(at_rest)} calls update where their tensors rest, {beside} of them beside compute")
+        if on_host:
+            sent = sum(bytes_of(source) for one in on_host for source in one.brought)
+            ctx.note(self, f"{sent} bytes go to the host for {len(on_host)} updates there")
         return bool(visits or made or kept or beside)
 
 
-def _stays(visit: Visit) -> bool:
-    """Whether an update can run where its tensors rest."""
-    resting = visit.resting
-    is_on_host = meta.space(resting) == "host" and meta.tensor_value(resting).device.type == "cpu"
-    return visit.is_update and is_on_host
+def computes_elsewhere(order: Sequence[fx.Node], ctx: PassContext) -> bool:
+    """Whether the graph is for a GPU, for whose tensors those of a CPU may stand."""
+    return ctx.planned_backend == "nccl" or on_gpu(order)
+
+
+def _stays(visit: Visit, on_host: Sequence[HostUpdate], is_elsewhere: bool) -> bool:
+    """Whether an update runs where its tensors rest."""
+    if meta.space(visit.resting) != "host" or not visit.is_update:
+        return False
+    there = {one.update for one in on_host}
+    return not is_elsewhere or all(use in there or meta.beside(use) is not None for use in visit.uses)
 
 
 def _is_on_device(node: fx.Node) -> bool:
@@ -288,8 +320,8 @@ def _write_behind(
     read_again: dict[fx.Node, fx.Node] = {}  # the first read, by the start of what was stored last before it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:
-        if visit.resting in last_store:
-            read_again.setdefault(last_store[visit.resting], cast(fx.Node, visit.reload))
+        if visit.resting in last_store:  # by a copy, or by an update at rest
+            read_again.setdefault(last_store[visit.resting], visit.reload or visit.uses[0])
         if visit.store is not None:
             last_store[visit.resting] = visit.store
     batches: dict[fx.Node, list[fx.Node]] = {}
@@ -313,8 +345,13 @@ def _may_run_beside(update: fx.Node) -> bool:
     return not update.users and is_fused(update) and meta.beside(update) is None
 
 
-def _update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int) -> int:
-    """Let updates run beside compute until something else touches their tensors, or later ones have started."""
+def _update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int, unlimited: Container[fx.Node]) -> int:
+    """Let updates run beside compute until something else touches their tensors, or later ones have started.
+
+    Args:
+        in_flight: how many later ones may have; of
+        unlimited: any number.
+    """
     followers: dict[fx.Node, list[fx.Node]] = {update: [] for update in updates}
     for node, earlier in hazards(list(graph.nodes)).items():
         for one in earlier:
@@ -323,7 +360,7 @@ def _update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int) 
     later = sorted(updates)
     for number, update in enumerate(later):
         limit = later[number + in_flight] if number + in_flight < len(later) else nodes.output_of(graph)
-        if meta.delayed(update):  # holds no gradient of this call
+        if meta.delayed(update) or update in unlimited:  # the first hold no gradient of this call
             limit = nodes.output_of(graph)
         written = list(dict.fromkeys(written_arguments(update)))
         read = [node for node in update.all_input_nodes if node not in written and _is_tensor(node)]

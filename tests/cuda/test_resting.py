@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow  # each compiles two graphs, in a process of its o
 HOST = zgraph.Offload(params="host", optimizer="host")
 STATE = zgraph.Offload(optimizer="host")
 SHARDS = zgraph.Offload(params="host")
+STREAMED = replace(HOST, update="device")
 PARAMETERS = 2 * LAYERS
 MOMENTS = 2 * PARAMETERS
 # Backward reads all weights but that of the first layer, which stages 1 and 2 have kept; and no bias.
@@ -35,23 +36,51 @@ GATHERS = {0: PARAMETERS + LAYERS - 1, 1: PARAMETERS, 2: PARAMETERS, 3: PARAMETE
 
 
 def check(found: list[Copies]) -> None:
-    """On the graph's side inputs at rest are the GPU's, and copies are all that touches them."""
+    """Copies, and updates that are given nothing else, are all that touches what rests on the host."""
     for copies in found:
         assert copies.readers == []
-        assert copies.devices == ["cuda"]
+        assert copies.updated_on == (["cpu"] if copies.updates else [])
+        assert copies.devices == ["cpu" if copies.updates else "cuda"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_copies_ahead_of_each_use_and_back_behind_each_update(stage: int, on_gpu: Callable[..., Any]) -> None:
+def test_a_step_copies_ahead_of_each_gather_and_gradients_to_updates_on_the_host(
+    stage: int, on_gpu: Callable[..., Any]
+) -> None:
     found: list[Copies] = on_gpu(compile_resting, Rest(offload=HOST, zero_stage=stage))
+    check(found)
+    (step,) = found
+    assert step.resting == PARAMETERS + MOMENTS
+    assert step.reloads == GATHERS[stage]
+    assert step.offloads == PARAMETERS + step.updates, "gradients, and for each update its step counts"
+    assert (step.stores, step.returns) == (0, 0)
+    assert step.updates >= 1
+    held = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 // (WORLD if stage else 1)
+    assert step.host_bytes == 3 * held
+    assert step.device_bytes == PARAMETERS * 4, "step counts"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_on_the_device_go_to_the_host_for_an_update_and_return(
+    stage: int, on_gpu: Callable[..., Any]
+) -> None:
+    found: list[Copies] = on_gpu(compile_resting, Rest(offload=STATE, zero_stage=stage))
+    check(found)
+    (step,) = found
+    assert (step.resting, step.reloads, step.stores) == (MOMENTS, 0, 0)
+    assert (step.offloads, step.returns) == (2 * PARAMETERS + step.updates, PARAMETERS)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_updates_on_the_device_copy_ahead_of_each_use_and_back_behind_it(
+    stage: int, on_gpu: Callable[..., Any]
+) -> None:
+    found: list[Copies] = on_gpu(compile_resting, Rest(offload=STREAMED, zero_stage=stage))
     check(found)
     (step,) = found
     assert step.resting == step.stores == PARAMETERS + MOMENTS
     assert step.reloads == GATHERS[stage] + PARAMETERS + MOMENTS
-    assert step.offloads == 0
-    held = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 // (WORLD if stage else 1)
-    assert step.host_bytes == 3 * held
-    assert step.device_bytes == PARAMETERS * 4, "step counts"
+    assert (step.offloads, step.returns, step.updates) == (0, 0, 0)
 
 
 def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> None:
@@ -61,22 +90,30 @@ def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "stores", "offloads", "returns"),  # offloads without step counts, of which each update has a copy
     [
-        Rest(offload=STATE),
-        Rest(offload=SHARDS),
-        Rest(offload=HOST, param_dtype=torch.bfloat16),
-        Rest(offload=HOST, optimizer="SGD", zero_stage=2),
-        Rest(offload=HOST, fused=False),
-        Rest(offload=replace(HOST, delayed_update_after=2)),
-        Rest(offload=HOST, lowering="inductor"),
+        (Rest(offload=replace(STATE, update="device")), MOMENTS, 0, 0),
+        (Rest(offload=SHARDS), PARAMETERS, 0, 0),
+        (Rest(offload=HOST, param_dtype=torch.bfloat16), 0, PARAMETERS, 0),
+        (Rest(offload=HOST, optimizer="SGD", zero_stage=2), 0, PARAMETERS, 0),
+        (Rest(offload=HOST, fused=False), PARAMETERS + MOMENTS, 0, 0),
+        # What waits is updated by at rest, and fresh gradients are stored over it.
+        (Rest(offload=replace(HOST, delayed_update_after=2)), PARAMETERS, 0, 0),
+        (Rest(offload=replace(STATE, delayed_update_after=2), zero_stage=2), PARAMETERS, PARAMETERS, PARAMETERS),
+        (Rest(offload=HOST, lowering="inductor"), 0, PARAMETERS, 0),
+        (Rest(offload=STATE, lowering="inductor"), 0, 2 * PARAMETERS, PARAMETERS),
     ],
-    ids=["state", "shards", "bf16", "sgd", "foreach", "delayed", "inductor"],
+    ids=["state", "shards", "bf16", "sgd", "foreach", "delayed", "delayed state", "inductor", "state, inductor"],
 )
-def test_every_kind_of_step_only_copies(case: Rest, on_gpu: Callable[..., Any]) -> None:
+def test_every_kind_of_step_only_copies_or_updates_there(
+    case: Rest, stores: int, offloads: int, returns: int, on_gpu: Callable[..., Any]
+) -> None:
     found: list[Copies] = on_gpu(compile_resting, case)
     check(found)
-    assert all(copies.stores == copies.resting > 0 for copies in found)
+    for one in found:
+        counts = one.updates if case.optimizer == "AdamW" else 0
+        assert (one.stores, one.offloads - counts, one.returns) == (stores, offloads, returns)
+        assert one.resting > 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -124,22 +161,26 @@ def test_a_plain_loop_steps_where_parameters_rest(
     ("case", "shards", "state", "counts"),
     [
         (Rest(offload=HOST), "cpu", "cpu", "cuda"),
+        (Rest(offload=STATE), "cuda", "cpu", "cuda"),
         (Rest(offload=STATE, fused=False, zero_stage=1), "cuda", "cpu", "cpu"),
         (Rest(offload=HOST, what="three calls"), "cpu", "cpu", "cpu"),
         (Rest(offload=STATE, what="three calls"), "cuda", "cpu", "cuda"),
     ],
-    ids=["step", "state", "three calls", "three calls, state"],
+    ids=["step", "state", "state, foreach", "three calls", "three calls, state"],
 )
 def test_programs_leave_everything_where_it_rests(
     case: Rest, shards: str, state: str, counts: str, on_gpu: Callable[..., Any]
 ) -> None:
-    """The generated programs run, on tensors without values; the host waits at the end of each that copies."""
+    """The generated programs run, on tensors without values; the host waits at the end of each that copies.
+
+    Where updates on the host are all that touches what rests there, it waits for these alone.
+    """
     found: Ran = on_gpu(run_resting, case, 3, False)
     assert (found.shards, found.state, found.counts) == ([shards], [state], [counts])
     assert found.grads == [shards], "where torch keeps them"
     assert found.result == ["cuda"]
     if case.what == "step":
-        assert found.host_waits == 3
+        assert found.host_waits == (0 if case.offload == STATE and case.fused else 3)
     else:
         assert found.host_waits == (6 if case.offload.params else 0), "forward and backward"
 
@@ -148,3 +189,6 @@ def test_what_a_gpu_cannot_do_yet_is_refused(on_gpu: Callable[..., Any]) -> None
     disk = zgraph.Offload(params="host", optimizer="disk", path="scratch")
     with pytest.raises(ValueError, match=r'optimizer="disk" is not available on a mesh of cuda yet; write optimizer="'):
         on_gpu(compile_resting, Rest(offload=disk))
+    on_host = replace(HOST, update="host")
+    with pytest.raises(ValueError, match=r'update="host", but AdamW is not fused: its updates are many small calls'):
+        on_gpu(run_resting, Rest(offload=on_host, fused=False))

@@ -105,7 +105,12 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def compared(
-    offload: zgraph.Offload, hardware: zgraph.Hardware, stream: StreamStates, world: int = 2, layers: int = 2
+    offload: zgraph.Offload,
+    hardware: zgraph.Hardware,
+    stream: StreamStates,
+    world: int = 2,
+    layers: int = 2,
+    width: int = 32,
 ) -> Compared:
     """Both placings of the step of a small GPT."""
     passes: list[zgraph.GraphPass] = [
@@ -113,7 +118,7 @@ def compared(
     ]
     judge = Compared()
     zgraph.plan(
-        lambda: Language(layers=layers, width=32),
+        lambda: Language(layers=layers, width=width),
         world_size=world,
         batch=lambda: (torch.zeros(4, 16, dtype=torch.long),),
         hardware=hardware,
@@ -217,6 +222,19 @@ def test_an_update_of_adam_costs_28_bytes_an_element_on_the_host() -> None:
     steps = 4 * counts * 1  # their counts are read
     assert sum(cost.moved_bytes for cost in found) == pytest.approx(28 * elements + steps, rel=0.01)
     assert all(cost.us == cost.moved_bytes / 10.0 for cost in found)
+
+
+def test_the_host_of_a_single_rank_updates_beside_backward() -> None:
+    """Without collectives, too, an update starts when its gradient is there."""
+    judge = compared(zgraph.Offload(optimizer="host"), machine(2000.0), AT_REST, world=1, width=512)
+    order = list(judge.graphs[0].graph.nodes)
+    updates = [node for node in order if meta.beside(node) is not None and written_arguments(node)]
+    products = [node for node in order if node.target is torch.ops.aten.mm.default]
+    behind = [sum(update < product for product in products) for update in updates]
+    assert behind[0] > len(products) // 2 and behind[-1] <= 1
+    timeline = judge.found[1].timeline
+    exposed_us = sum(us for node, us in timeline.exposed_us.items() if meta.beside(node) is not None)
+    assert exposed_us < 0.5 * timeline.busy_us[HOST_UPDATES]
 
 
 @pytest.mark.slow  # plans two steps

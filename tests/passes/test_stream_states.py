@@ -13,15 +13,17 @@ from torch import fx, nn
 import zgraph
 from tests.support.graphs import KeepEach, fake_world
 from tests.support.hash_seeds import HashSeeds
-from tests.support.resting import HOST, check_rests
+from tests.support.resting import HOST, STATE, check_rests
 from tests.support.tiers import slow
 from zgraph.compiler.verify import Snapshot, Where, check_stores_landed, verify
 from zgraph.errors import VerifyError
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import StreamStates, presets
+from zgraph.passes.memory import stream_states
 from zgraph.torch_compat.operators import written_arguments
 
+STREAMED_BY_OPTION = zgraph.Offload(params="host", optimizer="host", update="device")
 STREAMED = StreamStates(updates="streamed")
 WHERE = Where(pass_name="a_test", direction="step")
 
@@ -156,6 +158,64 @@ def is_wait(node: fx.Node) -> bool:
     return nodes.is_update_wait(node)
 
 
+def steps_of_gpu(patch: pytest.MonkeyPatch, at_rest: zgraph.Offload, **options: Any) -> fx.Graph:
+    """The last graph, as for a GPU, of which a CPU plays the part."""
+    patch.setattr(stream_states, "computes_elsewhere", lambda order, ctx: True)
+    graphs, _, _ = steps_of(at_rest, StreamStates(), **options)
+    return graphs[-1].graph
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("at_rest", [HOST, STATE], ids=["all", "state"])
+def test_updates_on_the_host_of_a_gpu_read_copies_of_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch, at_rest: zgraph.Offload, clips: bool
+) -> None:
+    graph = steps_of_gpu(monkeypatch, at_rest, clips=clips)
+    beside = [node for node in graph.nodes if meta.beside(node) is not None]
+    updates, waits = [node for node in beside if not is_wait(node)], list(filter(is_wait, beside))
+    assert len(updates) == len(waits) == 3
+    assert not any(map(nodes.is_store, graph.nodes))
+    started = [
+        [nodes.start_of(node) for node in update.all_input_nodes if nodes.is_copy_wait(node)] for update in updates
+    ]
+    for number, update in enumerate(updates):
+        for given in update.all_input_nodes:
+            if isinstance(meta.value(given), torch.Tensor):
+                assert meta.space(given) == "host", given
+        assert len(started[number]) == (2 if at_rest == HOST else 3)  # a gradient, its count, its parameter
+        if number < 2:  # the device waits for no copy that has just begun
+            assert max(started[number + 1]) < min(nodes.wait_of(one) for one in started[number])  # pyright: ignore
+    returns = list(nodes.call_functions(graph, nodes.is_return))
+    if at_rest == HOST:  # a program that waits for the host issues nothing, so it does at the end
+        assert returns == [] and all(wait > max(updates) for wait in waits)
+    else:
+        assert len(returns) == 3
+        for number, back in enumerate(returns):
+            assert waits[number] < back and (number == 2 or updates[number + 1] < waits[number])
+            landed = nodes.wait_of(back)
+            assert landed is not None and (number == 2 or landed < returns[number + 1])
+
+
+@pytest.mark.parametrize("at_rest", [HOST, STATE], ids=["all", "state"])
+def test_a_second_run_leaves_updates_on_the_host_alone(
+    monkeypatch: pytest.MonkeyPatch, at_rest: zgraph.Offload
+) -> None:
+    graph = steps_of_gpu(monkeypatch, at_rest)
+    before = graph_text(graph)
+    assert not StreamStates().run(fx.GraphModule({}, graph), zgraph.PassContext(direction="step"))
+    assert graph_text(graph) == before
+
+
+def test_updates_that_a_gpu_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small calls, whatever an option asks for, and state that the step makes."""
+    for options in ({"optimizer_options": {"foreach": True}}, {"steps": 1}):
+        graph = steps_of_gpu(monkeypatch, HOST, **options)
+        assert not any(meta.beside(node) is not None for node in graph.nodes)
+        assert any(map(nodes.is_store, graph.nodes))
+    graph = steps_of_gpu(monkeypatch, STREAMED_BY_OPTION)
+    assert not any(meta.beside(node) is not None for node in graph.nodes)
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_updates_that_are_not_fused_run_at_rest_where_they_stand(foreach: bool) -> None:
     graphs, _, _ = steps_of(HOST, StreamStates(), steps=3, optimizer_options={"foreach": foreach})
@@ -272,6 +332,12 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], text: str) -> 
     [
         ({"params": "gpu"}, 'params=\'gpu\' is unknown; write "host", "disk" or None'),
         ({}, "neither params nor optimizer rests elsewhere"),
+        ({"optimizer": "host", "update": "gpu"}, 'update=\'gpu\' is unknown; write "host", "device" or None'),
+        ({"params": "host", "update": "host"}, "update='host', but the optimizer's state rests on the device"),
+        (
+            {"optimizer": "disk", "path": "a", "update": "host"},
+            "rests on disk, and comes to the device for each update",
+        ),
         ({"optimizer": "disk"}, 'optimizer="disk" without a path'),
         ({"optimizer": "host", "path": "/tmp"}, "nothing rests on disk"),
         ({"optimizer": "host", "host_budget_bytes": 0}, "host_budget_bytes=0 holds nothing"),

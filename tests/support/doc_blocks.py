@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zgraph
 from tests.support import experts, models
 from tests.support.graphs import fake_world
+from tests.support.resting import check_rests
 from tests.support.tensor_parallel import Mlp, features
 from zgraph.plan_command import call
 from zgraph.torch_compat.fake_values import fake_mode
@@ -234,6 +235,11 @@ def _nothing(names: dict[str, Any]) -> None:
 
 def _stepped(names: dict[str, Any]) -> None:
     assert all(parameter in names["opt"].state for parameter in names["model"].parameters())
+
+
+def _at_rest(names: dict[str, Any]) -> None:
+    assert names["offload"].update == "device"
+    check_rests(names["model"], [])
 
 
 def _a_pipeline() -> dict[str, Any]:
@@ -502,7 +508,8 @@ SETTINGS = [
     Setting("full = zgraph.full_state_dict(model)", _training, _gathered),
     # offload.md
     Setting("hardware = zgraph.calibrate()", _sharded, _train),
-    Setting('offload = zgraph.Offload(params="host"', _with_a_folder, _stepped),
+    Setting('offload = zgraph.Offload(params="host", optimizer="disk"', _with_a_folder, _stepped),
+    Setting('offload = zgraph.Offload(params="host", optimizer="host", update="device")', _with_a_folder, _at_rest),
     Setting('offload = zgraph.Offload(optimizer="host"', _with_many_batches, _flushed),
     Setting('offload = zgraph.Offload(optimizer="disk", path="scratch", moments', _with_a_folder, _rounded),
     Setting('extra = {"step": step.state_dict()}', None, _counting),

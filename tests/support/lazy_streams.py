@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zgraph.codegen import lower_fx
+from zgraph.passes.memory import stream_states
 from zgraph.runtime.offload.copy_lanes import StreamLanes
 from zgraph.runtime.offload.host_pool import HostPool
+from zgraph.torch_compat.operators import written_tensors
 
 
 @dataclass(frozen=True)
@@ -29,13 +35,19 @@ class _Late:
         target.fill_(torch.nan if target.is_floating_point() else 111)
         return cls(_remembered(source), _remembered(target))
 
-    def run(self) -> bool:
-        """Copy; returns whether both tensors were still there."""
+    def read(self) -> Callable[[], None] | None:
+        """Copy from the source; returns what puts it into the target, None if one of the two was gone."""
         source, target = _found(*self.source), _found(*self.target)
         if source is None or target is None:
-            return False
-        target.copy_(source)
-        return True
+            return None
+        values = source.clone()
+
+        def land() -> None:
+            target = _found(*self.target)
+            if target is not None:
+                target.copy_(values)
+
+        return land
 
 
 def _remembered(tensor: Tensor) -> tuple[Any, Any, torch.dtype]:
@@ -49,10 +61,13 @@ def _found(reference: Any, layout: Any, dtype: torch.dtype) -> Tensor | None:
 
 
 class LazyStream:
-    """A queue of copies, which run when the program, or the host, waits for them."""
+    """A queue of copies, which run when the program, or the host, waits for them.
 
-    def __init__(self, cuda: LazyCuda) -> None:
-        self.cuda = cuda
+    What has been copied to the host is seen by other copies, and by the host once that has waited.
+    """
+
+    def __init__(self, cuda: LazyCuda, *, to_host: bool = False) -> None:
+        self.cuda, self.to_host = cuda, to_host
         self.due: list[_Late] = []
         self.begun = self.done = 0
 
@@ -69,6 +84,7 @@ class LazyStream:
     def synchronize(self) -> None:
         self.cuda.host_waits += 1
         self.run(self.begun)
+        self.cuda.land()
 
     def put(self, copy: _Late) -> None:
         self.due.append(copy)
@@ -76,9 +92,57 @@ class LazyStream:
 
     def run(self, until: int) -> None:
         while self.done < until:
-            if not self.due.pop(0).run():
+            copy = self.due.pop(0)
+            if not self.to_host:
+                self.cuda.land(of=copy.source[0])
+            land = copy.read()
+            if land is None:
                 self.cuda.freed.append(self.done)
+            elif self.to_host:
+                self.cuda.landing.append((copy.target[0], land))
+            else:
+                land()
             self.done += 1
+
+
+class LazyEvent:
+    """Where compute was when it was recorded: behind copies that it has waited for."""
+
+    def record(self, stream: LazyStream) -> None:
+        assert stream is stream.cuda.compute
+        self.cuda, self.waited = stream.cuda, list(stream.cuda.landing)
+
+    def synchronize(self) -> None:
+        for one in self.waited:
+            self.cuda.land(one)
+
+
+class LateUpdates(Executor):
+    """A thread that begins when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.due: list[tuple[LateUpdate, Callable[[], None]]] = []
+        self.done = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.due.append((LateUpdate(self), fn))
+        return self.due[-1][0]
+
+    def run(self, until: LateUpdate) -> None:
+        while any(one is until for one, _ in self.due):
+            _, update = self.due.pop(0)
+            update()
+            self.done += 1
+
+
+@dataclass(frozen=True, eq=False)
+class LateUpdate:
+    """What `LateUpdates.submit` returns."""
+
+    thread: LateUpdates
+
+    def result(self) -> None:
+        self.thread.run(self)
 
 
 @dataclass(eq=False)
@@ -89,19 +153,35 @@ class LazyCuda:
         compute: what the program runs on.
         lanes: the streams that were made.
         freed: numbers of copies of which a tensor was gone when they ran.
+        landing: copies to the host that it does not see yet: the storages, and what puts the values there.
         host_waits: how often the host has waited for a stream.
     """
 
     lanes: list[LazyStream] = field(default_factory=list[LazyStream])
     freed: list[int] = field(default_factory=list[int])
+    landing: list[tuple[Any, Callable[[], None]]] = field(default_factory=list["tuple[Any, Callable[[], None]]"])
     host_waits: int = 0
 
     def __post_init__(self) -> None:
         self.compute = LazyStream(self)
 
     def Stream(self, device: torch.device) -> LazyStream:
-        self.lanes.append(LazyStream(self))
+        self.lanes.append(LazyStream(self, to_host=not self.lanes))
         return self.lanes[-1]
+
+    def land(self, only: tuple[Any, Callable[[], None]] | None = None, *, of: Any = None) -> None:
+        """Let the host see what has been copied there: all, one copy, or those into a storage."""
+        for one in [*self.landing]:
+            if (only is None or one is only) and (of is None or one[0]() is of()):
+                one[1]()
+                self.landing.remove(one)
+
+    def Event(self, *, blocking: bool) -> LazyEvent:
+        assert blocking
+        return LazyEvent()
+
+    def device(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def current_stream(self, device: torch.device) -> LazyStream:
         return self.compute
@@ -133,6 +213,23 @@ class LazyLanes(StreamLanes):
         self.lazy = LazyCuda()
         self.host = HostPool()
         super().__init__(torch.device("cpu"), self.lazy)
+        self.updates = self.late = LateUpdates()
+
+    def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What is updated has no values until it is waited for."""
+        landing = [storage() for storage, _ in self.lazy.landing]  # nobody has seen what is there
+        found = written_tensors(inspect.unwrap(operator), args, kwargs)
+        written = [one for one in found if not any(one.untyped_storage() is storage for storage in landing)]
+        before = [tensor.clone() for tensor in written]
+        for tensor in written:
+            tensor.fill_(torch.nan)
+
+        def late(*args: Any, **kwargs: Any) -> None:
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
+            operator(*args, **kwargs)
+
+        return super().update(late, args, kwargs)
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         return self.host.empty_like(tensor)
@@ -141,3 +238,17 @@ class LazyLanes(StreamLanes):
     def copies(self) -> tuple[int, int]:
         """How many copies have ended, from the device and to it."""
         return self.out.done, self.back.done
+
+
+@contextlib.contextmanager
+def late_gpu() -> Generator[LazyLanes]:
+    """Let graphs that are compiled meanwhile be for a GPU with such streams."""
+    lanes = LazyLanes()
+    with (
+        mock.patch.object(lower_fx, "lanes_of", lambda device: lanes),
+        mock.patch.object(stream_states, "computes_elsewhere", lambda order, ctx: True),
+    ):
+        yield lanes
+    assert lanes.lazy.freed == []
+    assert [lane.due for lane in lanes.lazy.lanes] == [[], []]
+    assert lanes.late.due == []

@@ -14,6 +14,7 @@ from zgraph.sharding.scope import state_of
 
 HOST = zgraph.Offload(params="host", optimizer="host")
 STATE = zgraph.Offload(optimizer="host")
+STREAMED = zgraph.Offload(params="host", optimizer="host", update="device")
 SHARDS = zgraph.Offload(params="host")
 DISK = zgraph.Offload(params="disk", optimizer="disk", path="given by `under`")
 MIXED = zgraph.Offload(params="host", optimizer="disk", path="given by `under`")

@@ -75,10 +75,11 @@ def _measure(ranks: MeasuringRanks) -> Hardware:
     axes = [link_of(ranks, group, local) for group in ranks.groups]
     ranks.slowest([0.0])  # all start together
     # Only times and the like, so that the largest value is the slowest rank's; all ranks continue with equal numbers.
-    launch_us, copy_us, capacity, *product_us = ranks.slowest(
+    launch_us, copy_us, host_copy_us, capacity, *product_us = ranks.slowest(
         [
             _launch_us(ranks),
-            _copy_us(ranks),
+            _copy_us(ranks, ranks.device),
+            0.0 if ranks.device.type == "cpu" else _copy_us(ranks, torch.device("cpu")),
             -_capacity_bytes(ranks.device) // (local if ranks.device.type == "cpu" else 1),
             *(_product_us(ranks, dtype) for dtype in dtypes),
         ]
@@ -107,6 +108,7 @@ def _measure(ranks: MeasuringRanks) -> Hardware:
         memory_bytes_per_us=1 / copy_us,
         launch_us=launch_us,
         memory_bytes=int(-capacity),
+        host_memory_bytes_per_us=1 / host_copy_us if host_copy_us else None,
         intra_host=inside or outside or alone.intra_host,
         inter_host=outside or inside or alone.inter_host,
         ranks_per_host=local,
@@ -125,10 +127,10 @@ def _launch_us(ranks: MeasuringRanks) -> float:
     return median_us(ranks, lambda: torch.add(x, x), calls=100)
 
 
-def _copy_us(ranks: MeasuringRanks) -> float:
-    """Microseconds to read or write a byte of tensors larger than caches."""
-    size = 64 * MIB if ranks.device.type == "cpu" else 1024 * MIB
-    source = torch.ones(size // 4, device=ranks.device)
+def _copy_us(ranks: MeasuringRanks, device: torch.device) -> float:
+    """Microseconds to read or write a byte of tensors larger than caches, while all ranks do."""
+    size = 64 * MIB if device.type == "cpu" else 1024 * MIB
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     return median_us(ranks, lambda: target.copy_(source)) / (2 * size)
 

@@ -216,7 +216,7 @@ class CostModel:
 
     def _copied_bytes(self, node: fx.Node) -> Any:
         """Bytes of a copy between memory spaces; of shards and their state, those of the rank with most rows."""
-        if nodes.is_store(node):  # which yields nothing
+        if nodes.is_store(node) or nodes.is_return(node):  # which yield nothing
             node = node.all_input_nodes[0]
             while meta.longest_bytes(node) is None and nodes.is_copy_wait(node):
                 node = node.all_input_nodes[0]

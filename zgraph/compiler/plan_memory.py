@@ -53,6 +53,11 @@ def rest_on_paper(
             f'zgraph.plan: {named}="disk" is not available on GPUs yet, and {machine.name} has some; write '
             f'{named}="host", and leave path out.'
         )
+    if machine.backend == "nccl" and options.moments_dtype is not None:
+        raise ValueError(
+            f"zgraph.plan: moments_dtype={options.moments_dtype} is not available on GPUs yet, and {machine.name} has "
+            "some; leave moments_dtype out."
+        )
     if options.param_bits is not None:
         raise ValueError(
             f"zgraph.plan: param_bits={options.param_bits} is for inference, and a plan is that of a training step; "

@@ -8,6 +8,8 @@
     back  = store_start(again, kept)      on its way to where it rests; neither must be written to, nor kept be read
     done  = wait_copy(back)               there; what it was copied from may be freed
 
+    back  = return_start(kept, tensor)    on its way over a tensor of the device, as what an update on the host has made
+
 Nothing but its wait reads what a start returns. In a compiled graph these copies run beside compute
 (`zgraph.runtime.offload`); the kernels here copy at once.
 """
@@ -76,6 +78,26 @@ def _(source: Tensor, kept: Tensor) -> Tensor:
     return source.new_empty(0)
 
 
+@torch.library.custom_op("zgraph::return_start", mutates_args=("tensor",))
+def return_start(kept: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a tensor of host memory over one of the device, which it was copied from before an update on the host.
+
+    Args:
+        kept: on the host.
+        tensor: of the same shape and dtype, on the device.
+
+    Returns:
+        [0] for the wait.
+    """
+    lanes_of(tensor.device).give_back(kept, tensor).wait()
+    return tensor.new_empty(0)
+
+
+@return_start.register_fake
+def _(kept: Tensor, tensor: Tensor) -> Tensor:
+    return tensor.new_empty(0)
+
+
 # Like `_c10d_functional::wait_tensor` it returns its argument without declaring the alias, which `custom_op` refuses.
 torch.library.define("zgraph::wait_copy", "(Tensor started) -> Tensor")
 
@@ -124,6 +146,11 @@ def reload_op() -> Any:
 def spill_op() -> Any:
     """zgraph::spill_start(tensor, folder) -> its copy on disk"""
     return torch.ops.zgraph.spill_start.default
+
+
+def return_op() -> Any:
+    """zgraph::return_start(kept, tensor) -> what to wait for, until the tensor of the device holds the kept values"""
+    return torch.ops.zgraph.return_start.default
 
 
 def store_op() -> Any:

@@ -103,6 +103,11 @@ def is_spill(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.spill_start.default
 
 
+def is_return(node: fx.Node) -> bool:
+    """Whether the node starts a copy from the host over a tensor of the device."""
+    return node.target is torch.ops.zgraph.return_start.default
+
+
 def is_copy_start(node: fx.Node) -> bool:
     """Whether the node starts a copy between memory spaces."""
     ops, target = torch.ops.zgraph, node.target  # asked of every node, many times
@@ -111,6 +116,7 @@ def is_copy_start(node: fx.Node) -> bool:
         or target is ops.reload_start.default
         or target is ops.store_start.default
         or target is ops.spill_start.default
+        or target is ops.return_start.default
     )
 
 

@@ -6,6 +6,7 @@ the parameter's handle, the one object that reaches a marker's kernel both in ea
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
@@ -20,6 +21,11 @@ from zgraph.runtime.weight_copy import WeightCopy
 from zgraph.torch_compat.modules import local_parameters
 
 _STATE = "zgraph_state"
+
+Gradients = Sequence[Tensor | None]
+# Of gradients that a backward has computed, and of a function that computes the others; in the order of the tensors
+# that the compiled function was given.
+Defer = Callable[[Gradients, Callable[[], Gradients]], None]
 
 
 # Position of a forward in its window; an argument of the markers of the forward and of its backward.
@@ -42,6 +48,7 @@ class ParameterState:
         feedbacks: error feedback of its compressed reductions.
         ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
         weight_copy: the unsharded parameter as the last forward read it; None: gathers do not send differences.
+        defer: takes what yields gradients of weights out of a compiled backward; None: the backward runs whole.
     """
 
     owner: nn.Module
@@ -54,6 +61,7 @@ class ParameterState:
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
     weight_copy: WeightCopy | None = None
     ahead: Tensor | None = None
+    defer: Defer | None = None
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Let a gradient wait for the closing backward.

@@ -39,6 +39,9 @@ class Offload:
             which is gone when the process is.
         host_budget_bytes: the most that a rank may keep on the host; a step that would keep more is refused before it
             runs. None: no limit.
+        update: where a `zgraph.training_step` updates by state on the host: "host" or "device", to which parameters and
+            state then come, and from which they go back. None: on the host, where that is one fused call; what is not
+            fused runs on the device if that is a GPU.
         delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
             forward and backward then compute with parameters that lack the latest update, so that it may run beside
             them. This changes results. None: each call applies its own gradients.
@@ -61,6 +64,7 @@ class Offload:
     optimizer: Tier | None = None
     path: str | os.PathLike[str] | None = None
     host_budget_bytes: int | None = None
+    update: Literal["host", "device"] | None = None
     delayed_update_after: int | None = None
     moments_dtype: torch.dtype | None = None
     param_bits: Bits | None = None
@@ -91,9 +95,35 @@ class Offload:
                 f"zgraph.Offload: host_budget_bytes={self.host_budget_bytes} holds nothing; write a positive number of "
                 "bytes, or leave it out."
             )
+        self._check_update()
         self._check_delay()
         self._check_moments()
         self._check_bits()
+
+    def _check_update(self) -> None:
+        if self.update is None:
+            return
+        if self.update not in ("host", "device"):
+            raise ValueError(f'zgraph.Offload: update={self.update!r} is unknown; write "host", "device" or None.')
+        if self.optimizer != "host":
+            where = "the device" if self.optimizer is None else "disk, and comes to the device for each update"
+            raise ValueError(
+                f"zgraph.Offload: update={self.update!r}, but the optimizer's state rests on {where}; write "
+                'optimizer="host", or leave update out.'
+            )
+
+    def check_updates(self, optimizer: optim.Optimizer) -> None:
+        """Check that an optimizer whose parameters are on a GPU can update where it is to.
+
+        Raises:
+            ValueError: its updates are to run on the host, and are many small calls.
+        """
+        if self.update == "host" and not all(group.get("fused") for group in optimizer.param_groups):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f'zgraph.Offload: update="host", but {name} is not fused: its updates are many small calls, which run '
+                f"on the GPU; write torch.optim.{name}(..., fused=True), if it has that, or leave update out."
+            )
 
     def _check_delay(self) -> None:
         after = self.delayed_update_after
@@ -198,8 +228,8 @@ class Resting:
                 )
             if options.moments_dtype is not None:
                 raise ValueError(
-                    f"zgraph.shard: moments_dtype={options.moments_dtype} is not available on a mesh of cuda yet, "
-                    "where updates run on the device; leave moments_dtype out."
+                    f"zgraph.shard: moments_dtype={options.moments_dtype} is not available on a mesh of cuda yet; "
+                    "leave moments_dtype out."
                 )
             device = torch.device("cuda", torch.accelerator.current_device_index())
             found = cls(options, PinnedPool(), device=device)

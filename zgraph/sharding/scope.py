@@ -82,6 +82,8 @@ class Scope:
         given: position of the next forward in its window, where a stage of a pipeline knows it; None: it is counted.
         window: position of the running forward in its window.
         last: position of the last forward that recorded gradients.
+        is_staged: whether a stage of a pipeline runs these modules, which may ask for backwards in two halves.
+        splitting_forwards: how many compiled forwards have run whose backwards can do that.
         repeats: whether a backward is running through what an uncompiled forward has returned. Compiled parts that
             activation checkpointing repeats cannot ask autograd; they are compiled a second time for this case.
         guards_steps: whether optimizers are watched for steps in an open window.
@@ -103,6 +105,8 @@ class Scope:
         self.given: str | None = None
         self.window: str = ALONE
         self.last: str = ALONE
+        self.is_staged = False
+        self.splitting_forwards = 0
         self.repeats = False
         self.guards_steps = False
         self.report: object = None

@@ -39,6 +39,25 @@ def is_compiled(node: torch.autograd.graph.Node) -> bool:
     return node.name() == "CompiledFunctionBackward"
 
 
+def is_leaf(node: torch.autograd.graph.Node) -> bool:
+    """Whether a node of autograd's graph adds to the `.grad` of a leaf (by its name, 2.11 - 2.13)."""
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def current_node() -> torch.autograd.graph.Node:
+    """The node of autograd's graph that this thread is running (`_current_autograd_node`, 2.11 - 2.13).
+
+    That of a function written in Python has one entry in `next_functions` for each tensor it was given, in its order.
+    """
+    return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def drop_graph(value: Tensor) -> None:
+    """Detach a tensor in place, if it can be: views cannot (`_is_view`, 2.11 - 2.13)."""
+    if not value._is_view():
+        value.detach_()
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward that this thread is running has come to its end (2.11 - 2.13)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]

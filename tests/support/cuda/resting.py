@@ -69,9 +69,11 @@ class Copies:
 
     Attributes:
         direction: of the graph.
-        reloads, stores, offloads: how many are started.
+        reloads, stores, offloads, returns: how many are started.
         resting: inputs that rest on the host.
-        readers: operators that read these otherwise, by name.
+        readers: operators that read these otherwise, by name; but
+        updates: that run on the host, beside compute, with
+        updated_on: the device types of what they are given.
         devices: device types of the inputs that rest, as the graph has them.
         host_bytes, device_bytes: of parameters and state, as the ledger of the plan has them.
     """
@@ -80,8 +82,11 @@ class Copies:
     reloads: int
     stores: int
     offloads: int
+    returns: int
     resting: int
     readers: list[str]
+    updates: int
+    updated_on: list[str]
     devices: list[str]
     host_bytes: int
     device_bytes: int
@@ -91,14 +96,20 @@ def copies_of(direction: str, gm: fx.GraphModule) -> Copies:
     """Count what a final graph copies."""
     device, host, _ = ledger_of(memory_curve(gm.graph))
     resting = [node for node in gm.graph.find_nodes(op="placeholder") if meta.space(node) is not None]
-    readers = [user for node in resting for user in node.users if user.op != "output" and not nodes.is_copy_start(user)]
+    beside = [node for node in gm.graph.nodes if meta.beside(node) is not None]
+    others = (user for node in resting for user in node.users if user.op != "output" and user not in beside)
+    readers = [user for user in others if not nodes.is_copy_start(user)]
+    given = [meta.value(source) for node in beside for source in node.all_input_nodes]
     return Copies(
         direction=direction,
         reloads=len([*nodes.call_functions(gm.graph, nodes.is_reload)]),
         stores=len([*nodes.call_functions(gm.graph, nodes.is_store)]),
         offloads=len([*nodes.call_functions(gm.graph, nodes.is_offload)]),
+        returns=len([*nodes.call_functions(gm.graph, nodes.is_return)]),
         resting=len(resting),
         readers=[node.name for node in readers],
+        updates=sum(not nodes.is_update_wait(node) for node in beside),
+        updated_on=sorted({value.device.type for value in given if isinstance(value, Tensor)}),
         devices=sorted({meta.tensor_value(node).device.type for node in resting}),
         host_bytes=host.parameters + host.state,
         device_bytes=device.parameters + device.state,
@@ -129,7 +140,7 @@ def compile_resting(case: Rest) -> list[Copies]:
     def keep(plan: FramePlan) -> None:
         found.extend(copies_of(direction, gm) for direction, gm in plan.graphs.items())
 
-    options = CompileOptions(lowering=case.lowering, pipeline=presets.with_streams(None))
+    options = CompileOptions(lowering=case.lowering, pipeline=presets.with_streams(None, update=case.offload.update))
     triton_driver.pretend()
 
     def compiler_of(frame: Frame, options: CompileOptions = options) -> FrameCompiler:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from examples.benchmarks.loopback import Transfer
 from tests.support.judges.happens_before import HappensBefore
+from zgraph.torch_compat.modules import tree_flatten
+from zgraph.torch_compat.operators import written_tensors
 
 
 @dataclass(eq=False)
@@ -25,6 +30,20 @@ class JudgedCopy:
 
 
 @dataclass(eq=False)
+class JudgedUpdate:
+    """An update that has been started, and runs when it is waited for."""
+
+    judge: HappensBefore
+    transfer: Transfer
+    run: Callable[[], None]
+
+    def result(self) -> None:
+        self.transfer.was_waited_for = True
+        self.judge.waited(self.transfer)
+        self.run()
+
+
+@dataclass(eq=False)
 class JudgedLanes:
     """In place of the lanes of a device."""
 
@@ -38,6 +57,17 @@ class JudgedLanes:
 
     def store(self, source: Tensor, kept: Tensor) -> JudgedCopy:
         return self._start("store", source.detach(), kept)
+
+    def give_back(self, kept: Tensor, tensor: Tensor) -> JudgedCopy:
+        return self._start("return", kept, tensor.detach())
+
+    def update(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JudgedUpdate:
+        written = written_tensors(inspect.unwrap(operator), args, kwargs)
+        read = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+        sent = [one for one in read if not any(one is other for other in written)]
+        transfer = Transfer(kind="update", number=0, sent=sent, filled=written, copy=None, sent_bytes=0)
+        self.judge.started(transfer)
+        return JudgedUpdate(self.judge, transfer, lambda: operator(*args, **kwargs))
 
     def _start(self, kind: str, source: Tensor, filled: Tensor) -> JudgedCopy:
         transfer = Transfer(kind=kind, number=0, sent=[source], filled=[filled], copy=None, sent_bytes=source.nbytes)

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -26,6 +26,7 @@ from zgraph.runtime.disk.folder import DiskFolder, Write
 from zgraph.runtime.offload.host_pool import HostPool
 from zgraph.runtime.offload.pinned_pool import PinnedPool
 from zgraph.torch_compat.fake_values import is_fake
+from zgraph.torch_compat.modules import tree_flatten
 
 
 class Copy(Protocol):
@@ -57,6 +58,18 @@ class CopyLanes(Protocol):
 
     def spill(self, tensor: Tensor, folder: str) -> Copy:
         """Start copying a tensor of the device, after everything computed so far, to a new one on disk."""
+        ...
+
+    def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
+        """Start copying a tensor of the host over one of the device, after everything computed so far."""
+        ...
+
+    def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        """Start an update of tensors of the host, after everything computed so far, and after earlier updates.
+
+        The result is there once it has ended, which the host waits for. Copies that bring what it reads have been
+        waited for, as by compute.
+        """
         ...
 
 
@@ -137,8 +150,10 @@ class ThreadLanes:
             found = self._disks[folder] = DiskFolder(folder, rank=rank)
         return found
 
+    def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
+        return self._start(self._back, kept, tensor.detach())
+
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Start an update of tensors where they rest, after those that were started before."""
         return self._updates.submit(operator, *args, **kwargs)
 
     def _disk_of(self, kept: Tensor) -> DiskFolder | None:
@@ -198,13 +213,14 @@ class _OnStream:
 
 
 class StreamLanes:
-    """Lanes of a CUDA device: a stream for each direction, and pinned host memory.
+    """Lanes of a CUDA device: a stream for each direction, pinned host memory, and a thread for updates there.
 
     Memory of the device is allocated and freed on the compute stream. A copy begins after that stream has come to where
     it was started; what it reads is held until the compute stream waits for its end, so it cannot be given to others
     before. Memory of the host is freed by torch's allocator of pinned memory, which asks the streams that used it. A
     reload follows the offload or store before it because the compute stream, which it waits for, has waited for that
-    one. The host itself waits for nothing but in `finish`.
+    one. An update's thread waits until the compute stream has come to where it was started, by then the copies that the
+    stream has waited for have landed, or left. The host itself waits for nothing but in `finish`, and for updates.
 
     Args:
         device: of the copies.
@@ -215,6 +231,7 @@ class StreamLanes:
         self.device, self.cuda = device, cuda
         self.pool = PinnedPool()
         self.out, self.back = cuda.Stream(device), cuda.Stream(device)
+        self.updates: Executor = _thread("update")
 
     def offload(self, tensor: Tensor) -> Copy:
         return self._start(self.out, tensor.detach(), self.pinned_like(tensor))
@@ -225,8 +242,26 @@ class StreamLanes:
     def reload(self, kept: Tensor) -> Copy:
         return self._start(self.back, kept, torch.empty_like(kept, device=self.device))
 
+    def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
+        return self._start(self.back, kept, tensor.detach())
+
     def spill(self, tensor: Tensor, folder: str) -> Copy:
         raise NotImplementedError("tensors of CUDA devices do not rest on disk yet")
+
+    def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        if any(isinstance(one, Tensor) and is_fake(one) for one in tree_flatten((args, kwargs))[0]):
+            done = Future[Any]()  # a fake mode is of one thread
+            done.set_result(operator(*args, **kwargs))
+            return done
+        reached = self.cuda.Event(blocking=True)  # a thread that spins would take the core of one that updates
+        reached.record(self.cuda.current_stream(self.device))
+
+        def run() -> None:
+            with self.cuda.device(self.device):  # a thread's own is the first GPU, which may be another rank's
+                reached.synchronize()
+            operator(*args, **kwargs)
+
+        return self.updates.submit(run)
 
     def finish(self) -> None:
         """Let the host wait for all copies: from then on it may read and write what rests there."""

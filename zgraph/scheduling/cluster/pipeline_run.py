@@ -5,7 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zgraph.scheduling.cluster.schedule_order import Action, order_of
+from zgraph.scheduling.cluster.schedule_order import SPLITTING, Action, order_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCost:
+    """What the backwards of one stage take where they come in two halves: of inputs, and of weights.
+
+    Attributes:
+        inputs_us, weights_us: [micro_batches] time of each.
+        left_bytes: what one micro-batch keeps from its first half to its second.
+        inputs_peak_bytes: most that one holds while its first half runs, with what it has saved.
+        first_peak_bytes, weights_peak_bytes, closing_peak_bytes: of the second half, as those of the whole backward of
+            a `StageCost`, with what the first one has left.
+    """
+
+    inputs_us: tuple[float, ...]
+    weights_us: tuple[float, ...]
+    left_bytes: int = 0
+    inputs_peak_bytes: int = 0
+    first_peak_bytes: int = 0
+    weights_peak_bytes: int = 0
+    closing_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +37,18 @@ class StageCost:
         forward_us, backward_us: [micro_batches] time of each.
         send_us: time in which an activation reaches the next stage, and its gradient comes back.
         resting_bytes: parameters, buffers and the optimizer's state.
-        gradient_bytes: gradients that stay from the first backward on, and those that wait to be reduced.
-        kept_bytes: gathered parameters that stay from the first forward to the end of the last backward.
+        gradient_bytes: `.grad`, from the first backward on.
+        waiting_bytes: sums of gradients that wait to be reduced, from the first backward to the last.
+        kept_bytes: gathered parameters that stay from the first forward on.
+        closing_kept_bytes: those of them that stay behind the last forward, until the last backward.
         saved_bytes: what one micro-batch keeps from its forward to its backward.
         forward_peak_bytes, backward_peak_bytes: most that one holds while it runs, with what it saves.
+        first_peak_bytes, closing_peak_bytes: the same of the first backward, with the sums that it leaves, and of the
+            last one, with the parameters and the sums that it finds; a single backward is the last one.
         left_bytes: what one micro-batch has sent, activations and gradients. torch's schedules hold it until they wait
             for the messages: at the end of the step, 1F1B before the next ones.
         buffer_bytes: in which torch's stage receives activations and gradients, and the outputs that it returns.
+        split: of backwards in two halves; None: they run whole where the gradients of inputs are wanted.
     """
 
     forward_us: tuple[float, ...]
@@ -30,12 +56,26 @@ class StageCost:
     send_us: float = 0.0
     resting_bytes: int = 0
     gradient_bytes: int = 0
+    waiting_bytes: int = 0
     kept_bytes: int = 0
+    closing_kept_bytes: int = 0
     saved_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
+    first_peak_bytes: int = 0
+    closing_peak_bytes: int = 0
     left_bytes: int = 0
     buffer_bytes: int = 0
+    split: SplitCost | None = None
+
+    def us(self, action: Action, *, splits: bool) -> float:
+        """Time of an action under a schedule that splits backwards, or does not."""
+        if action.kind == "forward":
+            return self.forward_us[action.micro_batch]
+        if not splits or self.split is None:
+            return self.backward_us[action.micro_batch] if action.kind == "backward" else 0.0
+        halves = self.split.inputs_us if action.kind == "backward" else self.split.weights_us
+        return halves[action.micro_batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +127,16 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
                 if needed is not None and needed not in arrived:
                     break
                 cost = costs[action.stage]
-                us = (cost.forward_us if action.kind == "forward" else cost.backward_us)[action.micro_batch]
+                us = cost.us(action, splits=schedule in SPLITTING)
                 free[rank] = max(free[rank], 0.0 if needed is None else arrived[needed]) + us
                 busy[rank] += us
                 position[rank] += 1
                 arrived[action] = _arrival(action, free[rank], ranks, costs, links)
         assert position != before, f"the order of {schedule} waits for itself"
-    found = [_memory(order[rank], costs, holds_sent=schedule != "1F1B") for rank in range(ranks)]
+    found = [
+        _memory(order[rank], costs, holds_sent=schedule != "1F1B", splits=schedule in SPLITTING)
+        for rank in range(ranks)
+    ]
     return PipelineRun(
         schedule=schedule,
         step_us=max(free),
@@ -105,6 +148,8 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
 
 def _needs(action: Action, stages: int) -> Action | None:
     """The action of another stage whose result this one takes."""
+    if action.kind == "weights":
+        return None
     if action.kind == "forward":
         return Action("forward", action.stage - 1, action.micro_batch) if action.stage else None
     return Action("backward", action.stage + 1, action.micro_batch) if action.stage + 1 < stages else None
@@ -114,7 +159,7 @@ def _arrival(
     action: Action, ended: float, ranks: int, costs: Sequence[StageCost], links: dict[tuple[int, int], float]
 ) -> float:
     """When the result of an action is where it is needed next."""
-    other = action.stage + (1 if action.kind == "forward" else -1)
+    other = action.stage + {"forward": 1, "backward": -1, "weights": len(costs)}[action.kind]
     if not 0 <= other < len(costs) or other % ranks == action.stage % ranks:
         return ended
     link = action.stage % ranks, other % ranks
@@ -122,26 +167,47 @@ def _arrival(
     return links[link]
 
 
-def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: bool) -> tuple[int, int]:
+def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: bool, splits: bool) -> tuple[int, int]:
     """Peak of a rank, and the most micro-batches in flight."""
     stages = {action.stage: costs[action.stage] for action in order}
     held = sum(cost.resting_bytes + cost.buffer_bytes for cost in stages.values())
-    done = {(kind, stage): 0 for kind in ("forward", "backward") for stage in stages}
+    done = {(kind, stage): 0 for kind in ("forward", "backward", "weights") for stage in stages}
     peak, flying, most = held, 0, 0
     for action in order:
         cost = stages[action.stage]
+        split = cost.split if splits else None
         turn = done[action.kind, action.stage]
         done[action.kind, action.stage] += 1
+        is_last = turn + 1 == len(cost.forward_us)
         if action.kind == "forward":
             held += 0 if turn else cost.kept_bytes
             peak = max(peak, held + cost.forward_peak_bytes)
             held += cost.saved_bytes
+            if is_last:
+                held -= cost.kept_bytes - cost.closing_kept_bytes
             flying += 1
             most = max(most, flying)
             continue
-        held -= cost.saved_bytes
-        peak = max(peak, held + cost.backward_peak_bytes)
-        held += (cost.left_bytes if holds_sent else 0) + (0 if turn else cost.gradient_bytes)
-        held -= cost.kept_bytes if turn + 1 == len(cost.backward_us) else 0
-        flying -= 1
+        if action.kind == "backward":
+            held -= cost.saved_bytes
+            flying -= 1
+            if split is not None:
+                peak = max(peak, held + split.inputs_peak_bytes)
+                held += split.left_bytes + (cost.left_bytes if holds_sent else 0)
+                continue
+        elif split is None:
+            continue  # that of the inputs was the whole
+        else:
+            held -= split.left_bytes
+        of_all: StageCost | SplitCost = cost if split is None else split
+        if is_last:
+            held -= cost.closing_kept_bytes + (cost.waiting_bytes if turn else 0)
+            peak = max(peak, held + of_all.closing_peak_bytes)
+        elif turn:
+            peak = max(peak, held + (cost.backward_peak_bytes if split is None else split.weights_peak_bytes))
+        else:
+            peak = max(peak, held + of_all.first_peak_bytes)
+            held += cost.waiting_bytes
+        held += cost.left_bytes if holds_sent and split is None else 0
+        held += 0 if turn else cost.gradient_bytes
     return peak, most

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")  # as torch's get_schedule_class spells them
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")  # as torch's get_schedule_class spells them
+SPLITTING = ("InterleavedZeroBubble",)  # those in which the gradients of weights come later than those of inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A forward or a backward of one micro-batch through one stage."""
+    """A forward or a backward of one micro-batch through one stage.
 
-    kind: Literal["forward", "backward"]
+    Attributes:
+        kind: under a schedule that splits backwards, "backward" is that of the inputs, "weights" the rest.
+    """
+
+    kind: Literal["forward", "backward", "weights"]
     stage: int
     micro_batch: int
 
@@ -30,7 +35,7 @@ def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
         guess = f"; did you mean {near[0]!r}?" if near else ""
         return f"a plan knows the schedules {', '.join(SCHEDULES)}{guess}"
     rounds = max(1, micro_batches // ranks)
-    if schedule == "Interleaved1F1B":
+    if schedule.startswith("Interleaved"):
         return (
             f"it needs a multiple of {rounds} micro-batches, as many as it makes rounds"
             if micro_batches % rounds
@@ -53,7 +58,8 @@ def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list
         micro_batches: of a step.
 
     Source: GPipe: Huang et al. 2019, arXiv 1811.06965. 1F1B and interleaved 1F1B: Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2; the length of each warm-up is that of torch 2.11 - 2.13.
+    2104.04473, section 2.2. Zero bubble: Qi et al. 2023, arXiv 2401.10241, ZB1P. The length of each warm-up is that of
+    torch 2.11 - 2.13.
     """
     return [_of_rank(schedule, rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
 
@@ -65,8 +71,10 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
         warm_up = total
     elif schedule == "1F1B":
         warm_up = ranks - rank - 1
-    else:
+    elif schedule == "Interleaved1F1B":
         warm_up = (chunks - 1) * in_a_round + 2 * (ranks - rank - 1)
+    else:
+        warm_up = (chunks - 1) * in_a_round + ranks - rank - 1
 
     def forward(turn: int) -> Action:
         lap, place = divmod(turn, in_a_round)
@@ -77,7 +85,11 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
         return Action("backward", (chunks - 1 - lap % chunks) * ranks + rank, lap // chunks * in_a_round + place)
 
     ahead = min(warm_up, total)
+    waits = rank if schedule in SPLITTING else total  # backwards whose weights have to wait
     order = [forward(turn) for turn in range(ahead)]
-    for turn in range(total - ahead):
-        order += [forward(ahead + turn), backward(turn)]
-    return order + [backward(turn) for turn in range(total - ahead, total)]
+    for turn in range(total):
+        order += [forward(ahead + turn)] if turn < total - ahead else []
+        order += [backward(turn)]
+        order += [replace(backward(turn - waits), kind="weights")] if turn >= waits else []
+    last = range(total - waits, total) if schedule in SPLITTING else ()
+    return order + [replace(backward(turn), kind="weights") for turn in last]

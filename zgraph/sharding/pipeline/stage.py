@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import CLOSING, OPEN
 from zgraph.sharding.no_sync import refuse_early_steps
+from zgraph.sharding.pipeline.weight_backwards import WeightBackwards, input_gradients, way_through
 from zgraph.sharding.scope import Scope, ShardedParam, scope_behind, sharded_parameters, state_of
 from zgraph.torch_compat.autograd import is_compiled
 from zgraph.torch_compat.dynamo import without_compile
@@ -32,9 +33,11 @@ class PipelineStage(TorchStage):
     gathered once, at stage 3 each micro-batch gathers, unless `keep_bytes` has room, and reduces. A step inside of
     `zgraph.no_sync` leaves the window open for the next one.
 
-    Schedules that split a backward in two, for inputs and for weights, are followed where nothing is compiled. A
-    compiled backward is one piece and runs where the schedule wants that of the inputs; that of the weights is then
-    empty, which is right, and leaves the bubble as it is.
+    Schedules that split a backward in two, for inputs and for weights, are followed. A compiled backward is split into
+    two graphs, of which the second one has the reductions. Where that cannot be done (with tensor parallelism, where
+    parameters are read outside of what is compiled, or what was compiled before there was a stage), it runs whole where
+    the schedule wants the gradients of inputs; the backward of weights is then empty, which is right, and leaves the
+    bubble as it is.
 
     Args:
         submodule, stage_index, num_stages, device: as for torch's `PipelineStage`.
@@ -83,6 +86,11 @@ class PipelineStage(TorchStage):
         self._is_open = False  # a step has begun, and its last backward has not ended
         self._done = 0  # backwards of this step that have reached the weights
         self._whole: set[int] = set()  # micro-batches whose backward was not split
+        self._splits_compiled = _are_plain_shards(module, self._params)
+        self._splitting: dict[int, int] = {}  # how many compiled backwards of each micro-batch can be split
+        self._left: WeightBackwards | None = None  # by the compiled backward of inputs that is running
+        for scope in self._scopes:
+            scope.is_staged = True
         # Checked with the first micro-batch: the run for shapes reads memory that nothing has written.
         self._checks = [one for scope in self._scopes if (one := scope.same_batch) is not None and one.is_due]
         for check in self._checks:
@@ -97,6 +105,7 @@ class PipelineStage(TorchStage):
             self._release()
         self._is_open, self._done = False, 0
         self._whole.clear()
+        self._stop_splitting()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module of a micro-batch, compiled if it is."""
@@ -112,9 +121,11 @@ class PipelineStage(TorchStage):
         for scope in self._windows:
             scope.given = position
             scope.opened = scope.opened or position == OPEN
+        before = sum(scope.splitting_forwards for scope in self._scopes)
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         finally:
+            self._splitting[fwd_chunk_id] = sum(scope.splitting_forwards for scope in self._scopes) - before
             for scope in self._windows:
                 scope.given = None
             if self._closes_first and fwd_chunk_id + 1 == self.chunks and not self._is_held_open():
@@ -124,13 +135,44 @@ class PipelineStage(TorchStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run the backward of a micro-batch, or of its inputs where that is to be had alone."""
-        if not full_backward and not self.is_first and _any_compiled(self.fwd_cache[bwd_chunk_id][0]):
-            full_backward = True
+        if full_backward or self.is_first or not _any_compiled(self.fwd_cache[bwd_chunk_id][0]):
+            with self._backward_of(bwd_chunk_id) if full_backward else contextlib.nullcontext():
+                super().backward_one_chunk(
+                    bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
+                )
+            return
+        way = way_through(*self.fwd_cache[bwd_chunk_id]) if self._splits_compiled else None
+        if way is None or len(way.readers) != self._splitting[bwd_chunk_id]:
             self._whole.add(bwd_chunk_id)
-        with self._backward_of(bwd_chunk_id) if full_backward else contextlib.nullcontext():
-            super().backward_one_chunk(
-                bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
-            )
+            with self._backward_of(bwd_chunk_id):
+                super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, last_backward=last_backward)
+            return
+        self._left = left = WeightBackwards(way)
+        for param in self._params:
+            param.state.defer = left.add
+        try:
+            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, last_backward=last_backward)
+        finally:
+            self._stop_splitting()
+        assert left.is_complete
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        """Run a part of a backward; those of compiled modules in their own way."""
+        if backward_type == "input" and self._left is not None:
+            outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
+            return input_gradients(outputs, grads, inputs), self._left
+        left = bwd_kwargs.get("param_groups")
+        if backward_type == "weight" and isinstance(left, WeightBackwards):
+            left.run(self.device.type)
+            return (), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _stop_splitting(self) -> None:
+        self._left = None
+        for param in self._params:
+            param.state.defer = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the backward of a micro-batch's weights, unless it was run with that of its inputs."""
@@ -207,6 +249,12 @@ def _keep_gathered(params: Iterable[ShardedParam], most_bytes: int) -> None:
             scope = scope_behind(param.handle)
             assert scope is not None
             scope.has_windows = True
+
+
+def _are_plain_shards(module: nn.Module, params: Iterable[ShardedParam]) -> bool:
+    """Whether zgraph has sharded all parameters and nothing else splits them, so that graphs take plain tensors."""
+    sharded = {id(param.sharded) for param in params if param.spec.split is None}
+    return all(id(parameter) in sharded for parameter in module.parameters())
 
 
 def _any_compiled(outputs: Iterable[Any]) -> bool:

@@ -1,0 +1,163 @@
+"""Variants of a backward: by optimizer step, such as one without compression for warm-up, and in two halves.
+
+Where a pipeline's schedule wants the gradients of a stage's inputs first, a backward computes these, and leaves those
+of weights for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.graph import nodes
+from zgraph.graph.operator_arguments import LowRankArgs, QuantizeArgs
+from zgraph.graph.split_graph import Halves
+from zgraph.runtime.window_state import Gradients, state_behind
+from zgraph.sharding.scope import closes_window, scope_behind
+from zgraph.torch_compat.aot import boxed
+
+Program = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class WeightGradients:
+    """Which outputs of a backward are gradients of weights.
+
+    Attributes:
+        handle: place among its inputs of the handle of a parameter.
+        late: places of these outputs.
+        tensors: of each output, the place of its tensor among those that the compiled function was given; None: it
+            belongs to a number.
+    """
+
+    handle: int
+    late: tuple[int, ...]
+    tensors: tuple[int | None, ...]
+
+    def in_order(self, outputs: Sequence[Any]) -> Gradients:
+        """Gradients in the order of the tensors."""
+        return [value for place, value in zip(self.tensors, outputs, strict=False) if place is not None]
+
+
+def saying_that_it_splits(forward: Program, handle: int) -> Program:
+    """Let each call of a forward say that its backward can leave gradients of weights for later.
+
+    Args:
+        forward: a lowered graph.
+        handle: place among its inputs of the handle of a parameter.
+    """
+
+    def run(args: list[Any]) -> Any:
+        scope = scope_behind(args[handle])
+        assert scope is not None
+        scope.splitting_forwards += 1
+        return forward(args)
+
+    return boxed(run)
+
+
+def in_halves(
+    whole: Program, weights: WeightGradients, halves: Halves, lower: Callable[[fx.GraphModule], Program]
+) -> Program:
+    """Run a backward whole, or where somebody takes the gradients of weights later, the half that yields the others.
+
+    Args:
+        whole: the lowered backward.
+        weights: its gradients of weights.
+        halves: of its graph, before that was lowered.
+        lower: makes a program of each, when they are first wanted.
+    """
+    programs: list[Program] = []
+
+    def run(args: list[Any]) -> Any:
+        defer = state_behind(args[weights.handle]).defer
+        if defer is None:
+            return whole(args)
+        if not programs:
+            programs.extend(map(lower, (halves.first, halves.second)))
+        first, second = programs
+        kept = [args[place] for place in halves.second_inputs]
+        given = [args[place] for place in halves.first_inputs]
+        args.clear()
+        early = list(first(given))
+        kept += early[len(halves.early) :]
+        outputs = _placed(halves.outputs, halves.early, early)
+        del early
+
+        def later() -> Gradients:
+            return weights.in_order(_placed(halves.outputs, halves.late, second(kept)))
+
+        defer(weights.in_order(outputs), later)
+        return outputs
+
+    return boxed(run)
+
+
+def _placed(count: int, places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """So many values, of which only these are there."""
+    placed: list[Any] = [None] * count
+    for place, value in zip(places, values, strict=False):
+        placed[place] = value
+    return placed
+
+
+def switch_by_step(
+    programs: Sequence[tuple[int, Program]], gm: fx.GraphModule, weights: WeightGradients | None = None
+) -> Program:
+    """Run, in each optimizer step, the latest program whose first step has been reached.
+
+    Args:
+        programs: programs with equal inputs and outputs, each with its first optimizer step; the first one begins at 0.
+        gm: graph of the last program; the steps of the parameters of its compressed reductions are counted.
+        weights: of programs that may run in halves: a step counts when its second half has run.
+    """
+    (*earlier, (last_step, last)) = programs
+    quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))
+    rebuilt = [node for node in gm.graph.nodes if node.target is torch.ops.zgraph.low_rank_means.default]
+    if not earlier or not (quantized or rebuilt):
+        return last
+    handles = [handle for node in quantized for handle in QuantizeArgs.of(node).handles]
+    handles += [handle for node in rebuilt for handle in LowRankArgs.of(node).handles]
+    placeholders = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    places = [placeholders[handle] for handle in dict.fromkeys(handles)]
+    window = QuantizeArgs.of(quantized[0]).window if quantized else str(rebuilt[0].args[-1])
+
+    def run(args: list[Any]) -> Any:
+        counted = [state_behind(args[place]) for place in places]
+        step = counted[0].feedbacks.warmed_steps
+        if step >= last_step:
+            return last(args)
+        program = next(program for begins, program in reversed(earlier) if begins <= step)
+        handle = args[places[0]]
+        asked = None if weights is None else state_behind(args[weights.handle])
+        defer = None if asked is None else asked.defer
+
+        def count() -> None:
+            closes = closes_window(handle, window)
+            for state in counted:
+                state.feedbacks.warmed_steps += closes
+
+        if asked is None or defer is None:
+            result = program(args)
+            count()
+            return result
+
+        def defer_with_count(early: Gradients, later: Callable[[], Gradients]) -> None:
+            def run_and_count() -> Gradients:
+                late = later()
+                count()
+                return late
+
+            defer(early, run_and_count)
+
+        asked.defer = defer_with_count
+        try:
+            return program(args)
+        finally:
+            asked.defer = defer
+
+    return boxed(run)

@@ -1,0 +1,175 @@
+"""Split a graph in two that run one after the other: what some outputs need, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.graph import edits, meta, nodes
+from zgraph.torch_compat.aot import aot_input_index, is_tangent
+from zgraph.torch_compat.modules import lazy_graph_module
+from zgraph.torch_compat.operators import written_arguments
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Two graphs that together compute what one does.
+
+    Attributes:
+        first: computes the early outputs, and returns behind them what the second one reads of it.
+        second: computes the late outputs.
+        first_inputs, second_inputs: of the whole graph's inputs, those that each takes, by place.
+        early, late: places of the outputs that each computes; others are None.
+        outputs: number of outputs of the whole graph.
+    """
+
+    first: fx.GraphModule
+    second: fx.GraphModule
+    first_inputs: tuple[int, ...]
+    second_inputs: tuple[int, ...]
+    early: tuple[int, ...]
+    late: tuple[int, ...]
+    outputs: int
+
+
+def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
+    """Split a graph so that late outputs are computed last, from what the early ones have left.
+
+    Nodes keep their order in each half. A collective is waited for in the half that starts it.
+
+    Args:
+        gm: a final graph; stays as it is.
+        late: places of outputs.
+
+    Returns:
+        The halves, whose second inputs are those of the graph, then what the first one returns behind the early
+        outputs. None if a node writes to what the other half reads.
+    """
+    returned = nodes.returned_by(gm.graph)
+    late_places = [place for place in sorted(set(late)) if isinstance(returned[place], fx.Node)]
+    early_places = [
+        place for place, node in enumerate(returned) if isinstance(node, fx.Node) and place not in late_places
+    ]
+    needed = _needed(returned[place] for place in early_places)
+    if _written_across(gm.graph, needed):
+        return None
+    inputs = list(gm.graph.find_nodes(op="placeholder"))
+    rest = [node for node in gm.graph.nodes if node.op == "call_function" and node not in needed]
+    read = dict.fromkeys(source for node in rest for source in node.all_input_nodes)
+    read |= dict.fromkeys(returned[place] for place in late_places)
+    handed = [node for node in needed if node in read and node.op == "call_function"]
+    handed.sort()
+    first = _graph_of(gm, [node for node in inputs if node in needed], sorted(needed), early_places, returned, handed)
+    taken = [node for node in inputs if node in read]
+    second = _graph_of(gm, [*taken, *handed], rest, late_places, returned, [])
+    return Halves(
+        first=first,
+        second=second,
+        first_inputs=tuple(place for place, node in enumerate(inputs) if node in needed),
+        second_inputs=tuple(place for place, node in enumerate(inputs) if node in read),
+        early=tuple(early_places),
+        late=tuple(late_places),
+        outputs=len(returned),
+    )
+
+
+def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
+    """Put what the early outputs need in front, as `split_graph` does; returns how many nodes stand there then.
+
+    Args:
+        graph: changed in place.
+        late: places of outputs.
+    """
+    returned, late_places = nodes.returned_by(graph), set(late)
+    needed = _needed(
+        node for place, node in enumerate(returned) if isinstance(node, fx.Node) and place not in late_places
+    )
+    front = [node for node in graph.nodes if node.op in ("placeholder", "get_attr") or node in needed]
+    ahead = dict.fromkeys(front)
+    edits.relink([*front, *(node for node in graph.nodes if node not in ahead)])
+    return len(front)
+
+
+def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, ...], tuple[int | None, ...]] | None:
+    """Which outputs of a joint graph's backward are gradients that are reduced.
+
+    Args:
+        joint: with its markers.
+        forward_outputs: number of outputs of the forward, which come first.
+
+    Returns:
+        Places of these gradients; and of each gradient, the place of its tensor among the graph's tensors, None if it
+        belongs to a number. None if there are none, or a tensor is made of several inputs, as a DTensor is.
+    """
+    inputs = [node for node in joint.find_nodes(op="placeholder") if not is_tangent(node)]
+    grads = nodes.returned_by(joint)[forward_outputs:]
+    sources = [index for node in inputs if (index := aot_input_index(node)) is not None]
+    if len(grads) != len(inputs) or len(set(sources)) != len(sources):
+        return None
+    reduced: dict[fx.Node, None] = {}
+    for node in joint.nodes:
+        if nodes.is_reduce_grad(node) or (node.op != "output" and any(one in reduced for one in node.all_input_nodes)):
+            reduced[node] = None
+    late = tuple(place for place, node in enumerate(grads) if node in reduced)
+    tensors: list[int | None] = []
+    for node in inputs:
+        is_tensor = isinstance(meta.value(node), Tensor)
+        tensors.append(sum(place is not None for place in tensors) if is_tensor else None)
+    return (late, tuple(tensors)) if late else None
+
+
+def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """Nodes that outputs depend on, with all waits for collectives among them, and all results selected from them."""
+    found: dict[fx.Node, None] = {}
+    waiting = list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found[node] = None
+        waiting += node.all_input_nodes
+        if nodes.is_start(node):
+            waiting += nodes.waits_of(node)
+        if node.op == "call_function" and not isinstance(node.meta.get("val"), Tensor | torch.SymInt | torch.SymFloat):
+            waiting += [user for user in node.users if nodes.is_getitem(user)]
+    return found
+
+
+def _written_across(graph: fx.Graph, needed: dict[fx.Node, None]) -> bool:
+    """Whether a node of one half writes to what a node of the other one reads."""
+    return any(
+        (user in needed) != (node in needed)
+        for node in graph.nodes
+        for written in written_arguments(node)
+        for user in written.users
+        if user.op == "call_function"
+    )
+
+
+def _graph_of(
+    gm: fx.GraphModule,
+    inputs: list[fx.Node],
+    members: Iterable[fx.Node],
+    places: Iterable[int],
+    returned: list[Any],
+    handed: list[fx.Node],
+) -> fx.GraphModule:
+    """A graph of these nodes, under their names; it returns the outputs at these places, then what is handed on."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if any(node in member.all_input_nodes for member in members):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in members:
+        if node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    output = graph.output(tuple(copies[node] for node in [*(returned[place] for place in places), *handed]))
+    output.meta = {}
+    return lazy_graph_module(gm, graph)

@@ -1,0 +1,1 @@
+"""Stages of a pipeline: their windows, and backwards in two parts."""

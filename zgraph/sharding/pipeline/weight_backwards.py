@@ -1,0 +1,144 @@
+"""Backwards in two parts: gradients of a stage's inputs first, those of its weights when there is time.
+
+A compiled backward is one node of autograd's graph. Here it runs the part that yields gradients of inputs, and leaves
+the rest as a function that is called later; what that returns goes to the parameters as autograd would have passed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from zgraph.torch_compat.autograd import current_node, drop_graph, is_compiled, is_leaf
+
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """The part of autograd's graph on which gradients of inputs depend.
+
+    Attributes:
+        nodes: all of it.
+        readers: compiled functions among them that also yield gradients of parameters.
+    """
+
+    nodes: set[Node]
+    readers: set[Node]
+
+
+class WeightBackwards:
+    """What the backward of one micro-batch has left for later.
+
+    Args:
+        way: that it goes, see `way_through`.
+    """
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._unheard = set(way.readers)
+        self._waiting: list[tuple[Sequence[tuple[Node | None, int]], Gradients, Callable[[], Gradients]]] = []
+
+    def add(self, early: Gradients, later: Callable[[], Gradients]) -> None:
+        """Leave a part of the compiled backward that is running.
+
+        Args:
+            early: gradients that are there, in the order of the compiled function's tensors; None: not yet, or none.
+            later: computes the others, in the same order.
+        """
+        node = current_node()
+        self._waiting.append((node.next_functions, early, later))
+        self._unheard.discard(node)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every compiled function that reads parameters has left their gradients."""
+        return not self._unheard
+
+    def run(self, device_type: str) -> None:
+        """Compute what was left, and add it to the gradients of parameters."""
+        waiting, self._waiting = self._waiting, []
+        edges: list[GradientEdge] = []
+        grads: list[Tensor] = []
+        for following, early, later in waiting:
+            # As a compiled backward runs, whatever the caller's modes.
+            with torch.no_grad(), torch.autocast(device_type, enabled=False):
+                late = later()
+            for (node, place), *found in zip(following, early, late, strict=True):
+                grad = next((one for one in found if one is not None), None)
+                if node is not None and grad is not None and node not in self._way.nodes:
+                    edges.append(GradientEdge(node, place))
+                    grads.append(grad)
+        if edges:
+            torch.autograd.backward(edges, grads)
+
+
+def input_gradients(
+    outputs: Iterable[Tensor], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a stage's inputs, added to their `.grad`; None for those that need none.
+
+    Args:
+        outputs: of the stage, or the loss; they are detached.
+        output_grads: of each output; None: ones.
+        inputs: of the stage.
+    """
+    outputs = list(outputs)
+    found = [
+        (value, torch.ones_like(value) if output_grads is None else output_grads[place])
+        for place, value in enumerate(outputs)
+        if value.requires_grad
+    ]
+    wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    grads = iter(
+        torch.autograd.grad([value for value, _ in found], wanted, [grad for _, grad in found], allow_unused=True)
+    )
+    result = [next(grads) if isinstance(value, Tensor) and value.requires_grad else None for value in inputs]
+    for value, grad in zip(inputs, result, strict=True):
+        if grad is not None:
+            value.grad = grad if value.grad is None else value.grad + grad
+    for value in outputs:
+        drop_graph(value)
+    return tuple(result)
+
+
+def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
+    """The part of autograd's graph on which gradients of inputs depend.
+
+    Returns:
+        None if no compiled function is among them, or if gradients of parameters come out of anything else than
+        compiled functions on that way.
+    """
+    ends = {get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad}
+    begins = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
+    leads: dict[Node, bool] = {}  # to an input
+    parameters: dict[Node, bool] = {}  # to a leaf that is none
+    waiting = list(begins)
+    while waiting:
+        node = waiting[-1]
+        following = [one for one, _ in node.next_functions if one is not None]
+        if node not in ends and (new := [one for one in following if one not in leads]):
+            waiting += new
+            continue
+        waiting.pop()
+        if node in ends:
+            leads[node], parameters[node] = True, False
+            continue
+        leads[node] = any(leads[one] for one in following)
+        parameters[node] = is_leaf(node) or any(parameters[one] for one in following)
+    way = {node for node, found in leads.items() if found}
+    if not any(is_compiled(node) for node in way):
+        return None
+    if any(parameters[node] and node not in way for node in begins):
+        return None
+    readers = {
+        node
+        for node in way - ends
+        if any(parameters[one] for one, _ in node.next_functions if one is not None and one not in way)
+    }
+    return Way(way, readers) if all(map(is_compiled, readers)) else None

@@ -191,7 +191,7 @@ def check_planned(offload: zgraph.Offload) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("tier", ["disk", *slow("host")])
+@pytest.mark.parametrize("tier", slow("disk", "host"))
 def test_codes_serve_by_a_plan(ranks: Ranks, tier: Any, tmp_path: Path) -> None:
     path = tmp_path if tier == "disk" else None
     ranks.run(check_planned, zgraph.Offload(params=tier, path=path, param_bits=4))

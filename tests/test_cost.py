@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.costs import TWO_PER_HOST
 from tests.support.graphs import Drawing, Keep, compile_model, deep, fake_world, inputs_for, mlp, traced
 from tests.support.ranks import Ranks
+from tests.support.tiers import slow
 from zgraph.analysis.cost import FREE, NodeCost, Totals, costs_of, node_cost
 from zgraph.analysis.formula import Formula, formula
 from zgraph.analysis.hardware import Hardware
@@ -296,7 +297,7 @@ def compiled_for(
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 0}, {"zero_stage": 1}])
+@pytest.mark.parametrize("options", [{}, *slow({"zero_stage": 0}, {"zero_stage": 1})])
 def test_a_formula_is_what_compiling_for_that_many_ranks_gives(direction: str, options: dict[str, Any]) -> None:
     """Eight rows: shards without padding on two and on four ranks, so bytes and times are those of the same plan."""
     two, for_two = compiled_for(deep, GRAPH_PASSES, 2, direction, **options)

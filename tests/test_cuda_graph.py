@@ -15,6 +15,7 @@ import zgraph
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Net, Script, Setting, compare
+from tests.support.tiers import slow
 from zgraph.codegen.cuda_graph import MOST_CHANGES, WARM_UP_CALLS, Program, Recording
 from zgraph.torch_compat.dtensor import local_of
 
@@ -177,7 +178,7 @@ def test_a_step_is_recorded_once_and_replayed(ranks: Ranks, setting: Setting) ->
 
 
 @worlds(2)
-@pytest.mark.parametrize("script", [Rated, Loaded])
+@pytest.mark.parametrize("script", [Rated, *slow(Loaded)])
 def test_a_step_is_recorded_again_when_numbers_or_addresses_change(ranks: Ranks, script: type[Script]) -> None:
     replayed = Lines.changed_after - 1 - WARM_UP_CALLS
     again = STEPS - Lines.changed_after - 1

@@ -154,7 +154,7 @@ def test_only_the_first_step_gathers(ranks: Ranks, stage: int, make: Any) -> Non
     "setting",
     [
         replace(AHEAD, script=Halved, stage=2),
-        replace(AHEAD, script=Accumulated),
+        *slow(replace(AHEAD, script=Accumulated)),
         # A window at a stage below is one more reduction; a C++ compiler takes seconds for each kernel.
         *slow(replace(AHEAD, script=Accumulated, stage=1), replace(AHEAD, close=True, stage=2, make=sgd)),
         *slow(replace(AHEAD, script=Script)),

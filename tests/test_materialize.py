@@ -419,7 +419,7 @@ def compiled_and_optimizer_before(forgotten: bool) -> bool:
     return True
 
 
-@pytest.mark.parametrize("forgotten", [True, *slow(False)])  # a shorter way than the other
+@pytest.mark.parametrize("forgotten", slow(True, False))  # a shorter way than the other
 def test_compiled_and_given_to_an_optimizer_before(ranks: Ranks, forgotten: bool) -> None:
     """Also when the compiler has met the model on the meta device, and refused it."""
     assert all(ranks.run(compiled_and_optimizer_before, forgotten))

@@ -311,7 +311,7 @@ def train_token_weighted(zero_stage: int, mode: str, half: bool) -> None:
     [
         (2, 0, "eager", False),
         (3, 3, "eager", False),
-        (3, 3, "fx", True),
+        *slow((3, 3, "fx", True)),
         *long((2, 0, "fx", False), (2, 0, "fx", True), (3, 3, "fx", False)),  # every two are met before
     ],
     indirect=["ranks"],

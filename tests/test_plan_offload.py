@@ -137,6 +137,7 @@ def test_a_plan_for_gpus_knows_where_updates_run() -> None:
             assert found.ledger[1].step == 0
 
 
+@pytest.mark.slow  # plans, and compiles on ranks
 @worlds(2)
 def test_a_plan_counts_two_bytes_for_each_rounded_moment(ranks: Ranks) -> None:
     offload = replace(HOST, moments_dtype=torch.bfloat16)
@@ -154,12 +155,14 @@ def test_a_plan_refuses_an_optimizer_whose_moments_cannot_be_rounded() -> None:
         )
 
 
+@pytest.mark.slow  # plans twice
 def test_an_offload_of_shard_fn_is_planned_too() -> None:
     by_itself = planned(shard_fn=functools.partial(zgraph.shard, offload=HOST))
     assert by_itself.ledger == planned(offload=HOST).ledger
     assert planned(offload=HOST, shard_fn=functools.partial(zgraph.shard, offload=HOST)).ledger == by_itself.ledger
 
 
+@pytest.mark.slow  # plans twice
 def test_what_the_host_may_not_keep_is_refused_with_what_would_fit() -> None:
     needed = planned(4, HOST).host_bytes
     found = planned(4, replace(HOST, host_budget_bytes=needed))

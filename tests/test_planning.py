@@ -79,6 +79,7 @@ def test_bytes_follow_the_formulas(world: int) -> None:
     assert found.curves[0].bytes_after[-1] >= PARAMETER_BYTES // world
 
 
+@pytest.mark.slow  # plans twice
 def test_on_gpus_libraries_hold_memory_too() -> None:
     """The groups of gathers and of reductions; forward's handle of cuBLAS and backward's."""
     found, alone = planned(8, "h100"), planned(1, "a100")

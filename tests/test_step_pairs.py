@@ -166,7 +166,7 @@ class Stored(Clipped):
 @pytest.mark.parametrize(
     ("setting", "gathers"),
     # What is dropped does not depend on the stage: those of test_what_is_gathered_ahead_is_taken are others.
-    [(AHEAD, 1), (replace(AHEAD, target=SLOW), MEMBERS), *slow((replace(AHEAD, stage=1), 1))],
+    [(AHEAD, 1), *slow((replace(AHEAD, target=SLOW), MEMBERS), (replace(AHEAD, stage=1), 1))],
 )
 def test_a_checkpoint_replaces_what_was_gathered_ahead(ranks: Ranks, setting: Setting, gathers: int) -> None:
     for found in ranks.run(gathers_of, replace(setting, script=Stored)):
@@ -203,7 +203,7 @@ def resumed(setting: Setting) -> int:
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", [3, *slow(2)])  # as the rows of test_gather_ahead.py, to the bit
+@pytest.mark.parametrize("stage", slow(3, 2))  # as the rows of test_gather_ahead.py, to the bit
 def test_a_run_that_gathers_ahead_is_resumed(ranks: Ranks, stage: int) -> None:
     assert ranks.run(resumed, replace(AHEAD, stage=stage)) == [1, 1]  # its state is there
 

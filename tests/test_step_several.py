@@ -175,8 +175,12 @@ class Evaluated(Script):
     [
         (Two, adamw_fused, 3, False),
         (Adversaries, adam_foreach, 1, False),
-        (Scaled, adamw_fused, 3, False),
-        *slow((Evaluated, sgd, 0, False), (OftenJudged, sgd, 3, False), (Adversaries, adamw_fused, 3, False)),
+        *slow(
+            (Scaled, adamw_fused, 3, False),
+            (Evaluated, sgd, 0, False),
+            (OftenJudged, sgd, 3, False),
+            (Adversaries, adamw_fused, 3, False),
+        ),
         # The same lines at other stages.
         *long(
             (Two, sgd, 0, False),

@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-QUICK = ("stage 3", "stage 1")  # test_step_gate.py has two with loco
+QUICK = ("stage 3",)  # test_step_gate.py has one with loco
 # Of features that test_step_gate.py has in pairs.
 LONG = ("loco, accumulated", "loco, twice", "frozen", "stage 0", "stage 3, accumulated", "dropout")
 SLOW = [name for name in CASES if name not in (*QUICK, *LONG)]

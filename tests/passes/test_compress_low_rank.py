@@ -182,7 +182,7 @@ def windows(zero_stage: int) -> list[tuple[int, int]]:
     return sorted({(kept["first_hop"].reductions, kept["first_hop"].steps) for kept in feedback_of(sharded).values()})
 
 
-@pytest.mark.parametrize("zero_stage", [1, *slow(0), *long(2, 3)])  # 2 and 3 as in test_compress_gradients.py
+@pytest.mark.parametrize("zero_stage", [*slow(0, 1), *long(2, 3)])  # 2 and 3 as in test_compress_gradients.py
 def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce the sum of its gradients, 2 and 3 each of them."""
     assert ranks.run(windows, zero_stage) == [[(2, 2)] if zero_stage < 2 else [(4, 2)]] * 2

@@ -109,6 +109,7 @@ def refusals() -> list[str]:
     return found
 
 
+@pytest.mark.slow  # compiles several models
 def test_refusals_say_what_to_do(ranks: Ranks) -> None:
     for plain, early, empty, nested in ranks.run(refusals):
         assert plain.startswith("zgraph.measure: the model was not sharded")

@@ -230,6 +230,7 @@ def test_a_report_runs_no_operator_and_waits_for_no_device(tmp_path: Path, monke
     assert load(tmp_path)["frames"][0]["frame"] == "0/0"
 
 
+@pytest.mark.slow  # compiles eight batches
 def test_a_dump_compiles_no_frame_again(tmp_path: Path) -> None:
     """The same batches make the same frames, whose sizes become symbols, with and without a dump."""
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
-from zgraph.codegen.kernels.cpu.fused_adam import faster
 from zgraph.codegen.shorten_calls import shorten_calls
 from zgraph.dialect.grouped_gathers import cast_each
 from zgraph.graph import edits, meta, nodes
@@ -22,9 +21,7 @@ from zgraph.runtime.handle import name_of
 from zgraph.runtime.offload.copy_lanes import Copy, CopyLanes, StreamLanes, lanes_of
 from zgraph.runtime.profiler import Probe, Program, Runner
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
-from zgraph.torch_compat.bindings import function_for
 from zgraph.torch_compat.modules import generate_code, lazy_graph_module
-from zgraph.torch_compat.operators import is_fused_update
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -52,8 +49,7 @@ def lower_fx(
     guarded = _guarded_lines(gm)
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_collective)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
-    updates = _faster_updates(gm.graph)
-    _update_beside_compute(gm.graph, updates)
+    _update_beside_compute(gm.graph)
     _copy_beside_compute(gm.graph)
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_collective)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
@@ -62,10 +58,7 @@ def lower_fx(
     _call_cast_kernels(gm.graph)
     for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
         node.target = cast_each
-    shorten_calls(gm.graph)  # reads what operators write to, which kernels do not say
-    for node, kernel in updates.items():
-        if meta.beside(node) is None:
-            node.target = kernel
+    shorten_calls(gm.graph)
     program = _program(gm, guarded)
     if recorded is not None:
         program = recorded.of(program, gm)
@@ -126,19 +119,7 @@ def _touches_resting(start: fx.Node) -> bool:
     return any(meta.kept_as(node) is not None and meta.space(node) == "host" for node in touched)
 
 
-def _faster_updates(graph: fx.Graph) -> dict[fx.Node, Callable[..., Any]]:
-    """Fused updates of tensors on the CPU, with what computes the same bits faster."""
-    found = {node: faster(node.target, function_for(node)) for node in nodes.call_functions(graph, _updates_on_cpu)}
-    return {node: kernel for node, kernel in found.items() if kernel is not None}
-
-
-def _updates_on_cpu(node: fx.Node) -> bool:
-    values = map(meta.value, node.all_input_nodes) if is_fused_update(node.target) else ()
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return bool(tensors) and all(value.device.type == "cpu" for value in tensors)
-
-
-def _update_beside_compute(graph: fx.Graph, kernels: Mapping[fx.Node, Callable[..., Any]]) -> None:
+def _update_beside_compute(graph: fx.Graph) -> None:
     """Let updates of what rests on the host run on their lane."""
     started: dict[int, fx.Node] = {}
     devices = (_device_of(start) for start in nodes.call_functions(graph, nodes.is_copy_start))
@@ -151,8 +132,7 @@ def _update_beside_compute(graph: fx.Graph, kernels: Mapping[fx.Node, Callable[.
             node.target, node.args = finish_update, (started[number], *node.args)
         else:
             started[number] = node
-            operator = kernels.get(node, cast("Callable[..., Any]", node.target))
-            node.target = _on_lane(operator, lanes_of(device))
+            node.target = _on_lane(cast("Callable[..., Any]", node.target), lanes_of(device))
 
 
 def _on_lane(operator: Callable[..., Any], lanes: CopyLanes) -> Callable[..., Future[Any]]:

@@ -31,10 +31,9 @@ QUICK = [
 
 
 def cases(found: list[Combination], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Slow, but for a few that compile no C++, on two ranks; every other of those is long."""
-    tiers = itertools.cycle(([pytest.mark.slow], [pytest.mark.long]))
+    """Slow, but for a few that compile no C++, on two ranks."""
     return [
-        pytest.param(one.ranks, one, id=str(one), marks=[*marks, *([] if one in QUICK else next(tiers))])
+        pytest.param(one.ranks, one, id=str(one), marks=[*marks, *([] if one in QUICK else [pytest.mark.slow])])
         for one in found
     ]
 

@@ -49,7 +49,7 @@ def test_a_step_on_offloaded_state_equals_the_plain_loop(ranks: Ranks, name: str
 
 
 def updated_by_two_threads(kind: Any) -> None:
-    """Large enough for zgraph's own kernel, beside compute."""
+    """Large enough for several threads of torch's kernel, beside compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -80,7 +80,7 @@ def trained_on_two_threads(kind: Any, offload: zgraph.Offload | None) -> list[to
 
 
 @worlds(2)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, *slow(torch.optim.Adam)])
 def test_updates_on_several_threads_are_those_of_the_plain_loop(ranks: Ranks, kind: Any) -> None:
     ranks.run(updated_by_two_threads, kind)
 
@@ -145,8 +145,8 @@ def name_of(case: Case) -> str:
 
 
 @worlds(2)
-# Each compiles a graph or two. Every other one is slow: the tables above have the most common pairs.
-@pytest.mark.parametrize("case", [*slow(*PAIRS[::2]), *long(*PAIRS[1::2])], ids=name_of)
+@pytest.mark.slow  # each compiles a graph or two; the tables above have the most common of them
+@pytest.mark.parametrize("case", PAIRS, ids=name_of)
 def test_any_two_features_step_as_the_plain_loop(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     ranks.run(compare, replace(case, at_rest=under(tmp_path, case.at_rest)))
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -74,10 +73,7 @@ class Factors:
 
     def values(self) -> tuple[float, ...]:
         """All of them, in the order of `struct Factors` in adam.cpp."""
-        return _VALUES(self)
-
-
-_VALUES = attrgetter(*(field.name for field in fields(Factors)))
+        return astuple(self)
 
 
 def update_key(step: float, salt: int) -> int:

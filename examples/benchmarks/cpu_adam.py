@@ -9,8 +9,7 @@ limit: counted the same way, without the lines that a store fetches first. With 
 
 fused             torch.optim.AdamW(fused=True), all parameters in one call
 fused, buckets    the same, an optimizer and a call for each bucket
-kernel, buckets   torch's kernel of these, called for each bucket without torch.optim, as from a compiled step
-zgraph            the update of a compiled step, to the same bits as the above, all parameters in one call
+zgraph            the update of a compiled step: torch's kernel of the above, without torch.optim, in one call
 zgraph, buckets   the same, one call for each bucket, as gradients arrive
 bf16 moments      zgraph's, with which zgraph.Offload(moments_dtype=torch.bfloat16) updates; stochastic rounding
 foreach           torch.optim.AdamW(foreach=True)
@@ -39,7 +38,6 @@ from provenance import commit, processor
 from torch import Tensor, optim
 
 from zgraph.codegen import adam_kernels as adam_kernels
-from zgraph.codegen.kernels.cpu.fused_adam import faster
 from zgraph.torch_compat.bindings import FUNCTIONS
 
 ADAM_BYTES, ROUNDED_BYTES, TRIAD_BYTES = 28, 20, 12  # per element
@@ -80,15 +78,15 @@ def bucketed(weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     return [weights[first : first + count] for first in range(0, len(weights), count)]
 
 
-def called(update: Callable[..., object], buckets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
-    """One step by calls of an update that takes what torch's operator does."""
+def compiled(buckets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
+    """One step by calls of torch's kernel, as a compiled step makes them."""
     options = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
     lists: list[tuple[list[Tensor], ...]] = []
     for bucket in buckets:
         grads = [one.grad for one in bucket if one.grad is not None]
         moments = ([torch.zeros_like(one) for one in bucket] for _ in range(2))
         lists.append((list(bucket), grads, *moments, [], [torch.zeros(()) for _ in bucket]))
-    count = FUNCTIONS[torch.ops.aten._foreach_add_.Scalar]
+    count, update = FUNCTIONS[torch.ops.aten._foreach_add_.Scalar], FUNCTIONS[ADAMW]
 
     def step() -> None:
         for given in lists:
@@ -96,13 +94,6 @@ def called(update: Callable[..., object], buckets: Sequence[Sequence[Tensor]]) -
             update(*given, **options, amsgrad=False, maximize=False)
 
     return step
-
-
-def compiled(buckets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
-    """One step by what a compiled step calls in place of torch's operator."""
-    update = faster(ADAMW, FUNCTIONS[ADAMW])
-    assert update is not None
-    return called(update, buckets)
 
 
 def rounded(weights: Sequence[Tensor]) -> Callable[[], object]:
@@ -123,7 +114,6 @@ def rounded(weights: Sequence[Tensor]) -> Callable[[], object]:
 WAYS: dict[str, Callable[[Sequence[Tensor]], Callable[[], object]]] = {
     "fused": lambda weights: optim.AdamW(weights, lr=1e-4, fused=True).step,
     "fused, buckets": in_buckets,
-    "kernel, buckets": lambda weights: called(FUNCTIONS[ADAMW], bucketed(weights)),
     "zgraph": lambda weights: compiled([weights]),
     "zgraph, buckets": lambda weights: compiled(bucketed(weights)),
     ROUNDED: rounded,

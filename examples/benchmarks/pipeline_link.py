@@ -10,31 +10,24 @@ equal differ.
 """
 
 import argparse
-import json
 import math
-import os
-import platform
-import signal
-import statistics
 import sys
-import tempfile
-from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
-import torch
-from netns import INTERFACE, NetworkError, ShapedNetwork, parse_rate
-from pipeline_ranks import EQUAL_LOSSES, STRATEGIES, PipelinePlan
-from provenance import commit, processor
-from shaped_link import (
-    BenchmarkError,
-    count_parameters,
-    interrupt,
+from link_benchmark import (
+    add_arguments,
+    add_quartiles,
+    faster_lines,
+    parse,
     positive,
-    rate,
+    run_as_command,
+    run_ranks,
+    setting_of,
     times_faster,
-    wait_for_all,
 )
+from netns import ShapedNetwork, parse_rate
+from pipeline_ranks import EQUAL_LOSSES, STRATEGIES, PipelinePlan
+from provenance import commit
 from workload import ModelConfig
 
 RANKS, HOSTS = 4, 2
@@ -51,28 +44,13 @@ PEERS = {
 
 
 def main() -> int:
-    arguments = parse_arguments()
-    # A plain kill cleans up as Ctrl-C does, and Ctrl-C also where a shell had a background job ignore it.
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        report = run(arguments)
-    except (NetworkError, BenchmarkError) as error:
-        print(f"pipeline_link: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("pipeline_link: interrupted; namespaces and ranks are gone", file=sys.stderr)
-        return 130
-    print(render(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 1 if report["failures"] else 0
+    return run_as_command("pipeline_link", parse_arguments(), run, render)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Build the network, run the ranks in it, and add medians and ratios to what they measured."""
     measured_commit = commit()  # before the run: it takes minutes, in which a checkout may go on
-    with tempfile.TemporaryDirectory() as directory, ShapedNetwork(HOSTS, arguments.rate) as network:
+    with ShapedNetwork(HOSTS, arguments.rate) as network:
         # Rank r has stage r // 2 and the data-parallel rank r % 2.
         host_of = [rank % 2 if arguments.across == "dp" else rank // 2 for rank in range(RANKS)]
         plan = PipelinePlan(
@@ -85,27 +63,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             steps=arguments.steps,
             repeats=arguments.repeats,
         )
-        plan_path, result_path = Path(directory) / "plan.json", Path(directory) / "result.json"
-        plan_path.write_text(plan.to_json())
-        script = Path(__file__).with_name("pipeline_ranks.py")
-        environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        wait_for_all(
-            [
-                network.popen(
-                    host_of[rank],
-                    [sys.executable, str(script), str(rank), str(plan_path), str(result_path)],
-                    environment,
-                )
-                for rank in range(RANKS)
-            ]
-        )
-        measured = json.loads(result_path.read_text())
-    rows: dict[str, Any] = {}
-    for name in arguments.strategies:
-        row = measured["strategies"][name]
-        low, middle, high = statistics.quantiles(row["step_ms"], n=4, method="inclusive")
-        rows[name] = row | {"step_ms_low": low, "step_ms_median": middle, "step_ms_high": high}
+        measured = run_ranks(network, "pipeline_ranks.py", plan, host_of)
+    rows: dict[str, Any] = {name: measured["strategies"][name] for name in arguments.strategies}
     for name, row in rows.items():
+        add_quartiles(row)
         row["times_faster"] = {
             peer: times_faster(row["step_ms"], rows[peer]["step_ms"], arguments.steps)
             for peer in PEERS.get(name, ())
@@ -116,15 +77,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "across": arguments.across,
         "ranks": RANKS,
         "nodes": HOSTS,
-        "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "commit": measured_commit,
-        "model": asdict(arguments.model),
         "micro_batches": arguments.micro_batches,
-        "parameters": count_parameters(arguments.model),
-        "steps": arguments.steps,
-        "repeats": arguments.repeats,
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "kernel": platform.release()},
+        **setting_of(arguments, measured_commit),
         "link": measured["link"],
         "rows": rows,
         "failures": find_failures(rows),
@@ -158,11 +112,9 @@ def render(report: dict[str, Any]) -> str:
             f"{name:<22} {row['step_ms_median']:>8.0f} {quartiles:>15} {row['last_backward_ms']:>17.0f} "
             f"{row['sent_bytes'] / 1e6:>8.2f} {row['loss']:>8.4f}"
         )
-    lines.append("")
-    for name, row in report["rows"].items():
-        for peer, (ratio, low, high) in row["times_faster"].items():
-            lines.append(f"{name} is {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast as {peer}")
     lines += [
+        "",
+        *faster_lines(report["rows"]),
         "",
         "Sent is what a host's link sends in a step. Last backward: of the last micro-batch, on the slowest rank,",
         "with the reduction of gradients.",
@@ -177,30 +129,15 @@ def parse_arguments() -> argparse.Namespace:
         epilog=f"strategies: {', '.join(STRATEGIES)}",
     )
     parser.add_argument("--across", choices=("dp", "pp"), default="dp", help="default: %(default)s")
-    parser.add_argument("--rate", type=rate, default="1gbit", help="of each link and direction (default: %(default)s)")
     parser.add_argument("--micro-batches", type=positive, default=4, help="of a step (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=2, help="timed steps per turn (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive, default=5, help="turns of each strategy (default: %(default)s)")
-    parser.add_argument("--strategies", type=lambda text: text.split(","), metavar="A,B,C", default=list(STRATEGIES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured, each sample, here")
-    sizes = parser.add_argument_group("model, and one micro-batch")
-    usual = ModelConfig(width=512, layers=10)
-    for size in fields(ModelConfig):
-        sizes.add_argument(
-            f"--{size.name}", type=positive, default=getattr(usual, size.name), help="default: %(default)s"
-        )
-    arguments = parser.parse_args()
+    add_arguments(parser, steps=2, strategies="all", usual=ModelConfig(width=512, layers=10))
+    arguments = parse(parser)
+    arguments.strategies = arguments.strategies or list(STRATEGIES)
     for name in arguments.strategies:
         if name not in STRATEGIES:
             parser.error(f"strategy {name!r} is unknown; choose from {', '.join(STRATEGIES)}")
-    if arguments.steps * arguments.repeats < 2:
-        parser.error("a median and its spread need at least two timed steps")
     if arguments.micro_batches < 2 or arguments.layers < 2:
         parser.error("a pipeline of two stages needs two layers and two micro-batches")
-    try:
-        arguments.model = ModelConfig(**{size.name: getattr(arguments, size.name) for size in fields(ModelConfig)})
-    except ValueError as error:
-        parser.error(str(error))
     return arguments
 
 

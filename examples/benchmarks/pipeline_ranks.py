@@ -9,47 +9,32 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import netns
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from builders import POWERSGD_BUCKET_MIB, Optimizer, hook_bf16, hook_powersgd
-from rank_process import TIMEOUT, WARM_UP_STEPS, end_with_parent, measure_goodput, on_all_ranks, say
+from rank_process import TIMEOUT, WARM_UP_STEPS, RankPlan, end_with_parent, measure_goodput, on_all_ranks, say
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
-from workload import SEED, LanguageModel, ModelConfig, make_batch
+from workload import SEED, LanguageModel, make_batch
 
 _STORE_PORT = 29500
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
-    """What all ranks do, agreed before any of them starts."""
+class PipelinePlan(RankPlan):
+    """What the ranks of pipeline_link.py do; with the host of each, and the micro-batches of a step."""
 
-    addresses: list[str]
     hosts: list[int]
-    bits_per_second: int | None
-    model: ModelConfig
     micro_batches: int
-    strategies: list[str]
-    steps: int
-    repeats: int
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        values: dict[str, Any] = json.loads(text)
-        values["model"] = ModelConfig(**values["model"])
-        return cls(**values)
 
 
 class Stage(nn.Module):

@@ -41,8 +41,8 @@ TIMEOUT = timedelta(minutes=15)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What all ranks do, agreed before any of them starts."""
+class RankPlan:
+    """What all ranks of a benchmark do, agreed before any of them starts."""
 
     addresses: list[str]
     bits_per_second: int | None
@@ -50,7 +50,6 @@ class Plan:
     strategies: list[str]
     steps: int
     repeats: int
-    lowering: Lowering = "fx"
 
     @property
     def steps_in_all(self) -> int:
@@ -64,6 +63,13 @@ class Plan:
         values: dict[str, Any] = json.loads(text)
         values["model"] = ModelConfig(**values["model"])
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(RankPlan):
+    """What the ranks of shaped_link.py do."""
+
+    lowering: Lowering = "fx"
 
 
 @dataclass

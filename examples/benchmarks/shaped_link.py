@@ -11,29 +11,28 @@ should be equal differ.
 
 import argparse
 import importlib.util
-import json
 import math
-import os
-import platform
-import random
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
-from netns import FRAME_BYTES, INTERFACE, TCP_PAYLOAD_BYTES, NetworkError, ShapedNetwork, parse_rate
-from provenance import commit, processor
+from link_benchmark import (
+    BenchmarkError,
+    add_arguments,
+    add_quartiles,
+    faster_lines,
+    parse,
+    run_as_command,
+    run_ranks,
+    setting_of,
+    times_faster,
+)
+from netns import FRAME_BYTES, TCP_PAYLOAD_BYTES, ShapedNetwork, parse_rate
+from provenance import commit
 from rank_process import Plan
 from strategies import Strategy, strategies
-from workload import LanguageModel, ModelConfig
+from workload import ModelConfig
 
 # Equal operators in equal order are equal in every bit; Inductor fuses otherwise where collectives lie elsewhere.
 LOSS_TOLERANCE = {"fx": 0.0, "inductor": 1e-6}
@@ -82,34 +81,15 @@ examples:
 """
 
 
-class BenchmarkError(RuntimeError):
-    """The benchmark cannot run, or a rank ended early; the message says why."""
-
-
 def main() -> int:
-    arguments = _parse_arguments()
-    # A plain kill cleans up as Ctrl-C does, and Ctrl-C also where a shell had a background job ignore it.
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        report = run(arguments)
-    except (NetworkError, BenchmarkError) as error:
-        print(f"shaped_link: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("shaped_link: interrupted; namespaces and ranks are gone", file=sys.stderr)
-        return 130
-    print(render(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 1 if report["failures"] else 0
+    return run_as_command("shaped_link", _parse_arguments(), run, render)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Build the network, run the ranks in it, and join what they measured with the floors."""
     chosen = choose_strategies(arguments.strategies)
     measured_commit = commit()  # before the run: it takes minutes, in which a checkout may go on
-    with tempfile.TemporaryDirectory() as directory, ShapedNetwork(arguments.nodes, arguments.rate) as network:
+    with ShapedNetwork(arguments.nodes, arguments.rate) as network:
         node_of = [rank * arguments.nodes // arguments.ranks for rank in range(arguments.ranks)]
         plan = Plan(
             addresses=[network.address(node) for node in node_of],
@@ -120,24 +100,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             repeats=arguments.repeats,
             lowering=arguments.lowering,
         )
-        plan_path, result_path = Path(directory) / "plan.json", Path(directory) / "result.json"
-        plan_path.write_text(plan.to_json())
-        script = Path(__file__).with_name("rank_process.py")
-        # The log level silences the store's complaint that a namespace has no names for its addresses.
-        environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         # DeepSpeed is told that each rank is alone on its host, or it would go through shared memory.
-        environment |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-        wait_for_all(
-            [
-                network.popen(
-                    node_of[rank],
-                    [sys.executable, str(script), str(rank), str(plan_path), str(result_path)],
-                    environment,
-                )
-                for rank in range(arguments.ranks)
-            ]
-        )
-        measured = json.loads(result_path.read_text())
+        alone = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+        measured = run_ranks(network, "rank_process.py", plan, node_of, alone)
     rows = add_floors(chosen, measured["strategies"], measured["link"]["goodput_bytes_per_s"], arguments.ranks)
     for strategy in chosen:
         turns = {name: rows[name]["step_ms"] for name in strategy.peers if name in rows}
@@ -148,16 +113,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "rate": arguments.rate,
         "ranks": arguments.ranks,
         "nodes": arguments.nodes,
-        "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "commit": measured_commit,
-        "model": asdict(arguments.model),
         "lowering": arguments.lowering,
-        "parameters": count_parameters(arguments.model),
-        "steps": arguments.steps,
-        "repeats": arguments.repeats,
         "steps_in_all": plan.steps_in_all,
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "kernel": platform.release()},
+        **setting_of(arguments, measured_commit),
         "link": measured["link"],
         "rows": rows,
         # Inside a node bytes are free, and a flat collective may send more than the least between nodes.
@@ -191,24 +149,6 @@ def choose_strategies(names: Sequence[str] | None) -> list[Strategy]:
     return [strategy for name, strategy in table.items() if name in wanted]
 
 
-def wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until every rank has ended well; the first that does not ends the wait, for its peers would hang.
-
-    Raises:
-        BenchmarkError: a rank failed; its own message stands on standard error.
-    """
-    running = True
-    while running:
-        time.sleep(0.1)
-        states = [process.poll() for process in processes]
-        for rank, state in enumerate(states):
-            if state == -signal.SIGKILL:
-                raise BenchmarkError(f"rank {rank} was killed, probably for memory; choose fewer strategies or layers")
-            if state not in (None, 0):
-                raise BenchmarkError(f"rank {rank} ended with status {state}; its error stands above")
-        running = None in states
-
-
 def add_floors(
     chosen: Sequence[Strategy], measured: dict[str, dict[str, Any]], goodput_bytes_per_s: float, ranks: int
 ) -> dict[str, dict[str, Any]]:
@@ -216,8 +156,7 @@ def add_floors(
     rows: dict[str, dict[str, Any]] = {}
     for strategy in chosen:
         row = measured[strategy.name]
-        quartiles = statistics.quantiles(row["step_ms"], n=4, method="inclusive")
-        row |= {"step_ms_low": quartiles[0], "step_ms_median": quartiles[1], "step_ms_high": quartiles[2]}
+        add_quartiles(row)
         if strategy.compute is not None:
             alone = measured[strategy.compute]
             # What the other ranks update of a sharded model is no part of this rank's arithmetic.
@@ -243,17 +182,6 @@ def add_floors(
             }
         rows[strategy.name] = row
     return rows
-
-
-def times_faster(step_ms: Sequence[float], peer_ms: Sequence[float], steps: int) -> tuple[float, float, float]:
-    """How many times a peer's step takes, with a 95 % interval of the median: a bootstrap over turns, in pairs."""
-    ratios = [
-        statistics.median(peer_ms[first : first + steps]) / statistics.median(step_ms[first : first + steps])
-        for first in range(0, len(step_ms), steps)
-    ]
-    chance = random.Random(0)
-    drawn = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return statistics.median(ratios), drawn[50], drawn[-51]
 
 
 def find_failures(
@@ -306,11 +234,9 @@ def render(report: dict[str, Any]) -> str:
             f"{payload:>11} {row['sent_bytes'] / 1e6:>8.2f} {sent_ratio:>6} "
             f"{row['peak_bytes'] / 2**20:>9.1f} {loss:>8}"
         )
-    lines.append("")
-    for name, row in report["rows"].items():
-        for peer, (ratio, low, high) in row["times_faster"].items():
-            lines.append(f"{name} is {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast as {peer}")
     lines += [
+        "",
+        *faster_lines(report["rows"]),
         "",
         f"{report['repeats']} repetitions of {report['steps']} steps each, strategies in turn; loss after "
         f"{report['steps_in_all']} steps. Compute alone runs on all ranks at once.",
@@ -335,61 +261,17 @@ def _parse_arguments() -> argparse.Namespace:
         "--nodes", type=int, choices=(2, 4), help="hosts with a link of their own; default: one for each rank"
     )
     parser.add_argument(
-        "--rate",
-        type=rate,
-        default="1gbit",
-        help="of each link and direction: 200mbit, 1gbit, ...; none: unshaped (default: %(default)s)",
-    )
-    parser.add_argument(
         "--lowering",
         choices=("fx", "inductor"),
         default="fx",
         help="inductor: every row is compiled by it, minutes each; fx: graphs run node by node (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=positive, default=4, help="timed steps per turn (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive, default=5, help="turns of each strategy (default: %(default)s)")
-    parser.add_argument(
-        "--strategies", type=lambda text: text.split(","), metavar="A,B,C", help="default: all that are installed"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured, each sample, here")
-    sizes = parser.add_argument_group("model, and one rank's batch")
-    for size in fields(ModelConfig):
-        sizes.add_argument(f"--{size.name}", type=positive, default=size.default, help="default: %(default)s")
-    arguments = parser.parse_args()
+    add_arguments(parser, steps=4, strategies="all that are installed", usual=ModelConfig())
+    arguments = parse(parser)
     arguments.nodes = arguments.nodes or arguments.ranks
     if arguments.nodes > arguments.ranks:
         parser.error(f"{arguments.ranks} ranks cannot be spread over {arguments.nodes} nodes")
-    if arguments.steps * arguments.repeats < 2:
-        parser.error("a median and its spread need at least two timed steps")
-    try:
-        arguments.model = ModelConfig(**{size.name: getattr(arguments, size.name) for size in fields(ModelConfig)})
-    except ValueError as error:
-        parser.error(str(error))
     return arguments
-
-
-def rate(text: str) -> str:
-    try:
-        parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def count_parameters(config: ModelConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in LanguageModel(config).parameters())
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -218,7 +217,7 @@ class LazyLanes(StreamLanes):
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What is updated has no values until it is waited for."""
         landing = [storage() for storage, _ in self.lazy.landing]  # nobody has seen what is there
-        found = written_tensors(inspect.unwrap(operator), args, kwargs)
+        found = written_tensors(cast(Any, operator), args, kwargs)
         written = [one for one in found if not any(one.untyped_storage() is storage for storage in landing)]
         before = [tensor.clone() for tensor in written]
         for tensor in written:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,7 @@ def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
     rest = [node for node in gm.graph.nodes if node.op == "call_function" and node not in needed]
     read = dict.fromkeys(source for node in rest for source in node.all_input_nodes)
     read |= dict.fromkeys(returned[place] for place in late_places)
-    handed = [node for node in needed if node in read and node.op == "call_function"]
-    handed.sort()
+    handed = sorted(node for node in needed if node in read and node.op == "call_function")
     first = _graph_of(gm, [node for node in inputs if node in needed], sorted(needed), early_places, returned, handed)
     taken = [node for node in inputs if node in read]
     second = _graph_of(gm, [*taken, *handed], rest, late_places, returned, [])
@@ -134,7 +133,7 @@ def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
         waiting += node.all_input_nodes
         if nodes.is_start(node):
             waiting += nodes.waits_of(node)
-        if node.op == "call_function" and not isinstance(node.meta.get("val"), Tensor | torch.SymInt | torch.SymFloat):
+        if node.op == "call_function" and not isinstance(meta.value(node), Tensor | torch.SymInt | torch.SymFloat):
             waiting += [user for user in node.users if nodes.is_getitem(user)]
     return found
 
@@ -152,11 +151,11 @@ def _written_across(graph: fx.Graph, needed: dict[fx.Node, None]) -> bool:
 
 def _graph_of(
     gm: fx.GraphModule,
-    inputs: list[fx.Node],
-    members: Iterable[fx.Node],
-    places: Iterable[int],
-    returned: list[Any],
-    handed: list[fx.Node],
+    inputs: Sequence[fx.Node],
+    members: Sequence[fx.Node],
+    places: Sequence[int],
+    returned: Sequence[Any],
+    handed: Sequence[fx.Node],
 ) -> fx.GraphModule:
     """A graph of these nodes, under their names; it returns the outputs at these places, then what is handed on."""
     graph = fx.Graph()
@@ -164,8 +163,9 @@ def _graph_of(
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
+    read = {source for member in members for source in member.all_input_nodes}
     for node in gm.graph.find_nodes(op="get_attr"):
-        if any(node in member.all_input_nodes for member in members):
+        if node in read:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     for node in members:
         if node.op == "call_function":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +61,7 @@ class JudgedLanes:
         return self._start("return", kept, tensor.detach())
 
     def update(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JudgedUpdate:
-        written = written_tensors(inspect.unwrap(operator), args, kwargs)
+        written = written_tensors(operator, args, kwargs)
         read = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
         sent = [one for one in read if not any(one is other for other in written)]
         transfer = Transfer(kind="update", number=0, sent=sent, filled=written, copy=None, sent_bytes=0)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from zgraph.runtime.window_state import Gradients
 from zgraph.torch_compat.autograd import current_node, drop_graph, is_compiled, is_leaf
-
-Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class WeightBackwards:
     """What the backward of one micro-batch has left for later.
 
     Args:
-        way: that it goes, see `way_through`.
+        way: found by `way_through`.
     """
 
     def __init__(self, way: Way) -> None:

@@ -130,7 +130,7 @@ def averaged_on_late_streams(offload: zgraph.Offload, twice: bool) -> int:
 
 
 @worlds(2)
-@pytest.mark.parametrize(("offload", "twice"), [(STATE, False), *slow((HOST, True), (STATE, True), (HOST, False))])
+@pytest.mark.parametrize(("offload", "twice"), [(STATE, True), *slow((HOST, True), (STATE, False), (HOST, False))])
 def test_what_reads_parameters_behind_their_update_waits_for_it(
     ranks: Ranks, offload: zgraph.Offload, twice: bool
 ) -> None:

@@ -138,7 +138,7 @@ def judge(order: list[Action], costs: list[StageCost], holds_sent: bool, splits:
             if (ran or now == "forward") and len(ran) < count:
                 held += of_stage.kept_bytes
             elif len(ended) < count and not closes:
-                held += of_stage.closing_kept_bytes
+                held += of_stage.closing_kept_bytes if not splits or len(returned) < count else split.kept_bytes
             if ended and len(ended) < count and not closes:
                 held += of_stage.waiting_bytes
             held += of_stage.gradient_bytes if ended else 0
@@ -179,6 +179,7 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
                     inputs_us=(1.0,) * micro_batches,
                     weights_us=(1.0,) * micro_batches,
                     left_bytes=300 + 7 * stage,
+                    kept_bytes=200 * (stage % 3),
                     inputs_peak_bytes=1000 * (stage % 2 + 1),
                     first_peak_bytes=1800,
                     weights_peak_bytes=1300,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zgraph
+from tests.support.graphs import Drawing, names_of
 from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks
 from tests.support.tiers import slow
@@ -25,6 +27,7 @@ from zgraph.graph.split_graph import split_graph
 from zgraph.runtime.groups import OF_REDUCTIONS
 from zgraph.sharding.pipeline.weight_backwards import WeightBackwards, way_through
 from zgraph.torch_compat import release_of
+from zgraph.torch_compat.collectives import grouped_gather_op, wait_op
 
 WIDTH, MICRO_BATCHES, STEPS = 8, 4, 2
 SPLIT = "InterleavedZeroBubble"
@@ -245,6 +248,19 @@ def test_a_graph_is_split_by_what_outputs_need() -> None:
         for part in (halves.first, halves.second)
     ]
     assert counts == [1, 1]
+
+
+def test_a_collective_is_waited_for_in_the_half_that_starts_it() -> None:
+    """Both results of one launch, of which the second is read in the other half alone."""
+    drawing = Drawing()
+    shards = [drawing.input(name, 2) for name in ("early", "late")]
+    start = drawing.call(grouped_gather_op(), shards, 2, drawing.group_name)
+    waits = [drawing.call(wait_op(), drawing.call(operator.getitem, start, place)) for place in range(2)]
+    gm = drawing.done(*(drawing.call(torch.ops.aten.neg.default, wait) for wait in waits))
+    halves = split_graph(gm, [1])
+    assert halves is not None
+    assert len(halves.first.graph.find_nodes(op="call_function", target=wait_op())) == 2
+    assert names_of(halves.second.graph) == ["neg_default_1"]
 
 
 def test_a_graph_in_which_one_half_writes_what_the_other_reads_stays_whole() -> None:

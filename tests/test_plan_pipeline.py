@@ -59,7 +59,9 @@ def planned(world: dict[str, int], count: int = 2, zero_stage: int = 3, **option
 class Pipeline:
     """This rank's part of a pipeline that trains."""
 
-    def __init__(self, dp: int, chunks: int, schedule: str, zero_stage: int) -> None:
+    def __init__(
+        self, dp: int, chunks: int, schedule: str, zero_stage: int, micro_batches: int = MICRO_BATCHES
+    ) -> None:
         ranks = dist.get_world_size() // dp
         self.mesh = init_device_mesh("cpu", (ranks, dp), mesh_dim_names=("pp", "dp"))
         rank = self.mesh.get_local_rank("pp")
@@ -78,8 +80,8 @@ class Pipeline:
         ]
         make: Any = pipelining.schedules.get_schedule_class(schedule)
         given: Any = stages if issubclass(make, pipelining.schedules.PipelineScheduleMulti) else stages[0]
-        self.schedule = make(given, MICRO_BATCHES, loss_fn=lambda output, y: output.sum())
-        self.x, self.y = torch.randn(MICRO_BATCHES * ROWS, WIDTH), torch.zeros(MICRO_BATCHES)
+        self.schedule = make(given, micro_batches, loss_fn=lambda output, y: output.sum())
+        self.x, self.y = torch.randn(micro_batches * ROWS, WIDTH), torch.zeros(micro_batches)
 
     def step(self) -> None:
         for module in self.modules:
@@ -119,9 +121,9 @@ def test_real_ranks_send_what_was_planned(ranks: Ranks, zero_stage: int, chunks:
     assert ranks.run(sent_for_real, zero_stage, chunks, schedule) == [wanted[0], wanted[0], wanted[1], wanted[1]]
 
 
-def peak_for_real(zero_stage: int, chunks: int, schedule: str, dp: int) -> int:
+def peak_for_real(zero_stage: int, chunks: int, schedule: str, dp: int, micro_batches: int) -> int:
     """How far a step rises above what is there between steps, gradients cleared."""
-    pipeline = Pipeline(dp, chunks, schedule, zero_stage)
+    pipeline = Pipeline(dp, chunks, schedule, zero_stage, micro_batches)
     counts: list[Count] = []
     pipeline.step()
     for _ in range(3):
@@ -134,16 +136,17 @@ def peak_for_real(zero_stage: int, chunks: int, schedule: str, dp: int) -> int:
     return steady_rise(counts)
 
 
-def assert_peaks(ranks: Ranks, schedule: str, chunks: int, zero_stage: int) -> None:
+def assert_peaks(ranks: Ranks, schedule: str, chunks: int, zero_stage: int, micro_batches: int = MICRO_BATCHES) -> None:
     """Without what rests between steps: parameters, and buffers in which activations and gradients arrive."""
     dp = ranks.world // 2
-    found = planned({"pp": 2, "dp": dp}, 2 * chunks, zero_stage, schedule=schedule).pipeline
+    axes = {"pp": 2, "dp": dp}
+    found = planned(axes, 2 * chunks, zero_stage, schedule=schedule, micro_batches=micro_batches).pipeline
     assert found is not None
-    real = ranks.run(peak_for_real, zero_stage, chunks, schedule, dp)
+    real = ranks.run(peak_for_real, zero_stage, chunks, schedule, dp, micro_batches)
     for rank, peak in enumerate(found.run.peak_bytes):
         message = ROWS * WIDTH * 4
         numbers = range(rank, 2 * chunks, 2)
-        buffers = MICRO_BATCHES * message * sum((number > 0) + (number < 2 * chunks - 1) for number in numbers)
+        buffers = micro_batches * message * sum((number > 0) + (number < 2 * chunks - 1) for number in numbers)
         resting = sum(stage.cost.resting_bytes for stage in found.stages_of(rank))
         for each in real[rank * dp : (rank + 1) * dp]:
             assert peak - buffers - resting == pytest.approx(each, rel=0.05)
@@ -162,20 +165,23 @@ def test_the_peak_of_each_rank_is_what_it_really_holds(
 
 @worlds(4)
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "zero_stage"),
+    ("schedule", "chunks", "zero_stage", "micro_batches"),
     [
-        ("1F1B", 1, 1),
-        ("GPipe", 1, 2),
-        ("Interleaved1F1B", 2, 1),
-        ("Interleaved1F1B", 2, 2),
-        ("GPipe", 1, 3),
-        ("InterleavedZeroBubble", 2, 1),
+        ("1F1B", 1, 1, 2),
+        ("1F1B", 1, 1, 4),
+        ("GPipe", 1, 2, 4),
+        ("Interleaved1F1B", 2, 1, 4),
+        ("Interleaved1F1B", 2, 2, 4),
+        ("GPipe", 1, 3, 4),
+        ("InterleavedZeroBubble", 2, 1, 2),
+        ("InterleavedZeroBubble", 2, 1, 4),
     ],
 )
 def test_the_peak_of_sharded_stages_is_what_each_rank_really_holds(
-    ranks: Ranks, schedule: str, chunks: int, zero_stage: int
+    ranks: Ranks, schedule: str, chunks: int, zero_stage: int, micro_batches: int
 ) -> None:
-    assert_peaks(ranks, schedule, chunks, zero_stage)
+    """Of two micro-batches the last backward holds most, which reduces the sums of both."""
+    assert_peaks(ranks, schedule, chunks, zero_stage, micro_batches)
 
 
 # --- the plan's own sums --------------------------------------------------------------------------------------------
@@ -210,6 +216,17 @@ def test_one_micro_batch_is_a_step_of_each_stage() -> None:
     assert (first.cost.forward_us, first.cost.backward_us) == tuple((graph.timeline.step_us,) for graph in alone.graphs)
     assert first.traffic["dp"].sent_bytes == alone.sent_bytes
     assert found.run.peak_bytes[0] == alone.peak_bytes + message  # the buffer of the output's gradient
+
+
+def test_the_last_backward_finds_the_sums_that_wait() -> None:
+    """Beside a single one it holds those of both weights at its highest point, where the first of them is reduced."""
+    single, last = (
+        planned({"pp": 2, "dp": 2}, zero_stage=1, micro_batches=count, schedule="GPipe").pipeline for count in (1, 2)
+    )
+    assert single is not None and last is not None
+    without, cost = single.stages[1].cost, last.stages[1].cost
+    assert (without.waiting_bytes, cost.waiting_bytes) == (0, 2 * 2 * WIDTH * WIDTH * 4)
+    assert cost.closing_peak_bytes == without.closing_peak_bytes + cost.waiting_bytes
 
 
 def test_the_bubble_of_equal_stages_is_that_of_the_formula() -> None:

@@ -15,6 +15,7 @@ class SplitCost:
     Attributes:
         inputs_us, weights_us: [micro_batches] time of each.
         left_bytes: what one micro-batch keeps from its first half to its second.
+        kept_bytes: gathered parameters that stay behind the first half of the last one, until its second half.
         inputs_peak_bytes: most that one holds while its first half runs, with what it has saved.
         first_peak_bytes, weights_peak_bytes, closing_peak_bytes: of the second half, as those of the whole backward of
             a `StageCost`, with what the first one has left.
@@ -23,6 +24,7 @@ class SplitCost:
     inputs_us: tuple[float, ...]
     weights_us: tuple[float, ...]
     left_bytes: int = 0
+    kept_bytes: int = 0
     inputs_peak_bytes: int = 0
     first_peak_bytes: int = 0
     weights_peak_bytes: int = 0
@@ -194,6 +196,7 @@ def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: 
             if split is not None:
                 peak = max(peak, held + split.inputs_peak_bytes)
                 held += split.left_bytes + (cost.left_bytes if holds_sent else 0)
+                held -= cost.closing_kept_bytes - split.kept_bytes if is_last else 0
                 continue
         elif split is None:
             continue  # that of the inputs was the whole
@@ -201,7 +204,8 @@ def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: 
             held -= split.left_bytes
         of_all: StageCost | SplitCost = cost if split is None else split
         if is_last:
-            held -= cost.closing_kept_bytes + (cost.waiting_bytes if turn else 0)
+            held -= cost.closing_kept_bytes if split is None else split.kept_bytes
+            held -= cost.waiting_bytes if turn else 0
             peak = max(peak, held + of_all.closing_peak_bytes)
         elif turn:
             peak = max(peak, held + (cost.backward_peak_bytes if split is None else split.weights_peak_bytes))

@@ -15,10 +15,10 @@ import zgraph
 from examples.train_gpt import GPT
 from tests.support.compiled import with_fx
 from tests.support.graphs import Keep, by_rank, fake_world
-from tests.support.judges.replicated import whole
 from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.ranks import Ranks
+from tests.support.whole_tensors import whole
 from zgraph.analysis.liveness import memory_curve, step_curve
 from zgraph.compiler.fit_budget import LEAST, fit, smallest_feasible
 from zgraph.passes import presets

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import zgraph
 from tests.support import models
 from tests.support.graphs import fake_world
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, every_world
+from tests.support.whole_tensors import whole
 from zgraph.optimizers.local_norm import ShardedGradients
 from zgraph.torch_compat.dtensor import layouts_of
 

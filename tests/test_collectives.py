@@ -15,8 +15,8 @@ import zgraph
 from tests.support import models
 from tests.support.compiled import with_fx
 from tests.support.graphs import Drawing, fake_world
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, every_world, worlds
+from tests.support.whole_tensors import whole
 from zgraph.analysis.hardware import Hardware
 from zgraph.compiler.agreement import Signature
 from zgraph.graph.collective_dispatch import order_of_waits

@@ -12,10 +12,10 @@ from torch import Tensor, fx, optim
 from torch.distributed.tensor import DTensor
 
 import zgraph
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Net, Script, Setting, compare
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 from zgraph.codegen.cuda_graph import MOST_CHANGES, WARM_UP_CALLS, Program, Recording
 from zgraph.torch_compat.dtensor import local_of
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
-from tests.support.judges.replicated import whole
 from tests.support.late_updates import LateSteps
 from tests.support.lazy_streams import late_gpu
 from tests.support.ranks import Ranks, worlds
@@ -19,6 +18,7 @@ from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Net
 from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
+from tests.support.whole_tensors import whole
 from zgraph.optimizers.pending_gradients import GRADIENT, SKIP, apply_pending, has_pending
 from zgraph.whole_step import TrainingStep
 

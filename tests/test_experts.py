@@ -19,9 +19,9 @@ import zgraph
 from tests.support import experts
 from tests.support.compiled import with_fx
 from tests.support.compressing import compressing, feedback_of
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import long
+from tests.support.whole_tensors import whole
 from zgraph.passes import LoCo, presets
 
 # Sums over tokens and ranks are in another order than on one rank.

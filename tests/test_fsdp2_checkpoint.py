@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 import zgraph
 from tests.support.compiled import with_fx
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, fresh_ranks
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 Trained = tuple[list[float], dict[str, Tensor]]

@@ -13,12 +13,12 @@ import zgraph
 from tests.support.compiled import with_fx
 from tests.support.graphs import Keep, by_rank, mlp
 from tests.support.judges.lockstep import assert_same_results
-from tests.support.judges.replicated import whole
 from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import counted
 from tests.support.models import Uneven
 from tests.support.ranks import Ranks
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 from zgraph import Hardware, Pipeline
 from zgraph.analysis.liveness import memory_curve, step_curve
 from zgraph.compiler.target import Target

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support.compiled import with_fx
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks
+from tests.support.whole_tensors import whole
 from zgraph.graph import meta
 
 

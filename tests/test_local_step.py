@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zgraph
 from tests.support import models
 from tests.support.graphs import fake_world
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, every_world, worlds
 from tests.support.tiers import long, slow
+from tests.support.whole_tensors import whole
 from zgraph.optimizers import kept_step, local_step
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.memory import DispatchMode

@@ -19,10 +19,10 @@ import zgraph
 from examples.benchmarks.heap import Heap, HeapPeak
 from tests.support import models
 from tests.support.compiled import with_fx
-from tests.support.judges.replicated import whole
 from tests.support.memory.heap_peak import SLACK_BYTES, WIDTH, Peak
 from tests.support.ranks import Ranks, every_world
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 
 SEED = 11
 Init = Callable[[nn.Module], object]

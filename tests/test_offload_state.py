@@ -12,13 +12,13 @@ from covertable import make
 from torch import nn
 
 import zgraph
-from tests.support.judges.replicated import whole
 from tests.support.memory.allocations import counted
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, every_world, worlds
 from tests.support.resting import DISK, HOST, MIXED, SHARDS, STATE, under
 from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, assert_same, compare, train
+from tests.support.whole_tensors import whole
 from zgraph.sharding.scope import state_of
 
 CASES = {

@@ -15,9 +15,10 @@ import zgraph
 from tests.support import models
 from tests.support.combinations import off
 from tests.support.compressing import feedback_of
-from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, compare, token_batch, whole
+from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, compare, token_batch
 from tests.support.ranks import Ranks
 from tests.support.tiers import long, slow
+from tests.support.whole_tensors import whole
 from zgraph.analysis.hardware import Hardware
 from zgraph.graph import meta, nodes
 from zgraph.torch_compat.aot import rng_state_operators

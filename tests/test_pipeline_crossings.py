@@ -18,9 +18,10 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import zgraph
 from tests.support.compressing import feedback_of
-from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, whole
+from tests.support.judges.replicated import Case, Replicated, assert_equal, batches
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import long, slow
+from tests.support.whole_tensors import whole
 from zgraph.errors import CheckpointError, ZgraphWarning
 from zgraph.passes import CompressGradients, LoCo, presets
 

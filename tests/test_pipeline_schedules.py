@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support.compressing import feedback_of
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, fresh_ranks, worlds
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 from zgraph import passes as P
 from zgraph.errors import ZgraphError
 from zgraph.runtime.groups import OF_REDUCTIONS

@@ -19,9 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import zgraph
 from tests.support.graphs import Drawing, names_of
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 from zgraph import passes as P
 from zgraph.graph.split_graph import split_graph
 from zgraph.runtime.groups import OF_REDUCTIONS

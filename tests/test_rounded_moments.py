@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
-from tests.support.judges.replicated import whole
 from tests.support.late_updates import LateSteps
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
@@ -22,6 +21,7 @@ from tests.support.resting import check_rests, under
 from tests.support.rounded_updates import RoundedSteps
 from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
+from tests.support.whole_tensors import whole
 
 P = zgraph.passes
 HOST = zgraph.Offload(optimizer="host", moments_dtype=torch.bfloat16)

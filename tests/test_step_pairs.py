@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
 from tests.support.combinations import shared_folder
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, STATE, under
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 from zgraph.dialect import ahead
 
 P = zgraph.passes

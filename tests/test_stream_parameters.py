@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 
 LAYERS, WIDTH = 3, 10
 

@@ -13,8 +13,8 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zgraph
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, fresh_ranks, worlds
+from tests.support.whole_tensors import whole
 
 WIDTH, CHUNKS, MICRO_BATCHES, STEPS = 8, 4, 4, 3
 ROUNDING = 1e-5  # tensor parallelism splits sums, and the mean over ranks comes after that over micro-batches

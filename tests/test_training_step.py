@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import zgraph
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, compare, train
+from tests.support.whole_tensors import whole
 
 CASES = {
     "stage 3": Case(clip="torch", schedule=True),
@@ -23,6 +23,7 @@ CASES = {
     "loco": Case(loco=True, clip="torch", optimizer="adagrad", schedule=True),
     "loco, accumulated": Case(loco=True, stage=1, accumulation=3, no_sync=True, optimizer="rmsprop"),
     "loco, twice": Case(loco=True, accumulation=2, optimizer="sgd", clip="zgraph"),
+    "loco, window": Case(loco=True, reset_every=2, accumulation=2, no_sync=True, optimizer="sgd"),
     "dropout": Case(dropout=0.5, stage=2, optimizer="adamax", schedule=True),
     "frozen": Case(frozen=True, stage=2, optimizer="adadelta", clip="zgraph", zero_first=True),
     "resumed": Case(resume=True, stage=1, optimizer="adamw_foreach", schedule=True),
@@ -31,7 +32,7 @@ CASES = {
 }
 
 
-QUICK = ("stage 3",)  # test_step_gate.py has one with loco
+QUICK = ("stage 3", "loco, window")
 # Of features that test_step_gate.py has in pairs.
 LONG = ("loco, accumulated", "loco, twice", "frozen", "stage 0", "stage 3, accumulated", "dropout")
 SLOW = [name for name in CASES if name not in (*QUICK, *LONG)]

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import zgraph
 from tests.support import models
 from tests.support.compiled import with_fx
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks
+from tests.support.whole_tensors import whole
 from zgraph.runtime.handle import name_of
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.collectives import is_functional_collective

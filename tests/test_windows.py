@@ -20,11 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 import zgraph
 from tests.support import models
 from tests.support.compiled import with_fx
-from tests.support.judges.replicated import whole
 from tests.support.memory.gloo_buffers import settled
 from tests.support.memory.live_tensors import live_tensors, local, storage_bytes
 from tests.support.ranks import Ranks, every_world, fresh_ranks, worlds
 from tests.support.tiers import long, slow
+from tests.support.whole_tensors import whole
 from zgraph.runtime.collectives import start_all_gather
 from zgraph.runtime.groups import reduction_group
 

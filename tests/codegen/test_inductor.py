@@ -17,9 +17,9 @@ import zgraph
 from tests.support import models
 from tests.support.compiled import with_fx
 from tests.support.graphs import Keep, fake_world
-from tests.support.judges.replicated import whole
 from tests.support.memory.allocations import counted
 from tests.support.ranks import Ranks
+from tests.support.whole_tensors import whole
 from zgraph.analysis.liveness import step_curve
 from zgraph.passes import presets
 

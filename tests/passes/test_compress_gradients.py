@@ -18,9 +18,10 @@ import zgraph
 from tests.support.compiled import with_fx
 from tests.support.graphs import Twice, apply, fake_world, mlp, traced
 from tests.support.judges.compressed import Codec, Hybrid, OneHop, TwoHops, local_gradients
-from tests.support.judges.replicated import assert_equal, whole
+from tests.support.judges.replicated import assert_equal
 from tests.support.ranks import RankFailure, Ranks, every_world, fresh_ranks, worlds
 from tests.support.tiers import long, slow
+from tests.support.whole_tensors import whole
 from zgraph import PreconditionError
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compression.methods import RngKey

@@ -18,9 +18,10 @@ from tests.support.compressing import feedback_of
 from tests.support.graphs import Twice, apply, fake_world, traced
 from tests.support.judges.compressed import local_gradients
 from tests.support.judges.low_rank import Paper, compile_low_rank
-from tests.support.judges.replicated import assert_equal, whole
+from tests.support.judges.replicated import assert_equal
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import long, slow
+from tests.support.whole_tensors import whole
 from zgraph.compression.low_rank import LowRank
 from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.traffic import transfers

@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import zgraph
 from tests.support.graphs import fake_world
 from tests.support.hash_seeds import HashSeeds
-from tests.support.judges.replicated import Case, Replicated, batches, whole
+from tests.support.judges.replicated import Case, Replicated, batches
 from tests.support.memory.allocations import counted
 from tests.support.ranks import Ranks
+from tests.support.whole_tensors import whole
 from zgraph import Pipeline, PreconditionError
 from zgraph.analysis.liveness import step_curve
 from zgraph.codegen.lower_fx import lower_fx

@@ -20,9 +20,9 @@ from tests.support.costs import cost_by_size, cost_of
 from tests.support.graphs import Drawing, Traced, apply, by_rank, deep, fake_world, mlp, names_of, traced
 from tests.support.judges.event_machine import peak_bytes, replay
 from tests.support.judges.lockstep import assert_same_results
-from tests.support.judges.replicated import whole
 from tests.support.ranks import Ranks
 from tests.support.tiers import long, slow
+from tests.support.whole_tensors import whole
 from zgraph import PassContext, Pipeline, PreconditionError
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.storages import storages_of

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zgraph
 from tests.support.compiled import with_fx
-from tests.support.judges.replicated import whole
+from tests.support.whole_tensors import whole
 
 
 class Noisy(nn.Module):

@@ -20,8 +20,9 @@ import zgraph
 from tests.support import models
 from tests.support.compressing import feedback_of
 from tests.support.judges.low_rank import Paper
-from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, hybrid_mesh, loss_of, whole
+from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, hybrid_mesh, loss_of
 from tests.support.ranks import fresh_ranks
+from tests.support.whole_tensors import whole
 
 P = zgraph.passes
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn, optim
 
 import zgraph
 from tests.support.combinations import off
-from tests.support.judges.replicated import whole
 from tests.support.resting import check_rests
+from tests.support.whole_tensors import whole
 from zgraph.codegen.cuda_graph import Recorder
 from zgraph.options import CompileOptions
 from zgraph.whole_step import TrainingStep

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support.compiled import with_fx
+from tests.support.whole_tensors import whole
 
 VOCABULARY, WIDTH, HEADS, HIDDEN = 24, 16, 4, 20
 
@@ -312,7 +313,3 @@ def dp_rank(model: nn.Module) -> int:
     parameter = next(model.parameters())
     assert isinstance(parameter, DTensor)
     return dist.get_rank() // parameter.device_mesh.size(-1)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support import models
-from tests.support.judges.replicated import whole
 from tests.support.resting import check_rests
 from tests.support.step_scripts import Frugal
+from tests.support.whole_tensors import whole
 
 P = zgraph.passes
 BATCH, LENGTH = 2, 7
@@ -59,6 +59,7 @@ class Case:
     no_sync: bool = False
     precision: str = "fp32"  # "bf16", "autocast"
     loco: bool = False
+    reset_every: int = P.LoCo().reset_every
     dropout: float = 0.0
     schedule: bool = False
     frozen: bool = False
@@ -77,7 +78,8 @@ class Case:
     started: bool = False  # the first step is a plain one: the captured one finds the state, and is compiled once
 
     def options(self) -> dict[str, Any]:
-        compression = P.CompressGradients(method=P.LoCo(), min_numel=64) if self.loco else None
+        method = P.LoCo(reset_every=self.reset_every)
+        compression = P.CompressGradients(method=method, min_numel=64) if self.loco else None
         has_costs = self.frugal or self.planned
         passes = (P.presets.planned if has_costs else P.presets.default)(bucket_bytes=4096)
         if self.frugal:

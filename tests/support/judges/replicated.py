@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import zgraph
 from tests.support.compiled import with_fx
+from tests.support.whole_tensors import whole
 
 STEPS = 3
 
@@ -305,10 +305,6 @@ def verified() -> zgraph.Pipeline:
     return zgraph.Pipeline(
         zgraph.passes.presets.default(), replay_all=dist.get_world_size() == 2 and dist.get_rank() == 0
     )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_equal(what: str, found: Tensor | None, expected: Tensor | None) -> None:

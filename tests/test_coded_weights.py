@@ -15,7 +15,7 @@ from examples.benchmarks.loopback import Wire, loopback
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import check_rests
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from zgraph.codegen.kernels import reference
 from zgraph.compression.methods import NoFeedback, RngKey
 
@@ -227,8 +227,8 @@ def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: st
         zgraph.Offload(**options)
 
 
-@pytest.mark.slow  # imports transformers, and compiles for a prompt and for one token
-@pytest.mark.parametrize("bits", [4, 8])
+# Slow: it imports transformers, and compiles for a prompt and for one token.
+@pytest.mark.parametrize("bits", [*slow(4), *long(8)])
 def test_a_language_model_generates_from_codes(tmp_path: Path, bits: Any) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 import zgraph
 from tests.support import torchrun
+from tests.support.tiers import long, slow
 from zgraph.analysis.hardware import Hardware
 from zgraph.command_line import commands
 from zgraph.plan_command import ByteSize
@@ -361,9 +362,8 @@ def test_rich_reads_no_markup_in_names(capsys: pytest.CaptureFixture[str]) -> No
         assert text in shown
 
 
-# Slow: each starts two ranks that measure for seconds.
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["calibrate", "doctor"])
+# Slow: two ranks that measure for seconds; the doctor's document has all of the other's.
+@pytest.mark.parametrize("command", [*slow("doctor"), *long("calibrate")])
 def test_under_torchrun_rank_0_prints_what_the_ranks_measured(command: str, tmp_path: Path) -> None:
     words = [*torchrun.TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "zgraph", command, "--json"]
     environment = {**os.environ, **torchrun.environment("lo"), "HOME": str(tmp_path)}
@@ -379,9 +379,8 @@ def test_under_torchrun_rank_0_prints_what_the_ranks_measured(command: str, tmp_
         assert checks["interface of gloo"]["found"] == "lo 127.0.0.1, by GLOO_SOCKET_IFNAME"
 
 
-# Slow: calibration alone measures for seconds.
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["calibrate", "doctor"])
+# Slow: calibration alone measures for seconds, with which the doctor begins.
+@pytest.mark.parametrize("command", [*slow("doctor"), *long("calibrate")])
 def test_alone_as_a_process(command: str, tmp_path: Path) -> None:
     found = run(tmp_path, command)
     assert found.returncode == 0, found.stderr

@@ -432,8 +432,7 @@ def test_without_ranks_the_prediction_is_exact(build: Callable[[], Any]) -> None
         assert peak == pytest.approx(predicted, abs=64)  # a loss, its scale, its gradient
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [gpt, language])
+@pytest.mark.parametrize("build", [*slow(gpt), *long(language)])
 def test_an_island_takes_no_more_than_its_nodes_would(ranks: Ranks, build: Callable[[], Any]) -> None:
     for predicted, peaks in ranks.run(measured_step, build, "inductor", 3):
         assert 0.85 * predicted < statistics.median(peaks) < 1.05 * predicted

@@ -150,6 +150,52 @@ def test_pages_are_dropped(either: DiskFolder) -> None:
         assert tensor.eq(1).all()
 
 
+@pytest.mark.parametrize("into", [False, True], ids=["new", "into"])
+def test_large_reads_come_in_halves(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch, into: bool) -> None:
+    source = values((9 * MIB + 5,), torch.uint8)  # no multiple of a page of any size
+    tensor = filled(disk, source)
+    requests: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def logged(fd: int, buffers: list[memoryview], offset: int) -> int:
+        requests.append((offset, len(buffers[0])))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", logged)
+    buffer = disk._access.buffer(source.numel()) if into else None
+    read = disk.start_read(tensor, buffer).wait()
+    assert read.equal(source)
+    if disk._access.direct is not None:
+        (first, half), (second, _), *_ = sorted(requests)
+        assert half == 4 * MIB == second - first
+
+
+def test_large_reads_come_into_huge_pages(disk: DiskFolder) -> None:
+    if disk._access.direct is None or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("only direct reads ask for huge pages, of a kernel that has them")
+    source = values((5 * MIB,), torch.uint8)
+    read = disk.start_read(filled(disk, source)).wait()
+    assert read.equal(source) and read.data_ptr() % (2 * MIB) == 0
+    assert "hg" in flags_of_mapping(read.data_ptr()) and "hg" in flags_of_mapping(read.data_ptr() + 4 * MIB - 1)
+    # Not beyond: a page that the tensor fills in part would take more than the tensor does.
+    assert "hg" not in flags_of_mapping(read.data_ptr() + 4 * MIB)
+    small = disk.start_read(filled(disk, source[: 2 * MIB - 1].clone())).wait()
+    assert small.equal(source[: 2 * MIB - 1])
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """Flags that the kernel has for the memory mapping of an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, _, rest = line.partition(" ")
+        if "-" in head:
+            start, end = (int(one, 16) for one in head.split("-"))
+            inside = start <= address < end
+        elif inside and head == "VmFlags:":
+            return rest.split()
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
 def test_plain_code_uses_it(disk: DiskFolder, tmp_path: Path) -> None:
     """An optimizer, `state_dict`, torch.save and `load_state_dict` over mapped files do what they do in memory."""
     plain, mapped = nn.Linear(33, 17), nn.Linear(33, 17)

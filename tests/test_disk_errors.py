@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import os
@@ -9,6 +10,7 @@ import platform
 import re
 import resource
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -191,6 +193,42 @@ def test_an_error_of_the_disk_names_the_tensor(
         with pytest.raises(zgraph.DiskError, match=r"reading layers.0.weight .* Input/output error"):
             disk.start_read(tensor).wait()
     assert disk.start_read(tensor).wait().eq(2).all()  # a failed read spoils nothing
+
+
+@pytest.mark.parametrize("failing_half", [0, 1])
+def test_a_half_that_fails_fails_the_read_once_both_have_ended(
+    disk: DiskFolder, monkeypatch: pytest.MonkeyPatch, failing_half: int
+) -> None:
+    source = torch.arange(9 * MIB, dtype=torch.uint8)
+    tensor = disk.empty(source.shape, source.dtype, "layers.0.weight")
+    disk.start_write(source, tensor).wait()
+    if disk._access.direct is None:
+        pytest.skip("only direct reads come in halves")
+    real, failed, opened = os.preadv, threading.Event(), threading.Event()
+    slot = disk._space.slot_at(tensor.data_ptr())
+    assert slot is not None
+    middle = slot.offset + 4 * MIB
+
+    def torn(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if (offset >= middle) == bool(failing_half):
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        assert opened.wait(60)
+        return real(fd, buffers, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", torn)
+        read = disk.start_read(tensor)
+        assert failed.wait(60)
+        done, _ = concurrent.futures.wait([read._future], timeout=0.1)
+        assert not done  # the other half still reads into memory that would be freed
+        opened.set()
+        with pytest.raises(zgraph.DiskError, match=r"reading layers.0.weight .* Input/output error"):
+            read.wait()
+    assert disk.start_read(tensor).wait().equal(source)
+    del tensor, read, slot
+    disk.close()
+    assert disk.disk_bytes == 0  # nothing keeps the tensor
 
 
 def test_short_transfers_are_continued(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -414,7 +414,27 @@ def capacity(results: Sequence[dict[str, Any]]) -> str:
         "times plain PyTorch",
         *(["s a step"] if timed else []),
     )
-    return markdown(heads, rows) + "".join(map(provenance, [[one] for one in results]))
+    steps = "".join(step_on_disk(result) for result in results if "step" in result)
+    return markdown(heads, rows) + "".join(map(provenance, [[one] for one in results])) + steps
+
+
+def step_on_disk(result: dict[str, Any]) -> str:
+    """A step on disk in limited memory, beside its transfers alone and its computing alone."""
+    step = result["step"]
+    seconds, alone = step["seconds"], step["transfers_alone_s"]
+    longer = max(statistics.median(alone), step["compute_alone_s"])
+    rows = [
+        ("its transfers alone", ranged(alone)),
+        ("its computing alone", f"{step['compute_alone_s']:.1f}"),
+        ("a step", ranged(seconds)),
+        ("a step, times the longer of the two", f"{statistics.median(seconds) / longer:.2f}"),
+    ]
+    where = f"zgraph on disk, {result['gib']} GiB"
+    return "\n" + markdown((where, "s (least-most)"), rows) + provenance([step])
+
+
+def ranged(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -2,11 +2,12 @@
 
     sudo python examples/benchmarks/offload_capacity.py                        # half an hour
     sudo python examples/benchmarks/offload_capacity.py --gib 1.5 --ways plain,zgraph --json FILE
+    sudo python offload_capacity.py --ways zgraph --layers 23 --width 1536 --exactly --step --steps 9
 
 Each try is a process of its own in a cgroup whose memory is limited (version 1's memory controller), page cache
 counted: what is read from files counts like what is allocated, as on a machine with so little memory. glibc is told
-to give large blocks back to the system, which it otherwise keeps. The model is a
-GPT of fixed width; the number of its layers is doubled until a try is killed, and then bisected. A try trains some
+to give large blocks back to the system, which it otherwise keeps, and torch to allocate them in huge pages. The model
+is a GPT of fixed width; the number of its layers is doubled until a try is killed, and then bisected. A try trains some
 steps with fused AdamW; a way counts as able to if the loss fell and the process ended by itself.
 
 plain       eager PyTorch, parameters, gradients and AdamW's state in memory
@@ -16,8 +17,9 @@ deepspeed-cpu, deepspeed-nvme
             libaio-dev as well)
 zgraph      shards and AdamW's state on disk, streamed through whole steps
 
-With --step, one model that fits is also trained without a limit, to compare losses and the time of a step with what
-its bytes take at the disk's measured rate.
+With --step, zgraph's model is also trained without a limit, to compare losses, and the time of its step is compared
+with two that no step can be faster than: that of its transfers with nothing beside them, in the same process and limit,
+and that of its computing, which models with nothing on disk show: their time per layer, times the layers.
 """
 
 # HashStore is exported, though not listed.
@@ -27,24 +29,32 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from provenance import commit, processor
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from workload import Block, LanguageModel, ModelConfig
 
 CGROUP = Path("/sys/fs/cgroup/memory")
 VOCABULARY, SEQUENCE, BATCH, STEPS = 512, 64, 2, 4
 WAYS = ("plain", "fsdp2", "deepspeed-cpu", "deepspeed-nvme", "zgraph")
 GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+SLOW_STEPS = 2  # the first two are compiled, and write blocks of the disk that were reserved only
+IN_FLIGHT_BYTES = 2**27
+MEASURED_LAYERS = (4, 8)  # of models that are not on disk
+IN_FLIGHT = 3  # transfers of each direction where nothing computes
 
 
 def config_of(layers: int, width: int) -> ModelConfig:
@@ -125,7 +135,56 @@ def on_disk(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Ten
     model = zgraph.shard(model, zero_stage=3, offload=offload)
     zgraph.materialize(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    # Two uses ahead, which takes memory that this limit has: where reading and computing take about as long, one use
+    # ahead lets the disk rest whenever they differ.
+    ahead = zgraph.passes.StreamStates(prefetch=2, in_flight_bytes=IN_FLIGHT_BYTES)
+    passes = [ahead if one.name == ahead.name else one for one in zgraph.passes.presets.default()]
+    options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
+    return model, zgraph.training_step(model, optimizer, options=options)(loop(model, optimizer))
+
+
+def in_memory(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """The same step with nothing on disk: how long it computes."""
+    import zgraph
+
+    torch.manual_seed(0)
+    model = zgraph.shard(LanguageModel(config), zero_stage=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return model, zgraph.training_step(model, optimizer, options={"lowering": "fx"})(loop(model, optimizer))
+
+
+def transfer_alone(model: nn.Module) -> float:
+    """Seconds of the transfers of a step with nothing beside them, which leave parameters as they are.
+
+    A step reads each parameter for forward, backward and the update, and two moments; it writes the last three.
+    """
+    from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
+
+    lanes = lanes_of(torch.device("cpu"))
+    assert isinstance(lanes, ThreadLanes)
+    shards = [cast("DTensor", parameter).to_local() for parameter in model.parameters()]
+    reading: deque[tuple[Any, Tensor, bool]] = deque()
+    writing: deque[Any] = deque()
+
+    def finish_read() -> None:
+        read, shard, writes = reading.popleft()
+        copy = read.wait()
+        if writes:
+            writing.append(lanes.store(copy, shard))
+        if len(writing) > IN_FLIGHT:
+            writing.popleft().wait()
+
+    began = time.perf_counter()
+    for turn in range(5):
+        for shard in shards:
+            reading.append((lanes.reload(shard), shard, turn >= 2))
+            if len(reading) > IN_FLIGHT:
+                finish_read()
+    while reading:
+        finish_read()
+    while writing:
+        writing.popleft().wait()
+    return time.perf_counter() - began
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
@@ -149,6 +208,7 @@ def attempt(way: str, layers: int, width: int, scratch: str, steps: int) -> None
         "deepspeed-cpu": deepspeed("cpu"),
         "deepspeed-nvme": deepspeed("nvme"),
         "zgraph": on_disk,
+        "memory": in_memory,
     }
     model, step = builds[way](config_of(layers, width), scratch)
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
@@ -160,7 +220,9 @@ def attempt(way: str, layers: int, width: int, scratch: str, steps: int) -> None
         seconds.append(time.perf_counter() - began)
     # DeepSpeed keeps the size of what it has partitioned beside an empty parameter.
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    print(json.dumps({"numel": numel, "losses": losses, "seconds": seconds}), flush=True)
+    alone = [transfer_alone(model) for _ in range(steps - STEPS)] if way == "zgraph" else []
+    found = {"numel": numel, "losses": losses, "seconds": seconds, "transfers_alone_s": alone}
+    print(json.dumps(found), flush=True)
     os._exit(0)  # what is on disk goes with the process
 
 
@@ -196,7 +258,7 @@ def tried(way: str, layers: int, width: int, gib: float | None, timeout_s: float
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **GLIBC},
+            env={**os.environ, **GLIBC, **HUGE_PAGES},
             preexec_fn=enter,
         )
         try:
@@ -217,7 +279,7 @@ def tried(way: str, layers: int, width: int, gib: float | None, timeout_s: float
 def largest(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """The largest model that trains; layers are doubled, and then bisected to an eighth."""
     if options.exactly:
-        return tried(way, options.layers, options.width, options.gib, options.timeout_s, STEPS)
+        return tried(way, options.layers, options.width, options.gib, options.timeout_s, options.steps)
     best: dict[str, Any] | None = None
     low, high = 0, options.layers
     while (found := tried(way, high, options.width, options.gib, options.timeout_s, STEPS)) is not None:
@@ -234,6 +296,31 @@ def largest(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
     return best
 
 
+def judged(best: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The step of a try beside its transfers alone, its computing alone, and the losses of a run without a limit."""
+    layers, (few, more) = best["layers"], MEASURED_LAYERS
+    steps = {
+        count: tried("memory", count, options.width, None, options.timeout_s, STEPS + SLOW_STEPS)
+        for count in MEASURED_LAYERS
+    }
+    free = tried("zgraph", layers, options.width, None, options.timeout_s, STEPS)
+    computes = {count: statistics.median(one["seconds"][SLOW_STEPS:]) for count, one in steps.items() if one}
+    compute_s = computes[few] + (layers - few) * (computes[more] - computes[few]) / (more - few)
+    found: dict[str, Any] = {
+        "seconds": best["seconds"][SLOW_STEPS:],
+        "transfers_alone_s": best["transfers_alone_s"],
+        "compute_alone_s": compute_s,
+        "same_losses": free is not None and free["losses"] == best["losses"][:STEPS],
+    }
+    step_s, transfers_s = (statistics.median(found[name]) for name in ("seconds", "transfers_alone_s"))
+    print(
+        f"step {step_s:.1f} s, its transfers alone {transfers_s:.1f} s, its computing alone {compute_s:.1f} s, "
+        f"{step_s / max(transfers_s, compute_s):.2f} of the longer; losses without a limit "
+        f"{'equal' if found['same_losses'] else 'differ'}"
+    )
+    return found
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gib", type=float, default=1.5, help="limit of memory")
@@ -242,7 +329,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--exactly", action="store_true", help="try that many layers alone")
     parser.add_argument("--ways", default="plain,zgraph", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one try")
-    parser.add_argument("--step", action="store_true", help="train zgraph's largest without a limit, too")
+    parser.add_argument(
+        "--step", action="store_true", help="compare zgraph's step with its transfers and its computing"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a try of that many layers alone")
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     return parser.parse_args()
 
@@ -252,6 +342,8 @@ def main() -> None:
         way, layers, width, scratch, steps = sys.argv[2:]
         attempt(way, int(layers), int(width), scratch, int(steps))
     options = parsed()
+    if options.step and not (options.exactly and options.steps > STEPS):
+        raise SystemExit(f"--step needs --exactly, and --steps of more than {STEPS}, such as 9")
     found = {way: largest(way, options) for way in options.ways.split(",")}
     print(f"{processor()}, {commit()}, {options.gib} GiB")
     base = found.get("plain")
@@ -262,14 +354,10 @@ def main() -> None:
         ratio = "" if base is None else f", {best['numel'] / base['numel']:.1f} x plain"
         seconds = min(best["seconds"][1:])
         print(f"{way:8} {best['layers']} layers, {best['numel'] / 1e6:.0f} M parameters{ratio}, {seconds:.2f} s a step")
+    about: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "commit": commit(), "gib": options.gib}
     if options.step and (best := found.get("zgraph")) is not None:
-        free = tried("zgraph", best["layers"], options.width, None, options.timeout_s, STEPS)
-        assert free is not None
-        same = free["losses"] == best["losses"]
-        print(f"without a limit: losses {'equal' if same else 'differ'}, {min(free['seconds'][1:]):.2f} s a step")
-        found["zgraph, no limit"] = free
+        about["step"] = {**about, **judged(best, options)}
     if options.json is not None:
-        about = {"processor": processor(), "cores": os.cpu_count(), "commit": commit(), "gib": options.gib}
         options.json.write_text(json.dumps(about | {"ways": found}, indent=1) + "\n")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zgraph.runtime.disk.space import Space
-from zgraph.runtime.disk.system_calls import BLOCK, address_of, blocks, view
+from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, take_huge_pages, view
 
 # Memory that devices transfer from: torch allocates at multiples of 64 bytes, old kernels and many devices ask for 512.
 _ALIGNMENTS = (64, 512, BLOCK)
@@ -38,11 +38,17 @@ class Access:
     alignment: int = 1
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Make a [nbytes] uint8 tensor in memory, aligned for direct transfers and with room up to the next block."""
+        """Make a [nbytes] uint8 tensor in memory, aligned for direct transfers and with room up to the next block.
+
+        Large ones consist of huge pages where the system has them. A direct read into fresh memory makes its pages one
+        by one, and a request holds a few hundred of them at most: with pages of 4 KiB that took longer than the disk.
+        """
         if self.direct is None:
             return torch.empty(nbytes, dtype=torch.uint8)
-        memory = torch.empty(blocks(nbytes) + self.alignment, dtype=torch.uint8)
-        first = -memory.data_ptr() % self.alignment
+        alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else self.alignment
+        memory = torch.empty(blocks(nbytes) + alignment, dtype=torch.uint8)
+        first = -memory.data_ptr() % alignment
+        take_huge_pages(memory.data_ptr() + first, blocks(nbytes))
         return memory[first : first + nbytes]
 
 

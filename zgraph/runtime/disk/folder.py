@@ -6,8 +6,9 @@
         values = reading.wait()                                                       # in memory
         disk.start_write(values.mul_(0.9), moment).wait()
 
-Plain preadv and pwritev in two threads, past the page cache: of the libraries in examples/benchmarks/disk_io.py only
-DeepSpeed's aio leaves the page cache alone as well, and none brings reserved space, order and errors.
+Plain preadv and pwritev in a thread each, and one for second halves of large reads, past the page cache: of the
+libraries in examples/benchmarks/disk_io.py only DeepSpeed's aio leaves the page cache alone as well, and none brings
+reserved space, order and errors.
 
 Rule: nobody reads or writes a tensor through its mapping while a transfer of it is under way, that is from `start_read`
 or `start_write` until `wait`; nor a buffer that is being read into or written. Transfers of one tensor keep their order
@@ -284,6 +285,8 @@ class DiskFolder:
             self._closed = True
         self._reader.shutdown()
         self._writer.shutdown()
+        self._reads.close()
+        self._writes.close()
         if self._access.direct is not None:
             os.close(self._access.direct)
         self._space.close()

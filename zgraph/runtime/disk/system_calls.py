@@ -16,7 +16,8 @@ import struct
 import sys
 
 BLOCK = 4096  # bytes: what offsets, lengths and memory of direct transfers are multiples of
-_PROT_READ_WRITE, _MAP_SHARED, _MADV_DONTNEED = 3, 1, 4
+HUGE_PAGE = 2**21  # bytes, of x86 and of ARM with pages of 4 KiB
+_PROT_READ_WRITE, _MAP_SHARED, _MADV_DONTNEED, _MADV_HUGEPAGE = 3, 1, 4, 14
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _SYNC_WRITE_AND_WAIT = 7
 _FICLONERANGE = 0x4020940D
@@ -62,6 +63,14 @@ def view(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 def address_of(pages: mmap.mmap) -> int:
     """Address of memory that Python has mapped."""
     return ctypes.addressof(ctypes.c_char.from_buffer(pages))
+
+
+def take_huge_pages(address: int, nbytes: int) -> None:
+    """Let memory that has not been touched consist of huge pages, as far as whole ones fit; advice, which may fail."""
+    first = -(-address // HUGE_PAGE) * HUGE_PAGE
+    whole = (address + nbytes - first) // HUGE_PAGE * HUGE_PAGE
+    if whole > 0:
+        _libc.madvise(first, whole, _MADV_HUGEPAGE)
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:

@@ -8,17 +8,20 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from zgraph.errors import DiskError
 from zgraph.runtime.disk.access import Access
 from zgraph.runtime.disk.space import Slot, Space
-from zgraph.runtime.disk.system_calls import BLOCK, address_of, blocks, drop_pages, view
+from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, drop_pages, view
 
 MIB = 2**20
 REQUEST_BYTES = 64 * MIB  # in place, which takes no memory: the larger the faster
 STAGING_BYTES = 8 * MIB  # beyond, staged transfers gain nothing
+# In place, two halves of a read are under way at once: a disk that gets one request at a time rests between them.
+HALVED_BYTES = 8 * MIB
 _HINTS = MappingProxyType(
     {
         errno.ENOSPC: "free space on it",
@@ -50,7 +53,7 @@ class Part:
 
 
 class Mover:
-    """Transfers of one direction. For one thread.
+    """Transfers of one direction. For one thread; the second half of a large read has a thread beside it.
 
     Args:
         space, access: the file.
@@ -62,6 +65,11 @@ class Mover:
         self.space, self.access, self.rate = space, access, rate
         self._most_bytes = min(STAGING_BYTES, staging_bytes // BLOCK * BLOCK)
         self._staging: mmap.mmap | None = None
+        self._beside = ThreadPoolExecutor(1, "zgraph-disk-half")  # has no thread before the first large read
+
+    def close(self) -> None:
+        """End the thread of second halves."""
+        self._beside.shutdown()
 
     @property
     def staging_bytes(self) -> int:
@@ -128,12 +136,27 @@ class Mover:
     def _read_directly(self, part: Part, address: int, room: int) -> None:
         assert self.access.direct is not None
         whole = min(room // BLOCK * BLOCK, blocks(part.nbytes)) if self._is_aligned(address) else 0
-        for start, nbytes in steps(0, whole, REQUEST_BYTES):
-            repeat(os.preadv, self.access.direct, address + start, nbytes, part.offset + start)
+        self._read_in_place(self.access.direct, address, whole, part.offset)
         staging = self.staging(part.nbytes - whole) if whole < part.nbytes else 0
         for start, nbytes in steps(whole, part.nbytes, self.staging_bytes):
             repeat(os.preadv, self.access.direct, staging, blocks(nbytes), part.offset + start)
             ctypes.memmove(address + start, staging, nbytes)
+
+    def _read_in_place(self, fd: int, address: int, whole: int, offset: int) -> None:
+        def read(start: int, end: int) -> None:
+            for first, nbytes in steps(start, end, REQUEST_BYTES):
+                repeat(os.preadv, fd, address + first, nbytes, offset + first)
+
+        if whole < HALVED_BYTES:
+            read(0, whole)
+            return
+        middle = whole // 2 // HUGE_PAGE * HUGE_PAGE
+        second = self._beside.submit(read, middle, whole)
+        try:
+            read(0, middle)
+        finally:
+            wait([second])  # also if the first fails: until then it reads into memory that would be freed
+        second.result()
 
     def _write_directly(self, part: Part, address: int) -> None:
         assert self.access.direct is not None

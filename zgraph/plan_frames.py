@@ -38,6 +38,7 @@ class PlannedHalves:
     Attributes:
         inputs_us, weights_us: time of each.
         left_bytes: what is alive between them, without gathered parameters that the window keeps and what was returned.
+        kept_bytes: those of these parameters that the second half reads.
         inputs_peak_bytes: most that is alive while the first half runs, without these parameters.
         first_peak_bytes, later_peak_bytes, closing_peak_bytes: of the second half, as those of a `PlannedFrame`, and
             without what the first one has returned.
@@ -46,6 +47,7 @@ class PlannedHalves:
     inputs_us: float
     weights_us: float
     left_bytes: int
+    kept_bytes: int
     inputs_peak_bytes: int
     first_peak_bytes: int
     later_peak_bytes: int
@@ -198,6 +200,7 @@ class FramePlanner:
             inputs_us=inputs_us,
             weights_us=weights_us,
             left_bytes=curve.bytes_after[place - 1] - kept[place - 1] - returned,
+            kept_bytes=kept[place - 1],
             inputs_peak_bytes=max(during[start:place]),
             first_peak_bytes=max(during[place:]) - returned,
             later_peak_bytes=max(map(operator.sub, during[place:], made[place:])) - returned,
@@ -252,7 +255,7 @@ def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
         bytes_made = remaining_bytes(node)
         for later in range(place, len(order) if bytes_made else 0):
             made[later] += bytes_made
-        if node.target is torch.ops.zgraph.add_accumulated.default and node.args[3] == 1:
+        if node.target is torch.ops.zgraph.add_accumulated.default:
             for earlier in range(place):
                 found[earlier] += meta.tensor_value(node).nbytes
     return made, found

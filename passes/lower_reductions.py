@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.graph import edits, nodes
+from zgraph.graph import edits, meta, nodes
 from zgraph.graph.operator_arguments import ReduceArgs
-from zgraph.passes.common.build_reduction import ReductionBuilder, plan_algorithms
+from zgraph.passes.common.build_reduction import ReductionBuilder, plan_algorithms, waits_in_grad
 from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm
 
 
@@ -52,6 +54,7 @@ class LowerReductions(GraphPass):
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))
         algorithms = plan_algorithms(markers, ctx, self.algorithm)
+        _let_wait(gm.graph, [marker for marker in markers if waits_in_grad(marker)])
         for marker in markers:
             edits.drop_unchanging_views(marker)
             with gm.graph.inserting_before(marker):
@@ -64,3 +67,14 @@ class LowerReductions(GraphPass):
             counts = Counter(name for chosen in algorithms.values() for name in chosen.values())
             ctx.note(self, "reductions: " + ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())))
         return bool(markers)
+
+
+def _let_wait(graph: fx.Graph, markers: Sequence[fx.Node]) -> None:
+    """Prepare, at the end of a graph, for gradients that wait in `.grad`."""
+    handles = list(dict.fromkeys(ReduceArgs.of(marker).handle for marker in markers))
+    if not handles:
+        return
+    with graph.inserting_before(nodes.output_of(graph)):
+        call = meta.create(graph, torch.ops.zgraph.wait_in_grad.default, (handles,), like=markers[0])
+    names = dict.fromkeys(name for marker in markers for name in meta.parameters(marker))
+    meta.set_parameters(call, list(names), [handle.name for handle in handles])

@@ -8,12 +8,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from zgraph.scheduling.cluster.pipeline_run import PipelineRun, SplitCost, StageCost, simulate_pipeline
-from zgraph.scheduling.cluster.schedule_order import SCHEDULES, SPLITTING, Action, order_of, schedules_for, why_not
+from zgraph.scheduling.cluster.schedule_order import (
+    SCHEDULES,
+    SPLITTING,
+    Action,
+    order_of,
+    ranks_of,
+    schedules_for,
+    why_not,
+)
 
-SHAPES = [(1, 1, 1), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (2, 2, 4), (4, 2, 8), (4, 3, 6), (2, 3, 3), (4, 2, 3)]
+SHAPES = [
+    *[(1, 1, 1), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (4, 3, 6), (2, 3, 3)],
+    *[(1, 2, 2), (2, 2, 4), (3, 2, 9), (4, 2, 8), (4, 2, 3)],
+]
 
 
 Listed = list[tuple[str, int, int | None]]
@@ -25,6 +37,7 @@ def of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int, rank: i
     numbers: Any = SimpleNamespace(
         n_local_stages=chunks,
         pp_group_size=ranks,
+        num_stages=ranks * chunks,
         _n_microbatches=micro_batches,
         microbatches_per_round=micro_batches // rounds,
     )
@@ -39,15 +52,26 @@ def of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int, rank: i
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), SHAPES)
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
-def test_interleaved_orders_are_those_of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int) -> None:
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_orders_of_several_stages_are_those_of_torch(
+    schedule: str, ranks: int, chunks: int, micro_batches: int
+) -> None:
     if why_not(schedule, ranks, ranks * chunks, micro_batches):
-        assert micro_batches % max(1, micro_batches // ranks)
+        assert chunks != 2 if schedule == "ZBVZeroBubble" else micro_batches % max(1, micro_batches // ranks)
         return
     found = order_of(schedule, ranks, ranks * chunks, micro_batches)
     for rank in range(ranks):
         listed = [(one.kind, one.stage, one.micro_batch) for one in found[rank]]
         assert listed == of_torch(schedule, ranks, chunks, micro_batches, rank)
+
+
+@pytest.mark.parametrize(("schedule", "style"), [("Interleaved1F1B", "loop"), ("ZBVZeroBubble", "v")])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_stages_lie_where_torch_puts_them(ranks: int, schedule: str, style: str) -> None:
+    placed = generate_stage_to_rank_mapping(ranks, 2 * ranks, style=style)
+    assert list(ranks_of(schedule, ranks, 2 * ranks)) == [placed[stage] for stage in range(2 * ranks)]
+    for rank, actions in enumerate(order_of(schedule, ranks, 2 * ranks, 2 * ranks)):
+        assert {placed[action.stage] for action in actions} == {rank}
 
 
 def test_the_orders_of_one_stage_on_each_rank() -> None:
@@ -93,6 +117,24 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
     assert simulate_pipeline("InterleavedZeroBubble", 4, plain).step_us >= whole
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 9), (4, 7), (4, 8)])
+def test_in_a_v_nobody_waits_but_for_the_first_micro_batch(ranks: int, micro_batches: int) -> None:
+    """Where forwards, gradients of inputs, and of weights take equally long: as in arXiv 2401.10241, section 6."""
+    halves = SplitCost(inputs_us=(1.0,) * micro_batches, weights_us=(1.0,) * micro_batches)
+    cost = StageCost(forward_us=(1.0,) * micro_batches, backward_us=(2.0,) * micro_batches, split=halves)
+    run = simulate_pipeline("ZBVZeroBubble", ranks, [cost] * (2 * ranks))
+    assert run.step_us == 6 * micro_batches + ranks - 1
+    assert run.busy_us == (6.0 * micro_batches,) * ranks
+    assert run.in_flight == (2 * ranks,) * ranks  # in halves of what a rank has: as much as 1F1B's first rank
+
+
+def test_what_stays_on_a_rank_takes_no_time_on_the_link() -> None:
+    """The last rank has two stages that follow each other: a micro-batch crosses 2 (p - 1) links each way."""
+    cost = StageCost(forward_us=(1.0,), backward_us=(1.0,), send_us=10.0)
+    assert simulate_pipeline("ZBVZeroBubble", 3, [cost] * 6).step_us == 6 + 2 * 4 * 10 + 6
+    assert simulate_pipeline("Interleaved1F1B", 3, [cost] * 6).step_us == 6 + 2 * 5 * 10 + 6
+
+
 def test_a_slow_stage_sets_the_pace() -> None:
     """Its rank never waits once it has begun, and the others wait for it."""
     usual = StageCost(forward_us=(1.0,) * 8, backward_us=(2.0,) * 8)
@@ -113,7 +155,7 @@ def test_sending_delays_the_first_and_the_last_micro_batch() -> None:
     assert simulate_pipeline("GPipe", 2, [slow] * 2).step_us == 2 + 4 * 100 + 2 + 4 + 4 * 100 + 4
 
 
-def judge(order: list[Action], costs: list[StageCost], holds_sent: bool, splits: bool) -> int:
+def judge(order: list[Action], costs: list[StageCost], places: tuple[int, ...], holds_sent: bool, splits: bool) -> int:
     """Peak of a rank by asking, at each action, what has run before it."""
     ends = "weights" if splits else "backward"
     peak = 0
@@ -129,20 +171,28 @@ def judge(order: list[Action], costs: list[StageCost], holds_sent: bool, splits:
                 for kind in ("forward", "backward", ends)
             )
             now = action.kind if action.stage == stage else ""
+            # What the next stage gets on the same rank lies in its buffer's place, and so does what comes back.
+            handed_on = of_stage.left_activation_bytes if places[stage : stage + 2].count(places[stage]) == 2 else 0
+            back = of_stage.left_bytes - of_stage.left_activation_bytes
+            handed_back = back if stage and places[stage - 1] == places[stage] else 0
             running = {action.micro_batch} if action.stage == stage else set[int]()
             closes = now == ends and len(ended) == count - 1
             held += of_stage.resting_bytes + of_stage.buffer_bytes
-            held += of_stage.saved_bytes * len(set(ran) - set(returned) - (running if now == "backward" else set()))
+            held += (of_stage.saved_bytes - handed_on) * len(
+                set(ran) - set(returned) - (running if now == "backward" else set())
+            )
             if splits:
                 held += split.left_bytes * len(set(returned) - set(ended) - (running if now == "weights" else set()))
             if (ran or now == "forward") and len(ran) < count:
                 held += of_stage.kept_bytes
             elif len(ended) < count and not closes:
-                held += of_stage.closing_kept_bytes if not splits or len(returned) < count else split.kept_bytes
+                is_behind = splits and len(returned) == count
+                held += split.closing_kept_bytes if is_behind else of_stage.closing_kept_bytes
             if ended and len(ended) < count and not closes:
                 held += of_stage.waiting_bytes
             held += of_stage.gradient_bytes if ended else 0
-            held += of_stage.left_bytes * len(returned) if holds_sent else 0
+            held -= of_stage.own_gradient_bytes if ended and closes else 0
+            held += (of_stage.left_bytes - handed_on - handed_back) * len(returned) if holds_sent else 0
             if now == "forward":
                 held += cost.forward_peak_bytes
             elif now == "backward" and splits:
@@ -165,6 +215,7 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
                 backward_us=(2.0,) * micro_batches,
                 resting_bytes=10**6 + stage,
                 gradient_bytes=100 * (stage + 3),
+                own_gradient_bytes=50 * (stage % 2),
                 waiting_bytes=400 * (stage % 2),
                 kept_bytes=700 * (stage + 1),
                 closing_kept_bytes=500 * (stage + 1),
@@ -174,12 +225,13 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
                 backward_peak_bytes=1500 - 7 * stage,
                 closing_peak_bytes=2500 * (stage % 3),
                 left_bytes=3 * stage,
+                left_activation_bytes=stage,
                 buffer_bytes=11 * stage,
                 split=SplitCost(
                     inputs_us=(1.0,) * micro_batches,
                     weights_us=(1.0,) * micro_batches,
                     left_bytes=300 + 7 * stage,
-                    kept_bytes=200 * (stage % 3),
+                    closing_kept_bytes=200 * (stage + 1),
                     inputs_peak_bytes=1000 * (stage % 2 + 1),
                     first_peak_bytes=1800,
                     weights_peak_bytes=1300,
@@ -190,9 +242,10 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
         ]
         for schedule in schedules_for(ranks, ranks * chunks, micro_batches):
             order = order_of(schedule, ranks, ranks * chunks, micro_batches)
+            places = ranks_of(schedule, ranks, ranks * chunks)
             run = simulate_pipeline(schedule, ranks, costs)
             assert list(run.peak_bytes) == [
-                judge(actions, costs, schedule != "1F1B", schedule in SPLITTING) for actions in order
+                judge(actions, costs, places, schedule != "1F1B", schedule in SPLITTING) for actions in order
             ], run
 
 
@@ -208,10 +261,12 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:
         (
             "1F1b",
             (2, 2, 4),
-            "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble; did you mean '1F1B'",
+            "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble; did you "
+            "mean '1F1B'",
         ),
         ("ScheduleGPipe", (2, 2, 4), "did you mean 'GPipe'"),
-        ("ZBVZeroBubble", (2, 2, 4), "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B"),
+        ("ZBVZeroBubble", (2, 2, 4), "it takes two stages on each rank, and there are 2 on 2"),
+        ("LoopedBFS", (2, 4, 4), "a plan knows the schedules GPipe, 1F1B, Interleaved1F1B"),
         ("GPipe", (2, 4, 4), "it takes one stage on each rank, and there are 4 on 2;"),
         ("1F1B", (4, 4, 3), "it needs at least as many micro-batches as there are ranks, 4"),
         ("Interleaved1F1B", (4, 8, 9), "it needs a multiple of 2 micro-batches"),

@@ -19,6 +19,7 @@ from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import slow
 from zgraph.reporting.export.planned_step import Plan
+from zgraph.torch_compat import release_of
 
 WIDTH, ROWS, MICRO_BATCHES = 64, 32, 4  # divides by the ranks, so that no padding is sent
 
@@ -56,6 +57,12 @@ def planned(world: dict[str, int], count: int = 2, zero_stage: int = 3, **option
 # --- beside real ranks ----------------------------------------------------------------------------------------------
 
 
+def stages_of(schedule: str, rank: int, ranks: int, chunks: int) -> list[int]:
+    if schedule == "ZBVZeroBubble":
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + ranks * chunk for chunk in range(chunks)]
+
+
 class Pipeline:
     """This rank's part of a pipeline that trains."""
 
@@ -65,7 +72,7 @@ class Pipeline:
         ranks = dist.get_world_size() // dp
         self.mesh = init_device_mesh("cpu", (ranks, dp), mesh_dim_names=("pp", "dp"))
         rank = self.mesh.get_local_rank("pp")
-        self.numbers = [rank + ranks * chunk for chunk in range(chunks)]
+        self.numbers = stages_of(schedule, rank, ranks, chunks)
         self.last = ranks * chunks - 1
         self.modules = [zgraph.shard(Chunk(), self.mesh["dp"], zero_stage=zero_stage) for _ in self.numbers]
         self.stages = stages = [
@@ -90,6 +97,11 @@ class Pipeline:
         self.schedule.step(*((self.x,) if 0 in self.numbers else ()), **more)
 
 
+def skip_if_torch_cannot_run(schedule: str) -> None:
+    if schedule == "ZBVZeroBubble" and release_of(torch.__version__) < (2, 12):
+        pytest.skip("torch 2.11 sends to itself in this schedule, which gloo cannot do")
+
+
 def sent_for_real(zero_stage: int, chunks: int, schedule: str) -> dict[str, int]:
     """What this rank sends in its second step, by axis."""
     pipeline = Pipeline(2, chunks, schedule, zero_stage)
@@ -111,9 +123,16 @@ def sent_for_real(zero_stage: int, chunks: int, schedule: str) -> dict[str, int]
 @worlds(4)
 @pytest.mark.parametrize(
     ("zero_stage", "chunks", "schedule"),
-    [(1, 2, "Interleaved1F1B"), (2, 1, "1F1B"), (3, 1, "GPipe"), (2, 2, "InterleavedZeroBubble")],
+    [
+        (1, 2, "Interleaved1F1B"),
+        (2, 1, "1F1B"),
+        (3, 1, "GPipe"),
+        (2, 2, "InterleavedZeroBubble"),
+        (1, 2, "ZBVZeroBubble"),
+    ],
 )
 def test_real_ranks_send_what_was_planned(ranks: Ranks, zero_stage: int, chunks: int, schedule: str) -> None:
+    skip_if_torch_cannot_run(schedule)
     found = planned({"pp": 2, "dp": 2}, 2 * chunks, zero_stage, schedule=schedule).pipeline
     assert found is not None
     wanted = [{axis: sent.sent_bytes for axis, sent in found.traffic_of(rank).items()} for rank in range(2)]
@@ -126,18 +145,20 @@ def peak_for_real(zero_stage: int, chunks: int, schedule: str, dp: int, micro_ba
     pipeline = Pipeline(dp, chunks, schedule, zero_stage, micro_batches)
     counts: list[Count] = []
     pipeline.step()
-    for _ in range(3):
+    for _ in range(4):
         for module, stage in zip(pipeline.modules, pipeline.stages, strict=True):
             module.zero_grad()
             stage.clear_runtime_states()  # what torch's stage keeps of the step before until the next one begins
         with counted() as count:
             pipeline.step()
         counts.append(count)
-    return steady_rise(counts)
+    # The first one replaces what was made before anybody counted: what stages of one rank have handed each other.
+    return steady_rise(counts[1:])
 
 
 def assert_peaks(ranks: Ranks, schedule: str, chunks: int, zero_stage: int, micro_batches: int = MICRO_BATCHES) -> None:
     """Without what rests between steps: parameters, and buffers in which activations and gradients arrive."""
+    skip_if_torch_cannot_run(schedule)
     dp = ranks.world // 2
     axes = {"pp": 2, "dp": dp}
     found = planned(axes, 2 * chunks, zero_stage, schedule=schedule, micro_batches=micro_batches).pipeline
@@ -145,7 +166,7 @@ def assert_peaks(ranks: Ranks, schedule: str, chunks: int, zero_stage: int, micr
     real = ranks.run(peak_for_real, zero_stage, chunks, schedule, dp, micro_batches)
     for rank, peak in enumerate(found.run.peak_bytes):
         message = ROWS * WIDTH * 4
-        numbers = range(rank, 2 * chunks, 2)
+        numbers = stages_of(schedule, rank, 2, chunks)
         buffers = micro_batches * message * sum((number > 0) + (number < 2 * chunks - 1) for number in numbers)
         resting = sum(stage.cost.resting_bytes for stage in found.stages_of(rank))
         for each in real[rank * dp : (rank + 1) * dp]:
@@ -155,7 +176,11 @@ def assert_peaks(ranks: Ranks, schedule: str, chunks: int, zero_stage: int, micr
 @worlds(2)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "zero_stage"),
-    [("1F1B", 1, 3), *slow(("GPipe", 1, 0), ("Interleaved1F1B", 2, 3), ("InterleavedZeroBubble", 2, 3))],
+    [
+        ("1F1B", 1, 3),
+        ("ZBVZeroBubble", 2, 3),
+        *slow(("GPipe", 1, 0), ("Interleaved1F1B", 2, 3), ("InterleavedZeroBubble", 2, 3), ("ZBVZeroBubble", 2, 0)),
+    ],
 )
 def test_the_peak_of_each_rank_is_what_it_really_holds(
     ranks: Ranks, schedule: str, chunks: int, zero_stage: int
@@ -167,6 +192,7 @@ def test_the_peak_of_each_rank_is_what_it_really_holds(
 @pytest.mark.parametrize(
     ("schedule", "chunks", "zero_stage", "micro_batches"),
     [
+        ("1F1B", 1, 0, 4),
         ("1F1B", 1, 1, 2),
         ("1F1B", 1, 1, 4),
         ("GPipe", 1, 2, 4),
@@ -175,6 +201,7 @@ def test_the_peak_of_each_rank_is_what_it_really_holds(
         ("GPipe", 1, 3, 4),
         ("InterleavedZeroBubble", 2, 1, 2),
         ("InterleavedZeroBubble", 2, 1, 4),
+        ("ZBVZeroBubble", 2, 2, 4),
     ],
 )
 def test_the_peak_of_sharded_stages_is_what_each_rank_really_holds(

@@ -38,7 +38,7 @@ class PlannedHalves:
     Attributes:
         inputs_us, weights_us: time of each.
         left_bytes: what is alive between them, without gathered parameters that the window keeps and what was returned.
-        kept_bytes: of these parameters what is alive between them.
+        kept_bytes: those of these parameters that the second half reads.
         inputs_peak_bytes: most that is alive while the first half runs, without these parameters.
         first_peak_bytes, later_peak_bytes, closing_peak_bytes: of the second half, as those of a `PlannedFrame`, and
             without what the first one has returned.
@@ -255,7 +255,7 @@ def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
         bytes_made = remaining_bytes(node)
         for later in range(place, len(order) if bytes_made else 0):
             made[later] += bytes_made
-        if node.target is torch.ops.zgraph.add_accumulated.default and node.args[3] == 1:
+        if node.target is torch.ops.zgraph.add_accumulated.default:
             for earlier in range(place):
                 found[earlier] += meta.tensor_value(node).nbytes
     return made, found

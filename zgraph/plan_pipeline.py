@@ -213,7 +213,8 @@ def _planned(
         send_us=machine.link_along(axes.stride(PIPELINE)).us(leaving),
         resting_bytes=device.parameters + device.state,
         gradient_bytes=_gradient_bytes(compiled.module),
-        waiting_bytes=_waiting_bytes(compiled.module) if micro_batches > 1 else 0,
+        own_gradient_bytes=_waiting_bytes(compiled.module, 0) if micro_batches > 1 else 0,
+        waiting_bytes=_waiting_bytes(compiled.module, 1) if micro_batches > 1 else 0,
         kept_bytes=sum(frame.kept_bytes for frame in compiled.frames),
         closing_kept_bytes=sum(frame.kept_for_backward_bytes for frame in compiled.closing),
         # What the last stage returns stays until the step ends, so it does not count as in flight.
@@ -225,6 +226,7 @@ def _planned(
         backward_peak_bytes=_peak(compiled.frames, lambda frame: frame.later_peak_bytes),
         closing_peak_bytes=_peak(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
         left_bytes=returned if is_last else returned + leaving,
+        left_activation_bytes=0 if is_last else leaving,
         # torch's stage has a buffer for each micro-batch's activations, and one for their gradients.
         buffer_bytes=micro_batches * (entering + leaving),
     )
@@ -256,7 +258,7 @@ def _split_cost(
             inputs_us=(0.0,) * micro_batches,
             weights_us=whole.backward_us,
             left_bytes=whole.saved_bytes - sent_by_first,
-            kept_bytes=whole.closing_kept_bytes,
+            closing_kept_bytes=whole.closing_kept_bytes,
             first_peak_bytes=whole.first_peak_bytes - sent_by_first,
             weights_peak_bytes=whole.backward_peak_bytes - sent_by_first,
             closing_peak_bytes=whole.closing_peak_bytes - sent_by_first,
@@ -270,7 +272,7 @@ def _split_cost(
         inputs_us=(usual.inputs_us,) * (micro_batches - 1) + (last.inputs_us,),
         weights_us=(usual.weights_us,) * (micro_batches - 1) + (last.weights_us,),
         left_bytes=usual.left_bytes,
-        kept_bytes=last.kept_bytes,
+        closing_kept_bytes=last.kept_bytes,
         inputs_peak_bytes=max(usual.inputs_peak_bytes, last.inputs_peak_bytes),
         first_peak_bytes=usual.first_peak_bytes,
         weights_peak_bytes=usual.later_peak_bytes,
@@ -317,13 +319,13 @@ def _gradient_bytes(stage: nn.Module) -> int:
     )
 
 
-def _waiting_bytes(stage: nn.Module) -> int:
-    """Unsharded sums of gradients that wait for the last backward, at stage 1."""
+def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
+    """Unsharded sums of gradients that wait for the last backward: at stage 0 in `.grad`, at stage 1 beside it."""
     layouts = [(param.spec.layout, param.spec.dtype) for param in sharded_parameters(stage).values()]
     return sum(
         math.prod(layout.shape) * dtype.itemsize
         for layout, dtype in layouts
-        if layout.zero_stage == 1 and layout.is_reduced
+        if layout.zero_stage == zero_stage and layout.is_reduced
     )
 
 

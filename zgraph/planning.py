@@ -62,7 +62,8 @@ def plan(
     Args:
         model_fn: makes the model; its dtype comes from its options or torch.set_default_dtype, for torch cannot convert
             modules without values. With a "pp" axis it returns an `nn.Sequential`, which `zgraph.split_stages` cuts
-            into stages, or a list of the stages; rank r has the stages r, r + ranks, ...
+            into stages, or a list of the stages; rank r has the stages r, r + ranks, ..., and those of a V under
+            "ZBVZeroBubble".
         world_size: ranks of the cluster, where there is only data parallelism.
         world: or its axes and their sizes, the outermost first, such as {"pp": 4, "dp": 8, "tp": 2}. Axes are these
             three, and "replicate" and "ep" for hybrid sharding and experts.
@@ -82,8 +83,9 @@ def plan(
         step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
             batch makes. None: forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
         micro_batches: of a pipeline's step.
-        schedule: of a pipeline: "GPipe", "1F1B", "Interleaved1F1B" or "InterleavedZeroBubble", as torch calls them.
-            None: "Interleaved1F1B" with several chunks, else "1F1B". The plan compares all that can be run.
+        schedule: of a pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or "ZBVZeroBubble", as
+            torch calls them. None: "Interleaved1F1B" with several chunks, else "1F1B". The plan compares all that can
+            be run.
         chunks: stages on each rank of a pipeline, where an `nn.Sequential` is cut. None: 1.
 
     Raises:

@@ -159,7 +159,23 @@ def pipelines(result: dict[str, Any]) -> str:
         )
         for label, row in labelled(result)
     ]
-    return markdown(heads, rows) + pairs(result) + provenance([result])
+    return markdown(heads, rows) + pairs(result) + timelines(result) + provenance([result])
+
+
+def timelines(result: dict[str, Any]) -> str:
+    """One recorded step of some strategies: phases of all, and pictures of those that send uncompressed gradients."""
+    recorded = [(label, row["phases"]) for label, row in labelled(result) if "phases" in row]
+    if not recorded:
+        return ""
+    names = ("step_ms", "first_byte_ms", "last_byte_ms", "cpu_backwards_ms", "cpu_last_backward_ms", "cpu_update_ms")
+    heads = ("one step", "ms", "first byte at", "last byte at", "CPU ms: backwards", "last backward", "update")
+    rows = [(label, *(f"{phases[name]:.0f}" for name in names)) for label, phases in recorded]
+    drawn = [
+        f"\n```text\n{labels}: " + "\n".join(result["timelines"][name]) + "\n```\n"
+        for name, labels in (("ddp", "DDP"), ("zgraph-0", "zgraph, stage 0"))
+        if name in result["timelines"]
+    ]
+    return "\n" + markdown(heads, rows) + "".join(drawn)
 
 
 def labelled(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -10,8 +10,11 @@ equal differ.
 """
 
 import argparse
+import json
 import math
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from link_benchmark import (
@@ -28,6 +31,7 @@ from link_benchmark import (
 from netns import ShapedNetwork, parse_rate
 from pipeline_ranks import EQUAL_LOSSES, STRATEGIES, PipelinePlan
 from provenance import commit
+from step_timeline import chrome_trace, phases, picture
 from workload import ModelConfig
 
 RANKS, HOSTS = 4, 2
@@ -62,9 +66,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             strategies=arguments.strategies,
             steps=arguments.steps,
             repeats=arguments.repeats,
+            timeline=arguments.timeline is not None,
         )
         measured = run_ranks(network, "pipeline_ranks.py", plan, host_of)
     rows: dict[str, Any] = {name: measured["strategies"][name] for name in arguments.strategies}
+    link_bytes_per_s = (parse_rate(arguments.rate) or 8 * measured["link"]["goodput_bytes_per_s"]) / 8
+    timelines = add_timelines(rows, host_of, link_bytes_per_s, arguments.timeline) if arguments.timeline else {}
     for name, row in rows.items():
         add_quartiles(row)
         row["times_faster"] = {
@@ -81,8 +88,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         **setting_of(arguments, measured_commit),
         "link": measured["link"],
         "rows": rows,
+        "timelines": timelines,
         "failures": find_failures(rows),
     }
+
+
+def add_timelines(
+    rows: dict[str, Any], host_of: Sequence[int], link_bytes_per_s: float, path: Path
+) -> dict[str, list[str]]:
+    """Write the recorded steps as a Chrome trace, add their phases to the rows, and draw each step."""
+    steps = {name: row.pop("timeline") for name, row in rows.items()}
+    titles = [f"stage {rank // 2}, host {host}" for rank, host in enumerate(host_of)]
+    path.write_text(json.dumps(chrome_trace(steps, titles)))
+    for name, row in rows.items():
+        row["phases"] = phases(steps[name])
+    return {name: picture(ranks, titles, link_bytes_per_s) for name, ranks in steps.items()}
 
 
 def find_failures(rows: dict[str, Any]) -> list[str]:
@@ -120,6 +140,19 @@ def render(report: dict[str, Any]) -> str:
         "with the reduction of gradients.",
         f"{RANKS} ranks share {report['cores']} cores: compute and communication compete for them.",
     ]
+    for name, drawn in report["timelines"].items():
+        lines += ["", f"{name}: {drawn[0]}", *drawn[1:]]
+    if report["timelines"]:
+        lines += [
+            "",
+            "Digits are forwards of micro-batches, letters their backwards, U updates. Below them: how much of the",
+            "link's rate a rank sends.",
+            f"{'':<22} " + " ".join(f"{name[:-3]:>18}" for name in next(iter(report["rows"].values()))["phases"]),
+            *(
+                f"{name:<22} " + " ".join(f"{value:>18.0f}" for value in row["phases"].values())
+                for name, row in report["rows"].items()
+            ),
+        ]
     return "\n".join([*lines, *(f"FAILED: {failure}" for failure in report["failures"])])
 
 
@@ -130,6 +163,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--across", choices=("dp", "pp"), default="dp", help="default: %(default)s")
     parser.add_argument("--micro-batches", type=positive, default=4, help="of a step (default: %(default)s)")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="record one step of each strategy as a Chrome trace"
+    )
     add_arguments(parser, steps=2, strategies="all", usual=ModelConfig(width=512, layers=10))
     arguments = parse(parser)
     arguments.strategies = arguments.strategies or list(STRATEGIES)

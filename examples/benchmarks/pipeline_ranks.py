@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from builders import POWERSGD_BUCKET_MIB, Optimizer, hook_bf16, hook_powersgd
 from rank_process import TIMEOUT, WARM_UP_STEPS, RankPlan, end_with_parent, measure_goodput, on_all_ranks, say
+from step_recorder import Recording
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -35,6 +37,7 @@ class PipelinePlan(RankPlan):
 
     hosts: list[int]
     micro_batches: int
+    timeline: bool
 
 
 class Stage(nn.Module):
@@ -160,6 +163,10 @@ class Trainer:
     last_backward_s: list[float] = field(default_factory=list[float])
     sent_bytes: list[int] = field(default_factory=list[int])
     backward_s: float = 0.0  # of the micro-batch that ran last
+    recording: Recording | None = None  # of the step that runs
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.recording is None else self.recording.span(name)
 
 
 def build(name: str, setting: Setting) -> Trainer:
@@ -172,14 +179,19 @@ def build(name: str, setting: Setting) -> Trainer:
 
         optimizer = zgraph.step_on_shards(optimizer)
     trainer = Trainer(stage, schedule, optimizer)
-    run_backward = stage.backward_one_chunk
+    run_forward, run_backward = stage.forward_one_chunk, stage.backward_one_chunk
 
-    def timed(*arguments: Any, **options: Any) -> None:
+    def forward(chunk: int, *arguments: Any, **options: Any) -> Any:
+        with trainer.span(f"F{chunk}"):
+            return run_forward(chunk, *arguments, **options)
+
+    def backward(chunk: int, *arguments: Any, **options: Any) -> None:
         begin = time.perf_counter()
-        run_backward(*arguments, **options)
+        with trainer.span(f"B{chunk}"):
+            run_backward(chunk, *arguments, **options)
         trainer.backward_s = time.perf_counter() - begin
 
-    stage.backward_one_chunk = timed
+    stage.forward_one_chunk, stage.backward_one_chunk = forward, backward
     for _ in range(WARM_UP_STEPS):
         train_step(trainer, setting)
     return trainer
@@ -202,8 +214,9 @@ def train_step(trainer: Trainer, setting: Setting) -> float:
         losses: list[Tensor] = []
         trainer.schedule.step(target=tokens[:, 1:], losses=losses)
         trainer.loss = statistics.fmean(loss.item() for loss in losses)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    with trainer.span("U"):
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
     return time.perf_counter() - begin
 
 
@@ -216,6 +229,15 @@ def run_turn(trainer: Trainer, setting: Setting) -> None:
         trainer.last_backward_s.append(trainer.backward_s)
     dist.barrier()
     trainer.sent_bytes.append((netns.transmitted_bytes() - sent_before) // setting.plan.steps)
+
+
+def record_step(trainer: Trainer, setting: Setting, rank: int) -> list[dict[str, Any]]:
+    """What each rank does in one more step."""
+    recording = trainer.recording = Recording()
+    with recording.watching_sockets(setting.plan.addresses[rank]):
+        train_step(trainer, setting)
+    trainer.recording = None
+    return on_all_ranks(recording.as_json())
 
 
 def summarize(trainer: Trainer, setting: Setting) -> dict[str, Any]:
@@ -254,6 +276,9 @@ def main() -> None:
         for trainer in trainers.values():
             run_turn(trainer, setting)
     rows = {name: summarize(trainer, setting) for name, trainer in trainers.items()}
+    if plan.timeline:
+        for name, trainer in trainers.items():
+            rows[name]["timeline"] = record_step(trainer, setting, rank)
     if rank == 0:
         result_path.write_text(json.dumps({"link": link, "strategies": rows}))
     dist.barrier()

@@ -12,7 +12,7 @@ from torch import fx
 
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
-from zgraph.graph import meta, traits
+from zgraph.graph import meta, nodes, traits
 from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.graph.sizes import size_hint
 from zgraph.passes.common.reduction_algorithms import Algorithm, Reduction, choose_algorithm
@@ -20,6 +20,7 @@ from zgraph.runtime.chunks import Chunk, chunk_rows
 from zgraph.runtime.groups import group_stride
 from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.collectives import all_gather_op, all_reduce_op, all_to_all_op, reduce_scatter_op, wait_op
+from zgraph.torch_compat.operators import OpOverload
 
 aten = torch.ops.aten
 
@@ -64,9 +65,10 @@ class ReductionBuilder:
         grad = args.grad
         if layout.gradients_wait(args.window):
             waiting = (grad, args.handle, args.dtype, layout.zero_stage)
+            if waits_in_grad(self.marker):
+                return self.own(self.cast(grad, args.dtype))
             if args.window == OPEN:
-                rows = layout.local_rows if layout.is_sharded else 0
-                return self.node(torch.ops.zgraph.accumulate_grad.default, *waiting, rows)
+                return self.node(torch.ops.zgraph.accumulate_grad.default, *waiting, layout.local_rows)
             grad = self.node(torch.ops.zgraph.add_accumulated.default, *waiting)
         mean_dtype = self.mean_dtype(meta.tensor_value(grad).dtype) if layout.gathers_mean else args.dtype
         wire = self.on_the_wire(grad) if layout.world > 1 else grad
@@ -87,6 +89,12 @@ class ReductionBuilder:
             return self.node(aten.view.default, self.gathered(total, chunk, layout.numel, args.dtype), shape)
         rows = layout.local_rows
         return total if rows == layout.chunk_rows else self.node(aten.slice.Tensor, total, 0, 0, rows)
+
+    def own(self, grad: fx.Node) -> fx.Node:
+        """The gradient as a contiguous tensor that nothing else reads: autograd keeps it as .grad, and adds to it."""
+        if has_own_storage(grad, self.marker) and meta.tensor_value(grad).is_contiguous():
+            return grad
+        return self.node(aten.clone.default, grad, memory_format=torch.contiguous_format)
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
         """The gradient in the dtype to send it in, without a preceding widening that does not change the sum."""
@@ -160,6 +168,25 @@ class ReductionBuilder:
         if meta.tensor_value(piece).shape[0] != numel:
             piece = self.node(aten.slice.Tensor, piece, 0, 0, numel)
         return piece
+
+
+def waits_in_grad(marker: fx.Node) -> bool:
+    """Whether a gradient waits for the end of its window in `.grad` itself."""
+    args = ReduceArgs.of(marker)
+    layout = args.layout
+    return layout.is_reduced and layout.zero_stage == 0 and args.window == OPEN and layout.gradients_wait(args.window)
+
+
+def has_own_storage(node: fx.Node, reader: fx.Node) -> bool:
+    """Whether nothing but a node, which one reader alone reads, lies in the storage of its value."""
+    numel = meta.tensor_value(node).numel()
+    while list(node.users) == [reader] and node.op == "call_function" and isinstance(node.target, OpOverload):
+        shared = traits.shared_arguments(node)
+        if shared[:1] in ((), (None,)):
+            is_new = node.target.namespace in ("aten", "prims") and not traits.of(node).may_copy
+            return is_new and not nodes.is_communication(node) and meta.tensor_value(node).numel() == numel
+        node, reader = cast(fx.Node, node.args[0]), node
+    return False
 
 
 def plan_algorithms(

@@ -220,3 +220,50 @@ def test_results_are_bitwise_the_same(world_size: int, options: dict[str, object
         with fake_world(world_size, rank):
             lowered(found)
     assert_same_results(before, [found.graphs["backward"] for found in ranks])
+
+
+# --- gradients that wait --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("world")
+def test_gradients_wait_in_grad_without_a_copy() -> None:
+    """Autograd keeps and adds to what it is given, so only what shares its memory, or lies otherwise, is copied."""
+    drawing = Drawing()
+    x, y = drawing.input("x", 8, 8), drawing.input("y", 8, 8)
+    handles = {name: drawing.input(f"handle_{name}", 96, dtype=torch.uint8) for name in ("own", "seen", "part", "bent")}
+    policy = (torch.float32, None, None, 0, "mean", "open", "", "0")
+    product = drawing.call(aten.mm.default, x, y)
+    turned = drawing.call(aten.t.default, drawing.call(aten.t.default, drawing.call(aten.mm.default, y, x)))
+    grads = {
+        "own": turned,
+        "seen": product,
+        "part": drawing.call(aten.slice.Tensor, drawing.call(aten.mm.default, y, y), 0, 0, 4),
+        "bent": drawing.call(aten.t.default, drawing.call(aten.mm.default, x, x)),
+    }
+    markers = [
+        drawing.call(torch.ops.zgraph.reduce_grad.default, grad, handles[name], *policy, works_for=name)
+        for name, grad in grads.items()
+    ]
+    gm = drawing.done(*markers, drawing.call(aten.relu.default, product))
+    graph = lowered(Traced(gm, {"backward": gm}, traced(mlp).ctx))
+    own, *copies, _ = nodes.returned_by(graph)
+    assert own is turned
+    assert [copy.target for copy in copies] == [aten.clone.default] * 3
+    assert [copy.args[0] for copy in copies] == [grads[name] for name in ("seen", "part", "bent")]
+    assert all(meta.tensor_value(copy).is_contiguous() for copy in copies)
+    call = nodes.output_of(graph).prev
+    assert call.target is torch.ops.zgraph.wait_in_grad.default and call.args == (list(handles.values()),)
+    assert meta.parameters(call) == tuple(handles)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("zero_stage", "window"), [(0, "closing"), (1, "open"), (1, "closing"), (2, "open")])
+def test_other_gradients_do_not_wait_in_grad(zero_stage: int, window: str) -> None:
+    drawing = Drawing()
+    x, handle = drawing.input("x", 8, 8), drawing.input("handle", 96, dtype=torch.uint8)
+    grad = drawing.call(aten.mm.default, x, x)
+    policy = (torch.float32, None, None, zero_stage, "mean", window, "", "0")
+    gm = drawing.done(drawing.call(torch.ops.zgraph.reduce_grad.default, grad, handle, *policy, works_for="w"))
+    graph = lowered(Traced(gm, {"backward": gm}, traced(mlp).ctx))
+    targets = [node.target for node in graph.nodes]
+    assert torch.ops.zgraph.wait_in_grad.default not in targets and nodes.returned_by(graph)[0] is not grad

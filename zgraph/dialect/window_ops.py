@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -70,3 +72,18 @@ def add_accumulated(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage
 @add_accumulated.register_fake
 def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
     return grad.new_empty(grad.shape, dtype=dtype)
+
+
+@torch.library.custom_op("zgraph::wait_in_grad", mutates_args=())
+def wait_in_grad(handles: Sequence[Tensor]) -> None:
+    """At stage 0, let the gradients that a graph returns wait in `.grad` for the closing backward.
+
+    Comes before autograd adds them. `accumulate_grad` does the same for one gradient, which it has to copy.
+    """
+    for handle in handles:
+        state_behind(handle).wait_in_grad()
+
+
+@wait_in_grad.register_fake
+def _(handles: Sequence[Tensor]) -> None:
+    return None

@@ -134,7 +134,9 @@ TABLE: Mapping[OpOverload, Traits] = MappingProxyType(
         ),
         dialect.add_accumulated.default: Traits(accumulates=True),
         dialect.accumulate_grad.default: Traits(accumulates=True, stays=True),
-        **_rows([dialect.agree_ahead, dialect.take_ahead, dialect.keep_ahead], Traits(stays=True)),
+        **_rows(
+            [dialect.wait_in_grad, dialect.agree_ahead, dialect.take_ahead, dialect.keep_ahead], Traits(stays=True)
+        ),
     }
 )
 NONE_LISTED = Traits()

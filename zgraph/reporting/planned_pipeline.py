@@ -66,7 +66,7 @@ def pipeline_tables(plan: PipelinePlan) -> list[Table]:
             tuple(
                 (
                     str(number),
-                    str(number % plan.ranks),
+                    str(plan.places[number]),
                     duration(sum(stage.cost.forward_us) / micro_batches),
                     duration(sum(stage.cost.backward_us) / micro_batches),
                     size(stage.cost.saved_bytes),

@@ -18,6 +18,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.error_feedback import Feedbacks
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.weight_copy import WeightCopy
+from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.modules import local_parameters
 
 _STATE = "zgraph_state"
@@ -43,7 +44,7 @@ class ParameterState:
         kept: gathered copies by dtype, [N * chunk, ...], padding included.
         waiting: whether a backward of the open window has left gradients.
         accumulated: stage 1: sum of this rank's own unsharded gradients, [*shape].
-        earlier: stage 0: what `.grad` held before the window, already reduced; the waiting sum is in `.grad` itself.
+        earlier: stage 0: the `.grad` from before the window, already reduced; what waits is in `.grad` meanwhile.
         tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
         feedbacks: error feedback of its compressed reductions.
         ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
@@ -74,15 +75,11 @@ class ParameterState:
         Returns:
             What autograd adds to `.grad`: the gradient itself at stage 0, zeros of the shard's shape at stage 1.
         """
-        held = self._local_grad()
-        if held is None:
-            self._forget()  # the user has cleared the gradients, and with them the open window
         if zero_stage == 0:
-            if not self.waiting and held is not None:
-                self.earlier = held.clone()
-                held.zero_()
-            self.waiting = True
+            self.wait_in_grad()
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if self._sharded().grad is None:
+            self._forget()
         self.waiting = True
         if self.accumulated is None:
             self.accumulated = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -90,24 +87,30 @@ class ParameterState:
             self.accumulated += grad
         return torch.zeros_like(_local(self._sharded()), device=grad.device)
 
+    def wait_in_grad(self) -> None:
+        """At stage 0, let `.grad` hold nothing but what waits; a gradient of the window is about to be added to it."""
+        sharded = self._sharded()
+        if sharded.grad is None:
+            self._forget()  # the user has cleared the gradients, and with them the open window
+        if not self.waiting:
+            self.earlier, sharded.grad = sharded.grad, None
+        self.waiting = True
+
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Return the sum of all gradients of the window, `grad` being the last; nothing waits afterwards."""
-        held = self._local_grad()
-        if held is None:
+        sharded = self._sharded()
+        if sharded.grad is None:
             self._forget()
         if not self.waiting:
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if zero_stage == 0:
-            assert held is not None
-            total = held.to(grad.device) + grad  # on the host where the parameter rests there
-            if self.earlier is None:
-                held.zero_()
-            else:
-                held.copy_(self.earlier)
+            assert sharded.grad is not None
+            total = _local(sharded.grad).to(grad.device)  # from the host where the parameter rests there
+            sharded.grad = self.earlier  # to which autograd adds the mean
         else:
             assert self.accumulated is not None
             total = self.accumulated
-            total += grad
+        total += grad
         self._forget()
         return total
 
@@ -118,13 +121,9 @@ class ParameterState:
     def _sharded(self) -> Tensor:
         return cast(Tensor, local_parameters(self.owner)[self.attribute])
 
-    def _local_grad(self) -> Tensor | None:
-        grad = self._sharded().grad
-        return None if grad is None else _local(grad)
-
 
 def _local(tensor: Tensor) -> Tensor:
-    return cast(DTensor, tensor).to_local().detach()
+    return local_of(cast(DTensor, tensor))
 
 
 def attach_state(handle: Tensor, owner: nn.Module, attribute: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from zgraph.scheduling.cluster.axes import PIPELINE, AxisTraffic
 from zgraph.scheduling.cluster.pipeline_run import PipelineRun, StageCost, simulate_pipeline
-from zgraph.scheduling.cluster.schedule_order import schedules_for, why_not
+from zgraph.scheduling.cluster.schedule_order import ranks_of, schedules_for, why_not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """A step of a pipeline. Rank r has the stages r, r + ranks, ...
+    """A step of a pipeline.
 
     Attributes:
         stages: in the order in which a micro-batch passes them.
@@ -81,19 +81,26 @@ class PipelinePlan:
         """Ranks of the pipeline."""
         return len(self.run.busy_us)
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return ranks_of(self.schedule, self.ranks, len(self.stages))
+
     def stages_of(self, rank: int) -> tuple[PlannedStage, ...]:
         """Stages that a rank holds."""
-        return self.stages[rank :: self.ranks]
+        return tuple(stage for stage, place in zip(self.stages, self.places, strict=True) if place == rank)
 
     def traffic_of(self, rank: int) -> dict[str, AxisTraffic]:
         """What a rank sends along each axis in a step; on that of the pipeline, exposed is what sending adds to it."""
         sent, messages_us = 0, 0.0
-        for number in range(rank, len(self.stages), self.ranks):
-            stage = self.stages[number]
-            if number + 1 < len(self.stages):
+        places = self.places
+        for number, stage in enumerate(self.stages):
+            if places[number] != rank:
+                continue
+            if number + 1 < len(self.stages) and places[number + 1] != rank:
                 sent += stage.activation_bytes * self.micro_batches
                 messages_us += stage.cost.send_us * self.micro_batches
-            if number:
+            if number and places[number - 1] != rank:
                 sent += stage.input_gradient_bytes * self.micro_batches
                 messages_us += self.stages[number - 1].cost.send_us * self.micro_batches
         exposed_us = min(self.run.step_us - self.unsent.step_us, messages_us)
@@ -127,7 +134,7 @@ class PipelinePlan:
             },
             "stages": [
                 {
-                    "rank": number % self.ranks,
+                    "rank": self.places[number],
                     "forward_us": sum(stage.cost.forward_us) / self.micro_batches,
                     "backward_us": sum(stage.cost.backward_us) / self.micro_batches,
                     "parameter_bytes": stage.parameter_bytes,

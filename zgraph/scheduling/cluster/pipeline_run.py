@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zgraph.scheduling.cluster.schedule_order import SPLITTING, Action, order_of
+from zgraph.scheduling.cluster.schedule_order import SPLITTING, Action, order_of, ranks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class SplitCost:
     Attributes:
         inputs_us, weights_us: [micro_batches] time of each.
         left_bytes: what one micro-batch keeps from its first half to its second.
-        kept_bytes: gathered parameters that stay behind the first half of the last one, until its second half.
+        closing_kept_bytes: those of a `StageCost` that stay behind the last first half, for the last second half.
         inputs_peak_bytes: most that one holds while its first half runs, with what it has saved.
         first_peak_bytes, weights_peak_bytes, closing_peak_bytes: of the second half, as those of the whole backward of
             a `StageCost`, with what the first one has left.
@@ -24,7 +24,7 @@ class SplitCost:
     inputs_us: tuple[float, ...]
     weights_us: tuple[float, ...]
     left_bytes: int = 0
-    kept_bytes: int = 0
+    closing_kept_bytes: int = 0
     inputs_peak_bytes: int = 0
     first_peak_bytes: int = 0
     weights_peak_bytes: int = 0
@@ -40,6 +40,7 @@ class StageCost:
         send_us: time in which an activation reaches the next stage, and its gradient comes back.
         resting_bytes: parameters, buffers and the optimizer's state.
         gradient_bytes: `.grad`, from the first backward on.
+        own_gradient_bytes: those of them that are this rank's own until the last backward takes them, to reduce them.
         waiting_bytes: sums of gradients that wait to be reduced, from the first backward to the last.
         kept_bytes: gathered parameters that stay from the first forward on.
         closing_kept_bytes: those of them that stay behind the last forward, until the last backward.
@@ -49,6 +50,7 @@ class StageCost:
             last one, with the parameters and the sums that it finds; a single backward is the last one.
         left_bytes: what one micro-batch has sent, activations and gradients. torch's schedules hold it until they wait
             for the messages: at the end of the step, 1F1B before the next ones.
+        left_activation_bytes: the activation among that.
         buffer_bytes: in which torch's stage receives activations and gradients, and the outputs that it returns.
         split: of backwards in two halves; None: they run whole where the gradients of inputs are wanted.
     """
@@ -58,6 +60,7 @@ class StageCost:
     send_us: float = 0.0
     resting_bytes: int = 0
     gradient_bytes: int = 0
+    own_gradient_bytes: int = 0
     waiting_bytes: int = 0
     kept_bytes: int = 0
     closing_kept_bytes: int = 0
@@ -67,6 +70,7 @@ class StageCost:
     first_peak_bytes: int = 0
     closing_peak_bytes: int = 0
     left_bytes: int = 0
+    left_activation_bytes: int = 0
     buffer_bytes: int = 0
     split: SplitCost | None = None
 
@@ -112,10 +116,11 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
 
     Args:
         schedule: one of `schedules_for` these numbers.
-        ranks: of the pipeline; rank r has the stages r, r + ranks, ...
+        ranks: of the pipeline.
         costs: of each stage.
     """
     order = order_of(schedule, ranks, len(costs), len(costs[0].forward_us))
+    places = ranks_of(schedule, ranks, len(costs))
     free = [0.0] * ranks  # when each rank has done what it has begun
     links: dict[tuple[int, int], float] = {}  # when each has sent what it was given, by sender and receiver
     arrived: dict[Action, float] = {}
@@ -133,10 +138,10 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
                 free[rank] = max(free[rank], 0.0 if needed is None else arrived[needed]) + us
                 busy[rank] += us
                 position[rank] += 1
-                arrived[action] = _arrival(action, free[rank], ranks, costs, links)
+                arrived[action] = _arrival(action, free[rank], places, costs, links)
         assert position != before, f"the order of {schedule} waits for itself"
     found = [
-        _memory(order[rank], costs, holds_sent=schedule != "1F1B", splits=schedule in SPLITTING)
+        _memory(order[rank], costs, places, holds_sent=schedule != "1F1B", splits=schedule in SPLITTING)
         for rank in range(ranks)
     ]
     return PipelineRun(
@@ -158,20 +163,35 @@ def _needs(action: Action, stages: int) -> Action | None:
 
 
 def _arrival(
-    action: Action, ended: float, ranks: int, costs: Sequence[StageCost], links: dict[tuple[int, int], float]
+    action: Action,
+    ended: float,
+    places: Sequence[int],
+    costs: Sequence[StageCost],
+    links: dict[tuple[int, int], float],
 ) -> float:
     """When the result of an action is where it is needed next."""
     other = action.stage + {"forward": 1, "backward": -1, "weights": len(costs)}[action.kind]
-    if not 0 <= other < len(costs) or other % ranks == action.stage % ranks:
+    if not 0 <= other < len(costs) or places[other] == places[action.stage]:
         return ended
-    link = action.stage % ranks, other % ranks
+    link = places[action.stage], places[other]
     links[link] = max(ended, links.get(link, 0.0)) + costs[min(action.stage, other)].send_us
     return links[link]
 
 
-def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: bool, splits: bool) -> tuple[int, int]:
+def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
+    """Cost of a stage whose neighbours may lie on the same rank: what they get takes the place of a buffer's."""
+    has_next = number + 1 < len(places) and places[number + 1] == places[number]
+    has_previous = number > 0 and places[number - 1] == places[number]
+    activation = cost.left_activation_bytes if has_next else 0
+    gradient = cost.left_bytes - cost.left_activation_bytes if has_previous else 0
+    return replace(cost, saved_bytes=cost.saved_bytes - activation, left_bytes=cost.left_bytes - activation - gradient)
+
+
+def _memory(
+    order: Sequence[Action], costs: Sequence[StageCost], places: Sequence[int], *, holds_sent: bool, splits: bool
+) -> tuple[int, int]:
     """Peak of a rank, and the most micro-batches in flight."""
-    stages = {action.stage: costs[action.stage] for action in order}
+    stages = {action.stage: _beside(costs[action.stage], action.stage, places) for action in order}
     held = sum(cost.resting_bytes + cost.buffer_bytes for cost in stages.values())
     done = {(kind, stage): 0 for kind in ("forward", "backward", "weights") for stage in stages}
     peak, flying, most = held, 0, 0
@@ -196,7 +216,7 @@ def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: 
             if split is not None:
                 peak = max(peak, held + split.inputs_peak_bytes)
                 held += split.left_bytes + (cost.left_bytes if holds_sent else 0)
-                held -= cost.closing_kept_bytes - split.kept_bytes if is_last else 0
+                held -= cost.closing_kept_bytes - split.closing_kept_bytes if is_last else 0
                 continue
         elif split is None:
             continue  # that of the inputs was the whole
@@ -204,9 +224,8 @@ def _memory(order: Sequence[Action], costs: Sequence[StageCost], *, holds_sent: 
             held -= split.left_bytes
         of_all: StageCost | SplitCost = cost if split is None else split
         if is_last:
-            held -= cost.closing_kept_bytes if split is None else split.kept_bytes
-            held -= cost.waiting_bytes if turn else 0
-            peak = max(peak, held + of_all.closing_peak_bytes)
+            held -= of_all.closing_kept_bytes + (cost.waiting_bytes if turn else 0)
+            peak = max(peak, held + of_all.closing_peak_bytes - (cost.own_gradient_bytes if turn else 0))
         elif turn:
             peak = max(peak, held + (cost.backward_peak_bytes if split is None else split.weights_peak_bytes))
         else:

@@ -6,8 +6,10 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import Literal
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")  # as torch's get_schedule_class spells them
-SPLITTING = ("InterleavedZeroBubble",)  # those in which the gradients of weights come later than those of inputs
+V_SHAPED = "ZBVZeroBubble"
+# As torch's get_schedule_class spells them.
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", V_SHAPED)
+SPLITTING = ("InterleavedZeroBubble", V_SHAPED)  # the gradients of weights come later than those of inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
         guess = f"; did you mean {near[0]!r}?" if near else ""
         return f"a plan knows the schedules {', '.join(SCHEDULES)}{guess}"
     rounds = max(1, micro_batches // ranks)
+    if schedule == V_SHAPED:
+        return "" if stages == 2 * ranks else f"it takes two stages on each rank, and there are {stages} on {ranks}"
     if schedule.startswith("Interleaved"):
         return (
             f"it needs a multiple of {rounds} micro-batches, as many as it makes rounds"
@@ -48,8 +52,15 @@ def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
     return ""
 
 
+def ranks_of(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
+    """The rank of each stage: r, r + ranks, ... are on rank r; in a V, r and, as seen from the end, r again."""
+    if schedule == V_SHAPED:
+        return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+    return tuple(stage % ranks for stage in range(stages))
+
+
 def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[list[Action]]:
-    """The actions of each rank, in their order. Rank r has the stages r, r + ranks, ...
+    """The actions of each rank, in their order. It has the stages of `ranks_of`.
 
     Args:
         schedule: one of `schedules_for` these numbers.
@@ -58,9 +69,11 @@ def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list
         micro_batches: of a step.
 
     Source: GPipe: Huang et al. 2019, arXiv 1811.06965. 1F1B and interleaved 1F1B: Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2. Zero bubble: Qi et al. 2023, arXiv 2401.10241, ZB1P. The length of each warm-up is that of
-    torch 2.11 - 2.13.
+    2104.04473, section 2.2. Zero bubble: Qi et al. 2023, arXiv 2401.10241, ZB1P, and section 6, ZB-V. The length of
+    each warm-up is that of torch 2.11 - 2.13.
     """
+    if schedule == V_SHAPED:
+        return [_of_v(rank, ranks, micro_batches) for rank in range(ranks)]
     return [_of_rank(schedule, rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
 
 
@@ -93,3 +106,43 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
         order += [replace(backward(turn - waits), kind="weights")] if turn >= waits else []
     last = range(total - waits, total) if schedule in SPLITTING else ()
     return order + [replace(backward(turn), kind="weights") for turn in last]
+
+
+def _of_v(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """What a rank does that has one stage on the way down the V, and one on the way up."""
+    down, up = rank, 2 * ranks - 1 - rank
+    order: list[Action] = []
+    done: dict[tuple[str, int], int] = {}
+
+    def add(*actions: tuple[Literal["forward", "backward", "weights"], int]) -> None:
+        for kind, stage in actions:
+            turn = done.get((kind, stage), 0)
+            done[kind, stage] = turn + 1
+            order.append(Action(kind, stage, turn))
+
+    def whole(stage: int) -> None:
+        add(("backward", stage), ("weights", stage))
+
+    # The order is made for as many micro-batches as fill the pipeline, and those that there are not are left out.
+    total = max(2 * ranks - 1, micro_batches)
+    for _ in range(2 * (ranks - rank) - 1):
+        add(("forward", down))
+    for _ in range(rank):
+        add(("forward", up), ("forward", down))
+    for _ in range(ranks - rank):
+        add(("forward", up))
+        whole(up)
+    while done.get(("forward", up), 0) < total:
+        if done["forward", down] < total:
+            add(("forward", down))
+        whole(down)
+        add(("forward", up))
+        whole(up)
+    for _ in range(rank):
+        add(("backward", down), ("backward", up))
+    for _ in range(ranks - rank):
+        whole(down)
+    for stage in (up, down):
+        while done["weights", stage] < total:
+            add(("weights", stage))
+    return [action for action in order if action.micro_batch < micro_batches]

@@ -177,6 +177,26 @@ def test_windows_add_to_what_is_in_grad(ranks: Ranks, zero_stage: int, mode: str
     assert ranks.run(step_without_clearing, zero_stage, mode) == [[True] * LAYERS] * 2
 
 
+def after_gradients_of_inputs_alone(mode: str) -> list[bool]:
+    torch.manual_seed(0)
+    model = zgraph.shard(build(), zero_stage=0)
+    call = called(model, mode)
+    train_window(call, 2)
+    once = [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+    x = torch.randn(2, ROWS, requires_grad=True)
+    with zgraph.no_sync(model):
+        torch.autograd.grad(call(x).sum(), x)
+    train_window(call, 2)
+    twice = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return [torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+def test_a_backward_that_adds_nothing_loses_nothing(ranks: Ranks, mode: str) -> None:
+    """In an open window; what `.grad` held before is still there behind it."""
+    assert ranks.run(after_gradients_of_inputs_alone, mode) == [[True] * LAYERS] * 2
+
+
 def abandoned_window(zero_stage: int) -> list[bool]:
     """zero_grad discards what has waited: the next window's gradients are those of a fresh model."""
     torch.manual_seed(0)

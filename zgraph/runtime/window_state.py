@@ -92,8 +92,10 @@ class ParameterState:
         sharded = self._sharded()
         if sharded.grad is None:
             self._forget()  # the user has cleared the gradients, and with them the open window
-        if not self.waiting:
-            self.earlier, sharded.grad = sharded.grad, None
+        elif not self.waiting:
+            # Zeros, not None: should autograd add nothing (it broke off, or was asked for other gradients), what was
+            # there before must not look as if the user had cleared it.
+            self.earlier, sharded.grad = sharded.grad, torch.zeros_like(sharded.grad)
         self.waiting = True
 
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:

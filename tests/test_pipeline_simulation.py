@@ -223,7 +223,7 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
                 forward_peak_bytes=900 + 40 * stage,
                 first_peak_bytes=1900 - 7 * stage,
                 backward_peak_bytes=1500 - 7 * stage,
-                closing_peak_bytes=2500 * (stage % 3),
+                closing_peak_bytes=25_000 * (stage % 3),
                 left_bytes=3 * stage,
                 left_activation_bytes=stage,
                 buffer_bytes=11 * stage,
@@ -235,7 +235,7 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
                     inputs_peak_bytes=1000 * (stage % 2 + 1),
                     first_peak_bytes=1800,
                     weights_peak_bytes=1300,
-                    closing_peak_bytes=2000 * (stage % 3),
+                    closing_peak_bytes=20_000 * (stage % 3),
                 ),
             )
             for stage in range(ranks * chunks)

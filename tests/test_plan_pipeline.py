@@ -234,6 +234,14 @@ def test_three_axes() -> None:
     assert found.sent_bytes == sum(sent.sent_bytes for sent in found.pipeline.traffic_of(1).values())
 
 
+def test_ranks_of_a_v_send_nothing_to_themselves() -> None:
+    """Rank 1 has the two stages at its bottom, rank 0 both ends; each pair of neighbours has one message to send."""
+    found = planned({"pp": 2}, 4, schedule="ZBVZeroBubble").pipeline
+    assert found is not None and found.places == (0, 1, 1, 0)
+    messages = 2 * MICRO_BATCHES * ROWS * WIDTH * 4  # activations of one stage, gradients of another
+    assert [found.traffic_of(rank)["pp"].sent_bytes for rank in range(2)] == [messages, messages]
+
+
 def test_one_micro_batch_is_a_step_of_each_stage() -> None:
     """Beside the plan of the stage alone: times and bytes; and its peak with the buffers and the bits it leaves."""
     found = planned({"pp": 2, "dp": 2}, micro_batches=1).pipeline

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,9 @@ from netns import INTERFACE, NetworkError, ShapedNetwork, parse_rate
 from provenance import processor
 from rank_process import RankPlan
 from workload import LanguageModel, ModelConfig
+
+# Inductor orders sums otherwise where collectives are part of a graph.
+LOSS_TOLERANCE = 1e-5
 
 
 class BenchmarkError(RuntimeError):
@@ -139,6 +143,17 @@ def faster_lines(rows: Mapping[str, dict[str, Any]]) -> list[str]:
         f"{name} is {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast as {peer}"
         for name, row in rows.items()
         for peer, (ratio, low, high) in row["times_faster"].items()
+    ]
+
+
+def find_unequal_losses(rows: Mapping[str, dict[str, Any]], equal: Iterable[str]) -> list[str]:
+    """A line for each of the strategies that are not lossy whose loss is not that of the first."""
+    found = {name: rows[name]["loss"] for name in equal if name in rows}
+    first = next(iter(found), None)
+    return [
+        f"{name} ends with the loss {loss!r}, {first} with {found[first]!r}; they are equal within {LOSS_TOLERANCE}"
+        for name, loss in found.items()
+        if first is not None and not math.isclose(loss, found[first], rel_tol=LOSS_TOLERANCE)
     ]
 
 

@@ -11,7 +11,6 @@ equal differ.
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from link_benchmark import (
     add_arguments,
     add_quartiles,
     faster_lines,
+    find_unequal_losses,
     parse,
     positive,
     run_as_command,
@@ -35,8 +35,6 @@ from step_timeline import chrome_trace, phases, picture
 from workload import ModelConfig
 
 RANKS, HOSTS = 4, 2
-# Inductor orders the sums of one stage otherwise where reductions are part of its graph.
-LOSS_TOLERANCE = 1e-5
 LOSSY_PEERS = ("ddp", "ddp-bf16", "ddp-powersgd-4")
 PEERS = {
     "zgraph-0": ("ddp", "ddp-blocks"),
@@ -89,7 +87,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "link": measured["link"],
         "rows": rows,
         "timelines": timelines,
-        "failures": find_failures(rows),
+        "failures": find_unequal_losses(rows, EQUAL_LOSSES),
     }
 
 
@@ -103,17 +101,6 @@ def add_timelines(
     for name, row in rows.items():
         row["phases"] = phases(steps[name])
     return {name: picture(ranks, titles, link_bytes_per_s) for name, ranks in steps.items()}
-
-
-def find_failures(rows: dict[str, Any]) -> list[str]:
-    """One line for each strategy that is not lossy and whose loss is not that of the others."""
-    found = {name: rows[name]["loss"] for name in EQUAL_LOSSES if name in rows}
-    first = next(iter(found), None)
-    return [
-        f"{name} ends with the loss {loss!r}, {first} with {found[first]!r}; they are equal within {LOSS_TOLERANCE}"
-        for name, loss in found.items()
-        if first is not None and not math.isclose(loss, found[first], rel_tol=LOSS_TOLERANCE)
-    ]
 
 
 def render(report: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The kernel of `zgraph::fused_adam_`, on CPUs: moments of bf16 rest on the host or on disk, and are updated there."""
+"""The kernels of `zgraph::fused_adam_`: moments of bf16 are updated on the host, or on the device that they come to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zgraph.codegen.kernels.adam_reference import AdamOptions
 from zgraph.codegen.kernels.cpu.adam import update
+from zgraph.codegen.kernels.triton import adam as triton_adam
 from zgraph.dialect import adam as adam
 
 
@@ -35,5 +36,12 @@ def fused_adam_(
     update(parameters, grads, exp_avgs, exp_avg_sqs, steps, salts, firsts, taken, scale)
 
 
-torch.library.impl("zgraph::fused_adam_", "cpu", fused_adam_)
-torch.library.impl("zgraph::fused_adam_.tensor_lr", "cpu", fused_adam_)
+def fused_adam_on_cuda(parameters: Sequence[Tensor], *lists: Any, **options: Any) -> None:
+    if parameters:
+        with torch.cuda.device(parameters[0].device):  # Triton launches on the current GPU
+            triton_adam.update(parameters, *lists, **options)
+
+
+for name in ("zgraph::fused_adam_", "zgraph::fused_adam_.tensor_lr"):
+    torch.library.impl(name, "cpu", fused_adam_)
+    torch.library.impl(name, "cuda", fused_adam_on_cuda)

@@ -1,0 +1,32 @@
+"""The folders on disk that tensors of one device rest in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from zgraph.runtime.disk.folder import DiskFolder
+
+
+@dataclass
+class DiskFolders:
+    """Folders by their paths, which live as long as somebody holds them."""
+
+    _folders: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
+
+    def at(self, path: str, rank: int = 0) -> DiskFolder:
+        """The folder at a path, made on first use.
+
+        Raises:
+            DiskError: it cannot be used.
+        """
+        found = self._folders.get(path)
+        if found is None:
+            found = self._folders[path] = DiskFolder(path, rank=rank)
+        return found
+
+    def of(self, tensor: Tensor) -> DiskFolder | None:
+        """The folder that a tensor lies in; None: it is not on disk."""
+        return next((folder for folder in [*self._folders.values()] if folder.is_on_disk(tensor)), None)

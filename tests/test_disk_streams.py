@@ -33,7 +33,7 @@ def slow(tmp_path: Path) -> Iterator[DiskFolder]:
 
 
 def known(lanes: Any, disk: DiskFolder) -> None:
-    lanes.disks._folders["here"] = disk
+    lanes.disks.by_path["here"] = disk
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -52,6 +52,22 @@ def test_bits_survive_the_way_to_a_disk_and_back(slow: DiskFolder, numel: int) -
     assert lanes.lazy.freed == [] and lanes.writes == {}
 
 
+def double(lanes: ClockedLanes, kept: list[Tensor], drawn: random.Random) -> None:
+    """Update tensors at rest on the device, and let go of one more that comes, before it is waited for."""
+    reloads = [lanes.reload(one) for one in kept]
+    dropped = [lanes.reload(drawn.choice(kept))]
+    stores: list[tuple[Any, Tensor]] = []
+    while reloads:
+        here = reloads.pop(0).wait()
+        lanes.compute(reads=[here], writes=[here])
+        stores.append((lanes.store(here.mul_(2), kept[len(stores)]), here))
+    dropped.clear()
+    for store, source in stores:
+        lanes.stored(store)
+        lanes.compute(writes=[source])
+        source.fill_(torch.nan)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_two_accesses_race(slow: DiskFolder, seed: int) -> None:
     """Reloads and stores in flight together, and some that nobody waits for."""
@@ -62,21 +78,9 @@ def test_no_two_accesses_race(slow: DiskFolder, seed: int) -> None:
     expected = [1.0] * len(SIZES)
     for _ in range(12):
         chosen = drawn.sample(range(len(SIZES)), 3)
-        reloads = {place: lanes.reload(kept[place]) for place in chosen}
-        dropped = lanes.reload(kept[drawn.choice(chosen)])
-        stores: list[Any] = []
+        double(lanes, [kept[place] for place in chosen], drawn)
         for place in chosen:
-            here = reloads.pop(place).wait()
-            lanes.compute(reads=[here], writes=[here])
-            here.mul_(2)
             expected[place] *= 2
-            stores.append((lanes.store(here, kept[place]), here))
-        del dropped, here
-        for store, source in stores:
-            lanes.stored(store)
-            lanes.compute(writes=[source])
-            source.fill_(torch.nan)
-        del store, source, stores
     lanes.finish()
     assert lanes.clocks.races == [] and lanes.clocks.looked > 200
     for value, tensor in zip(expected, kept, strict=True):

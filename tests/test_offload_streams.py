@@ -97,7 +97,7 @@ def slow_disk(at_rest: zgraph.Offload | None) -> Generator[None]:
     assert isinstance(lanes, ThreadLanes)
     with warnings.catch_warnings(category=zgraph.ZgraphWarning, action="ignore"):  # the folder may be in memory
         slow = DiskFolder(at_rest.path, rank=dist.get_rank(), rate=2e7)
-    lanes.disks._folders[os.fspath(at_rest.path)] = slow
+    lanes.disks.by_path[os.fspath(at_rest.path)] = slow
     yield
 
 

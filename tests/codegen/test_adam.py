@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels.buckets import needs_triton
+from zgraph.codegen import adam_kernels
 from zgraph.codegen.kernels import adam_reference
 from zgraph.codegen.kernels.adam_reference import AdamOptions, draw, power, round_stochastically, update_key
 from zgraph.codegen.kernels.cpu import adam as cpu_adam
-from zgraph.codegen.kernels.triton import adam as triton_adam
 from zgraph.codegen.kernels.triton.launch_options import load
 
 ADAMW = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, decoupled=True, maximize=False)
@@ -83,7 +83,7 @@ def on_triton(options: AdamOptions, scale: float | None, rate: str, numels: tupl
     for step in (1, 2, 3, 4, 5, 77777):
         grads, expected = ([gradient(numel, step) for numel in numels] for _ in range(2))
         parameters, averages, squares = zip(*ours, strict=True)
-        triton_adam.update(
+        adam_kernels.update_on_gpu(
             parameters,
             grads,
             averages,
@@ -124,13 +124,13 @@ def test_the_kernel_of_gpus_equals_its_reference(
 
 def strided() -> None:
     ours, theirs = (torch.arange(12.0).view(3, 4).t() for _ in range(2))
-    for one, kernel in ((ours, triton_adam), (theirs, cpu_adam)):
+    for one, kernel in ((ours, adam_kernels), (theirs, cpu_adam)):
         moments = [torch.zeros_like(one, dtype=torch.bfloat16) for _ in range(2)]
-        lists = [[one], [torch.ones(4, 3)], [moments[0]], [moments[1]]]
-        if kernel is triton_adam:
-            triton_adam.update(*lists, [torch.tensor(1.0)], [3], [4], **vars(ADAMW))
+        grads, averages, squares = [torch.ones(4, 3)], moments[:1], moments[1:]
+        if kernel is adam_kernels:
+            adam_kernels.update_on_gpu([one], grads, averages, squares, [torch.tensor(1.0)], [3], [4], **vars(ADAMW))
         else:
-            cpu_adam.update(*lists, [1.0], [3], [4], ADAMW)
+            cpu_adam.update([one], grads, averages, squares, [1.0], [3], [4], ADAMW)
     assert not ours.is_contiguous() and torch.equal(ours, theirs)
 
 
@@ -138,8 +138,8 @@ def strided() -> None:
 def test_the_kernel_of_gpus_updates_strided_tensors_and_none(interpreted: Callable[..., Any]) -> None:
     interpreted(strided)
     empty = [torch.empty(0)]
-    triton_adam.update(*[empty] * 4, [torch.tensor(1.0)], [0], [0], **vars(ADAMW))
-    triton_adam.update([], [], [], [], [], [], [], **vars(ADAMW))
+    adam_kernels.update_on_gpu(empty, empty, empty, empty, [torch.tensor(1.0)], [0], [0], **vars(ADAMW))
+    adam_kernels.update_on_gpu([], [], [], [], [], [], [], **vars(ADAMW))
 
 
 @needs_triton
@@ -151,7 +151,7 @@ def test_the_kernels_of_gpus_round_each_operation_as_ieee_says(capability: int) 
     from triton.compiler import ASTSource
 
     flags: dict[str, Any] = {"SCALED": True, "SKIPS": True}
-    elements = {**flags, "COUPLED": True, "ALIGNED": True, "BLOCK": triton_adam.BLOCK}
+    elements = {**flags, "COUPLED": True, "ALIGNED": True, "BLOCK": adam_kernels.BLOCK}
     numbers = {**flags, "LR": "float32", "DECOUPLED": True, "MAXIMIZE": True}
     for kernel, constants, dtype in ((load("adam"), elements, "f32"), (load("adam", "adam_factors"), numbers, "f64")):
         pointers = {"table": "*i64", "programs": "*i32", "factors": "*i32"}

@@ -132,7 +132,13 @@ def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> Non
         ),
         (Rest(offload=DISK, lowering="inductor"), GATHERS[3] + PARAMETERS + MOMENTS, PARAMETERS + MOMENTS, 0, 8),
         (Rest(offload=replace(DISK, **ROUNDED)), GATHERS[3] + PARAMETERS + MOMENTS, PARAMETERS + MOMENTS, 0, 4),
-        (Rest(offload=replace(STATE_ON_DISK, **ROUNDED), what="first step"), 0, MOMENTS, MOMENTS, 4),
+        (
+            Rest(offload=replace(DISK, **ROUNDED), what="first step"),
+            PARAMETERS + GATHERS[3],
+            PARAMETERS + MOMENTS,
+            MOMENTS,
+            4,
+        ),
     ],
     ids=["first", "mixed", "foreach", "sgd", "delayed", "inductor", "bf16 moments", "first, bf16 moments"],
 )

@@ -12,9 +12,8 @@ from itertools import accumulate
 
 from torch import fx
 
-from zgraph.analysis.disk_staging import staging_of
 from zgraph.analysis.storages import Finder, Storage, as_all_ranks_count
-from zgraph.analysis.workspace import transient_bytes
+from zgraph.analysis.workspace import disk_staging_bytes, transient_bytes
 from zgraph.graph import nodes
 from zgraph.graph.lanes import MemorySpace
 
@@ -164,7 +163,7 @@ def memory_curve(
         graph, allocator.allocated_bytes, threads=threads, late_peers=late_peers, device_type=device_type
     )
     curve = _curve(list(graph.nodes), found, allocator, list(transient), agreed)
-    return replace(curve, staging_bytes=staging_of(graph.nodes, device_type))
+    return replace(curve, staging_bytes=disk_staging_bytes(graph.nodes, device_type))
 
 
 def live_ranges(graph: fx.Graph, *, owned: Collection[fx.Node] = ()) -> tuple[LiveRange, ...]:
@@ -233,7 +232,7 @@ def step_curve(
     ]
     order = [*forward.nodes, *backward.nodes]
     curve = _curve(order, found, allocator, transient, agreed)
-    return replace(curve, staging_bytes=staging_of(order, device_type))
+    return replace(curve, staging_bytes=disk_staging_bytes(order, device_type))
 
 
 def owned_inputs(forward: fx.Graph, backward: fx.Graph, *, user_outputs: int) -> list[fx.Node]:

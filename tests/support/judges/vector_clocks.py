@@ -170,14 +170,14 @@ class _ClockedStaging(Staging):
 
     clocks: Clocks
 
-    def to_device(self, *args: Any) -> Generator[Tensor]:
-        with contextlib.closing(super().to_device(*args)) as pieces:
+    def to_device(self, target: Tensor, reached: Any, ends: list[Any]) -> Generator[Tensor]:
+        with contextlib.closing(super().to_device(target, reached, ends)) as pieces:
             for buffer in pieces:
                 yield buffer
                 self.clocks.access(threading.current_thread().name, buffer, True)
 
-    def from_device(self, *args: Any) -> Generator[Tensor]:
-        with contextlib.closing(super().from_device(*args)) as pieces:
+    def from_device(self, source: Tensor, reached: Any) -> Generator[Tensor]:
+        with contextlib.closing(super().from_device(source, reached)) as pieces:
             for buffer in pieces:
                 yield buffer
                 self.clocks.access(threading.current_thread().name, buffer, False)

@@ -12,9 +12,13 @@ from zgraph.runtime.disk.folder import DiskFolder
 
 @dataclass
 class DiskFolders:
-    """Folders by their paths, which live as long as somebody holds them."""
+    """Folders that live as long as somebody holds them.
 
-    _folders: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
+    Attributes:
+        by_path: those that live.
+    """
+
+    by_path: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
 
     def at(self, path: str, rank: int = 0) -> DiskFolder:
         """The folder at a path, made on first use.
@@ -22,11 +26,11 @@ class DiskFolders:
         Raises:
             DiskError: it cannot be used.
         """
-        found = self._folders.get(path)
+        found = self.by_path.get(path)
         if found is None:
-            found = self._folders[path] = DiskFolder(path, rank=rank)
+            found = self.by_path[path] = DiskFolder(path, rank=rank)
         return found
 
     def of(self, tensor: Tensor) -> DiskFolder | None:
         """The folder that a tensor lies in; None: it is not on disk."""
-        return next((folder for folder in [*self._folders.values()] if folder.is_on_disk(tensor)), None)
+        return next((folder for folder in [*self.by_path.values()] if folder.is_on_disk(tensor)), None)

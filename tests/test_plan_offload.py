@@ -219,6 +219,11 @@ def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
     assert (disk.parameters, disk.state) == (PARAMETER_BYTES // 2, PARAMETER_BYTES)
     assert (host.parameters, host.state, device.state) == (0, 0, COUNTS)
     assert host.step == host.staging > 0
+    tight = zgraph.Offload(params="disk", optimizer="disk", path="anywhere", host_budget_bytes=host.step)
+    assert planned(hardware=gpu, offload=tight).ledger == on_disk.ledger
+    text = rf"{host.step} of buffers between disk and GPU, and host_budget_bytes={host.step - 1}\. Use more ranks, or"
+    with pytest.raises(ValueError, match=text):
+        planned(hardware=gpu, offload=replace(tight, host_budget_bytes=host.step - 1))
     rounded = planned(hardware=gpu, offload=replace(HOST, moments_dtype=torch.bfloat16)).ledger[1]
     assert (rounded.parameters, rounded.state) == (PARAMETER_BYTES // 2, PARAMETER_BYTES // 2)
 

@@ -16,6 +16,7 @@ from zgraph.codegen import adam_kernels
 from zgraph.codegen.kernels import adam_reference
 from zgraph.codegen.kernels.adam_reference import AdamOptions, draw, power, round_stochastically, update_key
 from zgraph.codegen.kernels.cpu import adam as cpu_adam
+from zgraph.codegen.kernels.triton import launch_options
 from zgraph.codegen.kernels.triton.launch_options import load
 
 ADAMW = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, decoupled=True, maximize=False)
@@ -165,6 +166,24 @@ def test_the_kernels_of_gpus_round_each_operation_as_ieee_says(capability: int) 
         assert re.findall(r"\b(?:add|sub|mul)\.f(?:32|64)\b", ptx) == [], "ptxas may contract what says no .rn"
         if kernel is load("adam"):
             assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "16 bytes at once"
+
+
+def test_launches_fuse_no_operations_and_read_what_lies_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    class NotLaunched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **options: launched.append((grid, options))
+
+    monkeypatch.setattr(launch_options, "load", lambda *_: NotLaunched())  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(Tensor, "item", None)
+    parameters, grads, averages, squares = ([torch.zeros(numel) for numel in (8, 3000)] for _ in range(4))
+    steps, scale, found_inf = [torch.tensor(1.0)] * 2, torch.tensor(2.0), torch.tensor(0.0)
+    options = {**vars(ADAM), "lr": torch.tensor(0.1), "grad_scale": scale, "found_inf": found_inf}
+    adam_kernels.update_on_gpu(parameters, grads, averages, squares, steps, [1, 2], [0, 0], **options)
+    assert [grid for grid, _ in launched] == [(2,), (1 + 3,)]
+    assert all(taken["enable_fp_fusion"] is False and taken["SCALED"] and taken["SKIPS"] for _, taken in launched)
+    assert launched[0][1]["LR"] == "float32" and launched[1][1]["COUPLED"] and launched[1][1]["ALIGNED"]
 
 
 def test_powers_are_those_of_a_library_but_for_a_few_bits() -> None:

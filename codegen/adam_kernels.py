@@ -1,7 +1,8 @@
-"""The kernel of `zgraph::fused_adam_`, on CPUs: moments of bf16 rest on the host or on disk, and are updated there."""
+"""The kernels of `zgraph::fused_adam_`: moments of bf16 are updated on the host, or on the device that they come to."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from zgraph.codegen.kernels.adam_reference import AdamOptions
 from zgraph.codegen.kernels.cpu.adam import update
+from zgraph.codegen.kernels.triton import launch_options, tables
 from zgraph.dialect import adam as adam
+
+# Of Triton:
+BLOCK = 1024  # elements of a program
+WARPS = 4
+RUN = 8  # elements that a thread reads at once, where tensors are aligned
+FACTORS = 16  # numbers of 4 bytes for each parameter
 
 
 def fused_adam_(
@@ -35,5 +43,93 @@ def fused_adam_(
     update(parameters, grads, exp_avgs, exp_avg_sqs, steps, salts, firsts, taken, scale)
 
 
-torch.library.impl("zgraph::fused_adam_", "cpu", fused_adam_)
-torch.library.impl("zgraph::fused_adam_.tensor_lr", "cpu", fused_adam_)
+def update_on_gpu(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    salts: Sequence[int],
+    firsts: Sequence[int],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    decoupled: bool,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update tensors of one GPU as `zgraph::fused_adam_` says, by two launches in the order of its stream.
+
+    Numbers that lie on the GPU are read there. A learning rate of the CPU is read by the host, which waits for nothing.
+    """
+    if not parameters:
+        return
+    device = parameters[0].device
+    copies: list[tuple[Tensor, Tensor]] = []
+    rows: list[list[int]] = []
+    steps = [_number(step, device) for step in state_steps]
+    for *given, step, salt, first in zip(parameters, grads, exp_avgs, exp_avg_sqs, steps, salts, firsts, strict=True):
+        tensors = [one.contiguous() for one in given]
+        copies += [(one, copy) for one, copy in zip(given, tensors, strict=True) if one is not copy]
+        addresses = [one.data_ptr() for one in (*tensors, step)]
+        rows.append([*addresses, tensors[0].numel(), first, salt])
+    numels = tuple(row[5] for row in rows)
+    programs = tables.programs_of(numels, BLOCK, device)
+    if not programs.shape[0]:
+        return
+    scale, overflowed = (None if one is None else _number(one, device) for one in (grad_scale, found_inf))
+    kind, rate = _learning_rate(lr, device)
+    options = [rate, *map(_bits, (beta1, beta2, weight_decay, eps)), _address(scale), _address(overflowed)]
+    table = tables.entries_of([options, *rows], device)
+    factors = torch.empty(len(rows), FACTORS, dtype=torch.int32, device=device)
+    shared = {"SCALED": scale is not None, "SKIPS": overflowed is not None, "enable_fp_fusion": False}
+    launch_options.load("adam", "adam_factors")[(len(rows),)](
+        table, factors, LR=kind, DECOUPLED=decoupled, MAXIMIZE=maximize, num_warps=1, **shared
+    )
+    launch_options.load("adam")[(programs.shape[0],)](
+        table,
+        programs,
+        factors,
+        COUPLED=not decoupled and weight_decay != 0,
+        ALIGNED=tables.are_aligned([address for row in rows for address in row[:4]], numels, RUN),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        **shared,
+    )
+    for one, copy in copies:
+        one.copy_(copy)
+
+
+def _number(tensor: Tensor, device: torch.device) -> Tensor:
+    """One fp32 number on a device; what lies elsewhere is copied there in stream order."""
+    return tensor.to(device, torch.float32, non_blocking=True)
+
+
+def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[str, int]:
+    """The dtype of a learning rate on the device, and its address; "number" and the bits of one that the host knows."""
+    if isinstance(lr, Tensor) and lr.device == device and lr.dtype in (torch.float32, torch.float64):
+        return str(lr.dtype).removeprefix("torch."), lr.data_ptr()
+    return "number", _bits(float(lr))
+
+
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def fused_adam_on_cuda(parameters: Sequence[Tensor], *lists: Any, **options: Any) -> None:
+    if parameters:
+        with torch.cuda.device(parameters[0].device):  # Triton launches on the current GPU
+            update_on_gpu(parameters, *lists, **options)
+
+
+for name in ("zgraph::fused_adam_", "zgraph::fused_adam_.tensor_lr"):
+    torch.library.impl(name, "cpu", fused_adam_)
+    torch.library.impl(name, "cuda", fused_adam_on_cuda)

@@ -86,7 +86,8 @@ def _call_cast_kernels(graph: fx.Graph) -> None:
 def _copy_beside_compute(graph: fx.Graph) -> None:
     """Let copies between memory spaces run on their lanes: what a start yields is then known to its wait alone.
 
-    What rests on the host of a GPU belongs to the host again once the program has ended, which waits for that.
+    What rests on the host of a GPU, or on disk, belongs to the host again once the program has ended, which waits for
+    that.
     """
     touched: dict[int, StreamLanes] = {}
     for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or nodes.is_copy_wait(node)):
@@ -114,9 +115,9 @@ def _device_of(start: fx.Node) -> torch.device:
 
 
 def _touches_resting(start: fx.Node) -> bool:
-    """Whether a copy reads or writes what outlives the step on the host; activations do not."""
+    """Whether a copy reads or writes what outlives the step on the host or on disk; activations do not."""
     touched = (start, *start.all_input_nodes)
-    return any(meta.kept_as(node) is not None and meta.space(node) == "host" for node in touched)
+    return any(meta.kept_as(node) is not None and meta.space(node) in ("host", "disk") for node in touched)
 
 
 def _update_beside_compute(graph: fx.Graph) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import warnings
+from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,13 +23,15 @@ from tests.support.judges.judged_lanes import JudgedLanes
 from tests.support.lazy_streams import LazyLanes, late_gpu
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
-from tests.support.resting import HOST, STATE, STREAMED
+from tests.support.resting import DISK, HOST, MIXED, STATE, STREAMED, under
 from tests.support.step_scripts import LR, Net, Script, Setting, compare
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
 from zgraph.passes import GatherAhead, presets
 from zgraph.passes.memory import stream_states
+from zgraph.runtime.disk.folder import DiskFolder
+from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
 
 # Updates run on copies, on the GPU.
 CASES = {
@@ -50,6 +57,16 @@ ON_HOST = {
 }
 
 
+# What rests on disk is updated on the GPU.
+ON_DISK = {
+    "stage 3": Case(at_rest=DISK, clip="torch", schedule=True),
+    "stage 2": Case(at_rest=MIXED, stage=2, precision="bf16", accumulation=2, no_sync=True),
+    "stage 1": Case(at_rest=DISK, stage=1, optimizer="adamw_foreach", resume=True),
+    "stage 0": Case(at_rest=replace(DISK, params=None), stage=0, optimizer="adam_fused", offload=True),
+    "planned": Case(at_rest=DISK, stage=2, frugal=True, loco=True, precision="autocast"),
+}
+
+
 QUICK = ("stage 3", "state")
 
 
@@ -60,13 +77,36 @@ def adamw_fused(groups: Any) -> torch.optim.Optimizer:
 def on_late_streams(case: Case) -> tuple[int, int, int]:
     """Train with copies, and updates, that are made when they are waited for; returns how many there were each way."""
     expected = train(replace(case, at_rest=None, offload=False, frugal=False, streamed=False), whole_step=False)
-    with late_gpu() as lanes:
+    with late_gpu() as lanes, slow_disk(case.at_rest):
         found = train(case, whole_step=True)
     assert_same(found, expected)
     # At the end of a step for both streams: whoever reads what rests there next may be the host.
-    waits = STEPS if case.at_rest == HOST or case.streamed else 1
+    is_on_disk = case.at_rest is not None and case.at_rest.path is not None
+    waits = STEPS if case.at_rest == HOST or case.streamed or is_on_disk else 1
     assert lanes.lazy.host_waits == 2 * waits
     return (*lanes.copies, lanes.late.done)
+
+
+@contextlib.contextmanager
+def slow_disk(at_rest: zgraph.Offload | None) -> Generator[None]:
+    """Let the folder of an offload be on a disk that takes a millisecond for 20 KB."""
+    if at_rest is None or at_rest.path is None:
+        yield
+        return
+    lanes = lanes_of(torch.device("cpu"))
+    assert isinstance(lanes, ThreadLanes)
+    with warnings.catch_warnings(category=zgraph.ZgraphWarning, action="ignore"):  # the folder may be in memory
+        slow = DiskFolder(at_rest.path, rank=dist.get_rank(), rate=2e7)
+    lanes.disks.by_path[os.fspath(at_rest.path)] = slow
+    yield
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", ["stage 3", *slow(*[*ON_DISK][1:])])
+def test_a_slow_disk_and_late_copies_yield_the_same_bits(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    case = replace(ON_DISK[name], at_rest=under(tmp_path, ON_DISK[name].at_rest))
+    for out, back, updates in ranks.run(on_late_streams, case):
+        assert out > 0 and back > 0 and not updates
 
 
 @worlds(2)

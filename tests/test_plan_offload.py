@@ -214,19 +214,23 @@ def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
     small = replace(gpu, memory_bytes=before.together + libraries - 1)
     assert 'an offload with optimizer="host"' in str(planned(hardware=small))
     assert planned(hardware=small, offload=HOST).fits
+    on_disk = planned(hardware=gpu, offload=zgraph.Offload(params="disk", optimizer="disk", path="anywhere"))
+    device, host, disk = on_disk.ledger
+    assert (disk.parameters, disk.state) == (PARAMETER_BYTES // 2, PARAMETER_BYTES)
+    assert (host.parameters, host.state, device.state) == (0, 0, COUNTS)
+    assert host.step == host.staging > 0
+    tight = zgraph.Offload(params="disk", optimizer="disk", path="anywhere", host_budget_bytes=host.step)
+    assert planned(hardware=gpu, offload=tight).ledger == on_disk.ledger
+    text = rf"{host.step} of buffers between disk and GPU, and host_budget_bytes={host.step - 1}\. Use more ranks, or"
+    with pytest.raises(ValueError, match=text):
+        planned(hardware=gpu, offload=replace(tight, host_budget_bytes=host.step - 1))
+    rounded = planned(hardware=gpu, offload=replace(HOST, moments_dtype=torch.bfloat16)).ledger[1]
+    assert (rounded.parameters, rounded.state) == (PARAMETER_BYTES // 2, PARAMETER_BYTES // 2)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            {"hardware": "h100", "offload": zgraph.Offload(optimizer="disk", path="anywhere")},
-            'optimizer="disk" is not available on GPUs yet, and h100 has some; write optimizer="host"',
-        ),
-        (
-            {"hardware": "h100", "offload": replace(HOST, moments_dtype=torch.bfloat16)},
-            "moments_dtype=torch.bfloat16 is not available on GPUs yet, and h100 has some",
-        ),
         ({"shard_fn": lambda model: model}, "shard_fn shards nothing"),
         (
             {"shard_fn": functools.partial(zgraph.shard, offload=zgraph.Offload(params="host"))},

@@ -177,7 +177,7 @@ def plan(
     if axes is not None:
         _check_tensor_parallel(axes, planner.graphs)
     if resting is not None:
-        resting.check_budget(ledger[1].parameters, ledger[1].state, ledger[1].step)
+        resting.check_budget(ledger[1].parameters, ledger[1].state, ledger[1].step, ledger[1].staging)
     return Plan(
         world_size=ranks,
         hardware=machine,

@@ -1,7 +1,8 @@
-"""Adam and AdamW with bf16 moments in plain PyTorch: what the C++ kernel equals bit for bit.
+"""Adam and AdamW with bf16 moments in plain PyTorch: what the kernels in C++ and Triton equal bit for bit.
 
 Every value is fp32, and every operation rounds separately, in the order in which it is written. Parameters are updated
-by moments that are not rounded yet.
+by moments that are not rounded yet. Numbers that all elements share are computed in fp64, likewise; powers by squaring,
+since a library's differ from machine to machine, and a GPU computes them where the step count lies.
 
     round(x) = the upper half of (bits of x + r),    r uniform in 0 ... 2^16 - 1
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from zgraph.codegen.kernels.reference import NO_NUMBER, hash_32
 
 _MASK = 0xFFFFFFFF
+POWER_BITS = 32  # of an exponent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,9 @@ class AdamOptions:
             gain1=1 - self.beta1,
             beta2=self.beta2,
             gain2=1 - self.beta2,
-            bias2=math.sqrt(1 - self.beta2**step),
+            bias2=math.sqrt(1 - power(self.beta2, int(step))),
             eps=self.eps,
-            step_size=-self.lr / (1 - self.beta1**step),
+            step_size=-self.lr / (1 - power(self.beta1, int(step))),
         )
 
 
@@ -74,6 +76,16 @@ class Factors:
     def values(self) -> tuple[float, ...]:
         """All of them, in the order of `struct Factors` in adam.cpp."""
         return astuple(self)
+
+
+def power(base: float, exponent: int) -> float:
+    """A power by repeated squaring, of which each product is rounded to a double."""
+    result = 1.0
+    for bit in range(POWER_BITS):
+        if exponent >> bit & 1:
+            result *= base
+        base *= base
+    return result
 
 
 def update_key(step: float, salt: int) -> int:

@@ -1,9 +1,9 @@
-"""Part of gpu.py: parameters and optimizer state on the host, beside the same steps with everything on the device."""
+"""Part of gpu.py: parameters and optimizer state on host and disk, beside the same steps with all on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ ON_DEVICE = {
     "state": zgraph.Offload(optimizer="host", update="device"),
     "all": zgraph.Offload(params="host", optimizer="host", update="device"),
 }
+ROUNDED: dict[str, Any] = {"moments_dtype": torch.bfloat16}
 CLOSE = 1e-3  # of losses, where an update rounds as another device does
 
 
@@ -44,9 +45,11 @@ def run_offload(setting: Setting) -> Iterator[Row]:
     """Whole steps of AdamW at two stages, then forward and backward alone: the same bits wherever tensors rest.
 
     A GPU's update rounds otherwise than a CPU's. What is updated on the host is therefore compared with a plain loop
-    whose parameters rest there, and which steps there; parameters that rest on the GPU with losses alone.
+    whose parameters rest there, and which steps there; parameters that rest on the GPU with losses alone. What rests on
+    disk is updated on the GPU. Moments of bf16 are updated to the same bits everywhere.
     """
     config = config_of(setting, vocabulary=8192, width=1024, layers=8, heads=16, sequence=256, batch=4)
+    on_disk = zgraph.Offload(params="disk", optimizer="disk", path=setting.out / "rests")
     with alone(setting):
         for stage in (3, 1):
             plain = _steps(setting, config, stage, None)
@@ -61,6 +64,15 @@ def run_offload(setting: Setting) -> Iterator[Row]:
             off = max(abs(one / other - 1) for one, other in zip(found.losses, plain.losses, strict=True))
             what = f"stage {stage}, on the host: state, updated there"
             yield {"what": what, "losses differ by": off, **found.figures, "ok": off < CLOSE}
+            yield _row(f"stage {stage}, on disk: all", plain, _steps(setting, config, stage, on_disk))
+            expected = _steps(setting, config, stage, replace(ON_DEVICE["all"], **ROUNDED))
+            off = max(abs(one / other - 1) for one, other in zip(expected.losses, plain.losses, strict=True))
+            what = f"stage {stage}, bf16 moments, on the host: all, updated on the device"
+            yield {"what": what, "losses differ by": off, **expected.figures, "ok": off < CLOSE}
+            found = _steps(setting, config, stage, replace(ALL, **ROUNDED))
+            yield _row(f"stage {stage}, bf16 moments, on the host: all, updated there", expected, found)
+            found = _steps(setting, config, stage, replace(on_disk, **ROUNDED))
+            yield _row(f"stage {stage}, bf16 moments, on disk: all", expected, found)
         plain = _three_calls(setting, config, None)
         yield _row("in three calls, on the host: all", plain, _three_calls(setting, config, ALL))
 

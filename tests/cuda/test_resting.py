@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.cuda.resting import (
     plain_places,
     run_resting,
 )
+from tests.support.resting import under
 
 pytestmark = pytest.mark.slow  # each compiles two graphs, in a process of its own
 
@@ -29,6 +31,11 @@ HOST = zgraph.Offload(params="host", optimizer="host")
 STATE = zgraph.Offload(optimizer="host")
 SHARDS = zgraph.Offload(params="host")
 STREAMED = replace(HOST, update="device")
+DISK = zgraph.Offload(params="disk", optimizer="disk", path="given by `under`")
+MIXED = replace(DISK, params="host")
+STATE_ON_DISK = replace(DISK, params=None)
+SHARDS_ON_DISK = replace(DISK, optimizer=None)
+ROUNDED = {"moments_dtype": torch.bfloat16}
 PARAMETERS = 2 * LAYERS
 MOMENTS = 2 * PARAMETERS
 # Backward reads all weights but that of the first layer, which stages 1 and 2 have kept; and no bias.
@@ -71,6 +78,26 @@ def test_parameters_on_the_device_go_to_the_host_for_an_update_and_return(
     assert (step.offloads, step.returns) == (2 * PARAMETERS + step.updates, PARAMETERS)
 
 
+def on(folder: Path, case: Rest) -> Rest:
+    return replace(case, offload=under(folder, case.offload) or case.offload)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_rests_on_disk_comes_ahead_of_each_use_and_goes_back_behind_it(
+    stage: int, on_gpu: Callable[..., Any], tmp_path: Path
+) -> None:
+    found: list[Copies] = on_gpu(compile_resting, on(tmp_path, Rest(offload=DISK, zero_stage=stage)))
+    check(found)
+    (step,) = found
+    assert step.resting == step.stores == step.to_disk == PARAMETERS + MOMENTS
+    assert step.reloads == step.from_disk == GATHERS[stage] + PARAMETERS + MOMENTS
+    assert (step.offloads, step.spills, step.returns, step.updates) == (0, 0, 0, 0)
+    held = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 // (WORLD if stage else 1)
+    assert (step.disk_bytes, step.host_bytes) == (3 * held, 0)
+    largest = WIDTH * WIDTH * 4 // (WORLD if stage else 1)
+    assert step.staging_bytes == 2 * 2 * largest, "two buffers each way"
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_updates_on_the_device_copy_ahead_of_each_use_and_back_behind_it(
     stage: int, on_gpu: Callable[..., Any]
@@ -87,6 +114,70 @@ def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> Non
     (step,) = on_gpu(compile_resting, Rest(offload=HOST, what="first step"))
     check([step])
     assert (step.resting, step.stores, step.offloads) == (PARAMETERS, PARAMETERS, MOMENTS)
+
+
+@pytest.mark.parametrize(
+    ("case", "from_disk", "to_disk", "spills", "moments_bytes"),
+    [
+        (Rest(offload=DISK, what="first step"), PARAMETERS + GATHERS[3], PARAMETERS + MOMENTS, MOMENTS, 8),
+        (Rest(offload=MIXED), MOMENTS, MOMENTS, 0, 8),
+        (Rest(offload=STATE_ON_DISK, fused=False, zero_stage=1), MOMENTS, MOMENTS, 0, 8),
+        (Rest(offload=SHARDS_ON_DISK, optimizer="SGD", zero_stage=2), 2 * PARAMETERS, PARAMETERS, 0, 0),
+        (
+            Rest(offload=replace(DISK, delayed_update_after=2)),
+            GATHERS[3] + 2 * PARAMETERS + MOMENTS,
+            4 * PARAMETERS,
+            0,
+            12,
+        ),
+        (Rest(offload=DISK, lowering="inductor"), GATHERS[3] + PARAMETERS + MOMENTS, PARAMETERS + MOMENTS, 0, 8),
+        (Rest(offload=replace(DISK, **ROUNDED)), GATHERS[3] + PARAMETERS + MOMENTS, PARAMETERS + MOMENTS, 0, 4),
+        (
+            Rest(offload=replace(DISK, **ROUNDED), what="first step"),
+            PARAMETERS + GATHERS[3],
+            PARAMETERS + MOMENTS,
+            MOMENTS,
+            4,
+        ),
+    ],
+    ids=["first", "mixed", "foreach", "sgd", "delayed", "inductor", "bf16 moments", "first, bf16 moments"],
+)
+def test_every_kind_of_step_copies_from_disk_and_to_it(
+    case: Rest,
+    from_disk: int,
+    to_disk: int,
+    spills: int,
+    moments_bytes: int,
+    on_gpu: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    found: list[Copies] = on_gpu(compile_resting, on(tmp_path, case))
+    check(found)
+    held = LAYERS * (WIDTH * WIDTH + WIDTH) // WORLD
+    parameters = 4 * held if case.offload.params == "disk" else 0
+    for one in found:
+        assert (one.from_disk, one.to_disk, one.spills) == (from_disk, to_disk, spills)
+        assert one.disk_bytes == parameters + moments_bytes * held
+        assert one.staging_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "updates"),
+    [
+        (Rest(offload=replace(HOST, **ROUNDED)), True),
+        (Rest(offload=replace(STATE, **ROUNDED), zero_stage=2), True),
+        (Rest(offload=replace(STREAMED, **ROUNDED)), False),
+        (Rest(offload=replace(HOST, **ROUNDED), what="first step"), False),
+    ],
+    ids=["all", "state", "on the device", "first"],
+)
+def test_moments_of_bf16_are_updated_where_others_are(case: Rest, updates: bool, on_gpu: Callable[..., Any]) -> None:
+    found: list[Copies] = on_gpu(compile_resting, case)
+    check(found)
+    (step,) = found
+    assert bool(step.updates) == updates
+    held = LAYERS * (WIDTH * WIDTH + WIDTH) // WORLD
+    assert step.host_bytes == (8 * held if case.offload.params else 4 * held)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +216,34 @@ def test_forward_and_backward_copy_shards_in_and_gradients_out(stage: int, on_gp
     assert forward.stores == backward.stores == 0
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_forward_and_backward_copy_shards_from_disk_and_gradients_to_the_host(
+    stage: int, on_gpu: Callable[..., Any], tmp_path: Path
+) -> None:
+    case = on(tmp_path, Rest(offload=SHARDS_ON_DISK, zero_stage=stage, what="three calls"))
+    forward, backward = on_gpu(compile_resting, case)
+    check([copies for copies in (forward, backward) if copies.resting])
+    assert (forward.reloads, forward.from_disk) == (PARAMETERS, PARAMETERS)
+    assert backward.reloads == backward.from_disk == GATHERS[stage] - PARAMETERS
+    assert (backward.offloads, backward.to_disk, forward.stores, backward.stores) == (PARAMETERS, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("lowering", "bits"), [("fx", None), ("fx", 4), ("inductor", None)], ids=["fx", "4 bits", "inductor"]
+)
+def test_inference_reads_each_parameter_from_disk_once(
+    lowering: str, bits: Any, on_gpu: Callable[..., Any], tmp_path: Path
+) -> None:
+    offload = replace(SHARDS_ON_DISK, param_bits=bits)
+    case = on(tmp_path, Rest(offload=offload, what="inference", lowering=lowering))
+    found: list[Copies] = on_gpu(compile_resting, case)
+    check(found)
+    (served,) = found
+    assert served.reloads == served.from_disk >= PARAMETERS and served.to_disk == 0
+    largest = WIDTH * WIDTH * 4 // WORLD
+    assert served.staging_bytes == 2 * (largest if bits is None else 4096)
+
+
 @pytest.mark.parametrize("lowering", ["fx", "inductor"])
 def test_inference_copies_each_parameter_once(lowering: str, on_gpu: Callable[..., Any]) -> None:
     found: list[Copies] = on_gpu(compile_resting, Rest(offload=SHARDS, what="inference", lowering=lowering))
@@ -141,14 +260,20 @@ def test_a_backward_for_inductor_copies_gradients_out(on_gpu: Callable[..., Any]
 
 @pytest.mark.parametrize(
     ("offload", "shards", "stepped", "state"),
-    [(HOST, "cpu", "cpu", "cpu"), (STATE, "cuda", "cuda", "cpu"), (SHARDS, "cpu", "cpu", "cuda")],
-    ids=["all", "state", "shards"],
+    [
+        (HOST, "cpu", "cpu", "cpu"),
+        (STATE, "cuda", "cuda", "cpu"),
+        (SHARDS, "cpu", "cpu", "cuda"),
+        (DISK, "cpu", "cpu", "cpu"),
+        (STATE_ON_DISK, "cuda", "cuda", "cpu"),
+    ],
+    ids=["all", "state", "shards", "all on disk", "state on disk"],
 )
 def test_a_plain_loop_steps_where_parameters_rest(
-    offload: zgraph.Offload, shards: str, stepped: str, state: str, on_gpu: Callable[..., Any]
+    offload: zgraph.Offload, shards: str, stepped: str, state: str, on_gpu: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Modules read parameters on the GPU, gradients go back to the parameters, and state comes to them to step."""
-    found: Places = on_gpu(plain_places, Rest(offload=offload))
+    found: Places = on_gpu(plain_places, on(tmp_path, Rest(offload=offload)))
     assert found.read == ["cuda"]
     assert found.shards == [shards]
     assert found.returns == (["ToCopyBackward0"] if shards == "cpu" else [])
@@ -160,35 +285,41 @@ def test_a_plain_loop_steps_where_parameters_rest(
 @pytest.mark.parametrize(
     ("case", "shards", "state", "counts"),
     [
+        (Rest(offload=DISK), "cpu", "cpu", "cuda"),
+        (Rest(offload=replace(STATE_ON_DISK, **ROUNDED)), "cuda", "cpu", "cuda"),
+        (Rest(offload=replace(HOST, **ROUNDED)), "cpu", "cpu", "cuda"),
+        (Rest(offload=DISK, what="three calls"), "cpu", "cpu", "cpu"),
         (Rest(offload=HOST), "cpu", "cpu", "cuda"),
         (Rest(offload=STATE), "cuda", "cpu", "cuda"),
         (Rest(offload=STATE, fused=False, zero_stage=1), "cuda", "cpu", "cpu"),
         (Rest(offload=HOST, what="three calls"), "cpu", "cpu", "cpu"),
         (Rest(offload=STATE, what="three calls"), "cuda", "cpu", "cuda"),
     ],
-    ids=["step", "state", "state, foreach", "three calls", "three calls, state"],
+    ids=[
+        *("disk", "state on disk, bf16 moments", "bf16 moments", "three calls, disk"),
+        *("step", "state", "state, foreach", "three calls", "three calls, state"),
+    ],
 )
 def test_programs_leave_everything_where_it_rests(
-    case: Rest, shards: str, state: str, counts: str, on_gpu: Callable[..., Any]
+    case: Rest, shards: str, state: str, counts: str, on_gpu: Callable[..., Any], tmp_path: Path
 ) -> None:
     """The generated programs run, on tensors without values; the host waits at the end of each that copies.
 
     Where updates on the host are all that touches what rests there, it waits for these alone.
     """
-    found: Ran = on_gpu(run_resting, case, 3, False)
+    found: Ran = on_gpu(run_resting, on(tmp_path, case), 3, False)
     assert (found.shards, found.state, found.counts) == ([shards], [state], [counts])
     assert found.grads == [shards], "where torch keeps them"
     assert found.result == ["cuda"]
+    assert found.dtypes == [case.offload.moments_dtype or torch.float32]
+    assert found.spaces == sorted({case.offload.params or "device", case.offload.optimizer or "device"})
     if case.what == "step":
         assert found.host_waits == (0 if case.offload == STATE and case.fused else 3)
     else:
         assert found.host_waits == (6 if case.offload.params else 0), "forward and backward"
 
 
-def test_what_a_gpu_cannot_do_yet_is_refused(on_gpu: Callable[..., Any]) -> None:
-    disk = zgraph.Offload(params="host", optimizer="disk", path="scratch")
-    with pytest.raises(ValueError, match=r'optimizer="disk" is not available on a mesh of cuda yet; write optimizer="'):
-        on_gpu(compile_resting, Rest(offload=disk))
+def test_what_a_gpu_cannot_do_is_refused(on_gpu: Callable[..., Any]) -> None:
     on_host = replace(HOST, update="host")
     with pytest.raises(ValueError, match=r'update="host", but AdamW is not fused: its updates are many small calls'):
         on_gpu(run_resting, Rest(offload=on_host, fused=False))

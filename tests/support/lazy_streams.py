@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -16,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zgraph.codegen import lower_fx
 from zgraph.passes.memory import stream_states
+from zgraph.runtime.disk.system_calls import BLOCK
+from zgraph.runtime.offload import copy_lanes
 from zgraph.runtime.offload.copy_lanes import StreamLanes
 from zgraph.runtime.offload.host_pool import HostPool
+from zgraph.runtime.offload.staging import PIECE_BYTES
 from zgraph.torch_compat.operators import written_tensors
 
 
@@ -62,7 +66,8 @@ def _found(reference: Any, layout: Any, dtype: torch.dtype) -> Tensor | None:
 class LazyStream:
     """A queue of copies, which run when the program, or the host, waits for them.
 
-    What has been copied to the host is seen by other copies, and by the host once that has waited.
+    What has been copied to the host is seen by other copies, and by the host once that has waited. Threads of a disk
+    put copies on it, too.
     """
 
     def __init__(self, cuda: LazyCuda, *, to_host: bool = False) -> None:
@@ -76,8 +81,11 @@ class LazyStream:
     def record_event(self) -> tuple[LazyStream, int]:
         return self, self.begun
 
-    def wait_event(self, event: tuple[LazyStream, int]) -> None:
+    def wait_event(self, event: tuple[LazyStream, int] | LazyEvent) -> None:
+        if isinstance(event, LazyEvent):
+            event = event.stream, event.until
         lane, until = event
+        assert self is self.cuda.compute or lane is self.cuda.compute, "lanes do not wait for each other"
         lane.run(until)
 
     def synchronize(self) -> None:
@@ -85,35 +93,43 @@ class LazyStream:
         self.run(self.begun)
         self.cuda.land()
 
-    def put(self, copy: _Late) -> None:
-        self.due.append(copy)
-        self.begun += 1
+    def put(self, target: Tensor, source: Tensor) -> None:
+        with self.cuda.lock:
+            self.due.append(_Late.of(target, source))
+            self.begun += 1
 
     def run(self, until: int) -> None:
-        while self.done < until:
-            copy = self.due.pop(0)
-            if not self.to_host:
-                self.cuda.land(of=copy.source[0])
-            land = copy.read()
-            if land is None:
-                self.cuda.freed.append(self.done)
-            elif self.to_host:
-                self.cuda.landing.append((copy.target[0], land))
-            else:
-                land()
-            self.done += 1
+        with self.cuda.lock:
+            while self.done < until:
+                copy = self.due.pop(0)
+                if not self.to_host:
+                    self.cuda.land(of=copy.source[0])
+                land = copy.read()
+                if land is None:
+                    self.cuda.freed.append(self.done)
+                elif self.to_host:
+                    self.cuda.landing.append((copy.target[0], land))
+                else:
+                    land()
+                self.done += 1
 
 
 class LazyEvent:
-    """Where compute was when it was recorded: behind copies that it has waited for."""
+    """Where a stream was when it was recorded: behind its copies; compute, behind those that it has waited for."""
 
     def record(self, stream: LazyStream) -> None:
-        assert stream is stream.cuda.compute
-        self.cuda, self.waited = stream.cuda, list(stream.cuda.landing)
+        self.stream, self.until = stream, stream.begun
+        with stream.cuda.lock:
+            self.waited = list(stream.cuda.landing) if stream is stream.cuda.compute else None
 
     def synchronize(self) -> None:
-        for one in self.waited:
-            self.cuda.land(one)
+        cuda = self.stream.cuda
+        with cuda.lock:
+            before = {id(one) for one in cuda.landing}
+            self.stream.run(self.until)
+            ours = [one for one in cuda.landing if id(one) not in before] if self.waited is None else self.waited
+            for one in ours:
+                cuda.land(one)
 
 
 class LateUpdates(Executor):
@@ -162,6 +178,7 @@ class LazyCuda:
     host_waits: int = 0
 
     def __post_init__(self) -> None:
+        self.lock = threading.RLock()
         self.compute = LazyStream(self)
 
     def Stream(self, device: torch.device) -> LazyStream:
@@ -170,10 +187,11 @@ class LazyCuda:
 
     def land(self, only: tuple[Any, Callable[[], None]] | None = None, *, of: Any = None) -> None:
         """Let the host see what has been copied there: all, one copy, or those into a storage."""
-        for one in [*self.landing]:
-            if (only is None or one is only) and (of is None or one[0]() is of()):
-                one[1]()
-                self.landing.remove(one)
+        with self.lock:
+            for one in [*self.landing]:
+                if (only is None or one is only) and (of is None or one[0]() is of()):
+                    one[1]()
+                    self.landing.remove(one)
 
     def Event(self, *, blocking: bool) -> LazyEvent:
         assert blocking
@@ -201,17 +219,21 @@ class _Taking(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
-        self.lane.put(_Late.of(args[0], args[1]))
+        self.lane.put(args[0], args[1])
         return args[0]
 
 
 class LazyLanes(StreamLanes):
-    """The lanes of a GPU, on such streams and with the host memory of a CPU."""
+    """The lanes of a GPU, on such streams and with the host memory of a CPU.
 
-    def __init__(self) -> None:
+    Args:
+        piece_bytes: as of `StreamLanes`.
+    """
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self.lazy = LazyCuda()
         self.host = HostPool()
-        super().__init__(torch.device("cpu"), self.lazy)
+        super().__init__(torch.device("cpu"), self.lazy, piece_bytes)
         self.updates = self.late = LateUpdates()
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -241,8 +263,10 @@ class LazyLanes(StreamLanes):
 
 @contextlib.contextmanager
 def late_gpu() -> Generator[LazyLanes]:
-    """Let graphs that are compiled meanwhile be for a GPU with such streams."""
-    lanes = LazyLanes()
+    """Let graphs that are compiled meanwhile be for a GPU with such streams; a disk's tensors pass in small pieces."""
+    lanes, here = LazyLanes(piece_bytes=BLOCK), copy_lanes.lanes_of(torch.device("cpu"))
+    assert isinstance(here, copy_lanes.ThreadLanes)
+    lanes.disks = here.disks
     with (
         mock.patch.object(lower_fx, "lanes_of", lambda device: lanes),
         mock.patch.object(stream_states, "computes_elsewhere", lambda order, ctx: True),

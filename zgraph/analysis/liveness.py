@@ -13,7 +13,7 @@ from itertools import accumulate
 from torch import fx
 
 from zgraph.analysis.storages import Finder, Storage, as_all_ranks_count
-from zgraph.analysis.workspace import transient_bytes
+from zgraph.analysis.workspace import disk_staging_bytes, transient_bytes
 from zgraph.graph import nodes
 from zgraph.graph.lanes import MemorySpace
 
@@ -85,6 +85,7 @@ class MemoryCurve:
         ranges: live range of every storage, ordered by first position.
         held_bytes: bytes of inputs on the device that are held outside of the program.
         unknown: nodes whose size depends on data; they count as 0 bytes.
+        staging_bytes: of the host, through which tensors pass between a disk and a GPU.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -93,6 +94,7 @@ class MemoryCurve:
     ranges: tuple[LiveRange, ...]
     held_bytes: int
     unknown: tuple[str, ...]
+    staging_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -110,10 +112,11 @@ class MemoryCurve:
         return sorted(alive, key=lambda entry: (-entry.bytes, entry.first))
 
     def bytes_in(self, space: MemorySpace) -> list[int]:
-        """Bytes of storages in one memory space while each node runs."""
+        """Bytes in one memory space while each node runs: storages, and on the host `staging_bytes`."""
         sizes = [entry.bytes if entry.space == space and not entry.held else 0 for entry in self.ranges]
         first, last = [entry.first for entry in self.ranges], [entry.last for entry in self.ranges]
-        return _alive_bytes(sizes, first, last, len(self.nodes))
+        staged = self.staging_bytes if space == "host" else 0
+        return [staged + alive for alive in _alive_bytes(sizes, first, last, len(self.nodes))]
 
     def peak_in(self, space: MemorySpace) -> int:
         """Most bytes in one memory space, with those of inputs that rest there."""
@@ -159,7 +162,8 @@ def memory_curve(
     transient = transient_bytes(
         graph, allocator.allocated_bytes, threads=threads, late_peers=late_peers, device_type=device_type
     )
-    return _curve(list(graph.nodes), found, allocator, list(transient), agreed)
+    curve = _curve(list(graph.nodes), found, allocator, list(transient), agreed)
+    return replace(curve, staging_bytes=disk_staging_bytes(graph.nodes, device_type))
 
 
 def live_ranges(graph: fx.Graph, *, owned: Collection[fx.Node] = ()) -> tuple[LiveRange, ...]:
@@ -226,7 +230,9 @@ def step_curve(
             graph, allocator.allocated_bytes, threads=threads, late_peers=late_peers, device_type=device_type
         )
     ]
-    return _curve([*forward.nodes, *backward.nodes], found, allocator, transient, agreed)
+    order = [*forward.nodes, *backward.nodes]
+    curve = _curve(order, found, allocator, transient, agreed)
+    return replace(curve, staging_bytes=disk_staging_bytes(order, device_type))
 
 
 def owned_inputs(forward: fx.Graph, backward: fx.Graph, *, user_outputs: int) -> list[fx.Node]:

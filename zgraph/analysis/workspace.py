@@ -20,7 +20,9 @@ from torch import Tensor, fx
 from zgraph.analysis.cuda_workspace import workspace_on_cuda
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import DISK
 from zgraph.runtime.groups import group_backend
+from zgraph.runtime.offload.staging import staging_bytes as pinned_bytes
 from zgraph.torch_compat.fake_values import hint_of
 from zgraph.torch_compat.operators import OpOverload, is_binary, written_arguments
 
@@ -63,6 +65,29 @@ def staging_bytes(started: fx.Node) -> int:
         return 0
     given = _tensor(start, 0)
     return _bytes(given) if group_backend(nodes.group_of(start), given.device) == "gloo" else 0
+
+
+def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None) -> int:
+    """Pinned memory of the host through which tensors pass between a disk and a GPU, on the rank with most of it.
+
+    It is taken by the first such transfers, and kept.
+
+    Args:
+        order: nodes of a graph, or of a step's.
+        device_type: device on which they will run; None: that of their values.
+    """
+    sizes: dict[bool, list[int]] = {True: [], False: []}  # of what is read, and of what is written
+    for start in order:
+        if not nodes.is_copy_start(start) or meta.lane(start) != DISK:
+            continue
+        is_read = nodes.is_reload(start)
+        on_device = start if is_read else cast(fx.Node, start.args[0])
+        if (device_type or meta.tensor_value(on_device).device.type) == "cpu":
+            continue
+        at_rest = start if nodes.is_spill(start) else cast(fx.Node, start.args[0 if is_read else 1])
+        size = meta.longest_bytes(at_rest) or hint_of(meta.tensor_value(at_rest).nbytes) or 0
+        sizes[is_read].append(size)
+    return pinned_bytes(sizes[True], sizes[False])
 
 
 def remaining_bytes(node: fx.Node) -> int:

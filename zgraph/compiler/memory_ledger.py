@@ -21,12 +21,14 @@ class SpaceUse:
         parameters: at rest there, buffers included.
         state: of optimizers, at rest there.
         step: most that the step holds there beside them.
+        staging: that part of it through which tensors pass between a disk and a GPU.
     """
 
     space: MemorySpace
     parameters: int = 0
     state: int = 0
     step: int = 0
+    staging: int = 0
 
     @property
     def together(self) -> int:
@@ -44,5 +46,6 @@ def ledger_of(curve: MemoryCurve) -> tuple[SpaceUse, ...]:
         parameters = sum(entry.bytes for entry in found if meta.kept_as(entry.node) == "parameters")
         state = sum(entry.bytes for entry in found if meta.kept_as(entry.node) == "state")
         step = curve.peak_bytes if space == "device" else curve.peak_in(space) - parameters - state
-        lines.append(SpaceUse(space=space, parameters=parameters, state=state, step=step))
+        staging = curve.staging_bytes if space == "host" else 0
+        lines.append(SpaceUse(space=space, parameters=parameters, state=state, step=step, staging=staging))
     return tuple(lines)

@@ -47,17 +47,6 @@ def rest_on_paper(
             f"zgraph.plan: offload={offload}, but shard_fn shards with {known.options}; write the same for both, or "
             "leave one out."
         )
-    if machine.backend == "nccl" and options.path is not None:
-        named = "params" if options.params == "disk" else "optimizer"
-        raise ValueError(
-            f'zgraph.plan: {named}="disk" is not available on GPUs yet, and {machine.name} has some; write '
-            f'{named}="host", and leave path out.'
-        )
-    if machine.backend == "nccl" and options.moments_dtype is not None:
-        raise ValueError(
-            f"zgraph.plan: moments_dtype={options.moments_dtype} is not available on GPUs yet, and {machine.name} has "
-            "some; leave moments_dtype out."
-        )
     if options.param_bits is not None:
         raise ValueError(
             f"zgraph.plan: param_bits={options.param_bits} is for inference, and a plan is that of a training step; "
@@ -104,6 +93,7 @@ def plan_ledger(
             parameters=found.get((space, False), 0),
             state=found.get((space, True), 0),
             step=max((max(_alive(curve, space), default=0) for curve in curves), default=0),
+            staging=max((curve.staging_bytes for curve in curves), default=0) if space == "host" else 0,
         )
         for space in SPACES
     )

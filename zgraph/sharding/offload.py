@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import weakref
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from zgraph.dialect.adam import MOMENTS
 from zgraph.errors import ZgraphError
 from zgraph.graph.lanes import MemorySpace
 from zgraph.runtime.disk.folder import DiskFolder
-from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
+from zgraph.runtime.offload.copy_lanes import StreamLanes, ThreadLanes, lanes_of
 from zgraph.runtime.offload.host_pool import HostPool
 from zgraph.runtime.offload.pinned_pool import PinnedPool
+from zgraph.runtime.offload.staging import MOST_STAGING_BYTES
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.fake_values import fake_storage_key, is_fake
 
@@ -192,6 +194,7 @@ class Resting:
         pool: host memory.
         disk: what rests on disk; None: nothing does.
         planned: where tensors without values are to rest, by their storages, which it keeps; None: there are values.
+        traced: tensors without values that stand for some on disk, by their storages.
         roots: what was sharded, by calls of `zgraph.shard`.
         has_step: whether a `zgraph.training_step` has been made for the model.
         rounding: optimizers whose steps round their moments.
@@ -202,6 +205,7 @@ class Resting:
     pool: HostPool | PinnedPool
     disk: DiskFolder | None = None
     planned: dict[int, tuple[MemorySpace, Tensor]] | None = None
+    traced: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
     has_step: bool = False
     rounding: weakref.WeakSet[optim.Optimizer] = field(default_factory=weakref.WeakSet[optim.Optimizer])
@@ -219,27 +223,18 @@ class Resting:
                 f"zgraph.shard: offload is not available on a mesh of {mesh.device_type} yet; use a mesh of CPUs or of "
                 "CUDA devices, or leave offload out."
             )
-        if mesh.device_type == "cuda":
-            if options.path is not None:
-                named = "params" if options.params == "disk" else "optimizer"
-                raise ValueError(
-                    f'zgraph.shard: {named}="disk" is not available on a mesh of cuda yet; write {named}="host", and '
-                    "leave path out."
-                )
-            if options.moments_dtype is not None:
-                raise ValueError(
-                    f"zgraph.shard: moments_dtype={options.moments_dtype} is not available on a mesh of cuda yet; "
-                    "leave moments_dtype out."
-                )
-            device = torch.device("cuda", torch.accelerator.current_device_index())
-            found = cls(options, PinnedPool(), device=device)
-            found._follow_steps()
-            return found
-        lanes = lanes_of(torch.device(mesh.device_type))
-        assert isinstance(lanes, ThreadLanes)
-        disk = None if options.path is None else lanes.disk(os.fspath(options.path), mesh.get_rank())
-        found = cls(options, lanes.pool, disk)
-        if options.optimizer is not None:
+        is_gpu = mesh.device_type == "cuda"
+        if is_gpu and options.moments_dtype is not None and importlib.util.find_spec("triton") is None:
+            raise ValueError(
+                f"zgraph.shard: moments_dtype={options.moments_dtype} on a mesh of cuda takes Triton, in which its "
+                "update is written, and which is not installed; install zgraph[triton], or leave moments_dtype out."
+            )
+        device = torch.device("cuda", torch.accelerator.current_device_index()) if is_gpu else torch.device("cpu")
+        lanes = lanes_of(device)
+        assert isinstance(lanes, ThreadLanes | StreamLanes)
+        disk = None if options.path is None else lanes.disks.at(os.fspath(options.path), mesh.get_rank())
+        found = cls(options, lanes.pool, disk, device=device)
+        if options.optimizer is not None or is_gpu:
             found._follow_steps()
         return found
 
@@ -322,9 +317,14 @@ class Resting:
         if self.planned is not None:
             space, _ = self.planned.get(fake_storage_key(tensor), ("device", None))
             return space
-        if tensor.ndim and self.pool.holds(tensor):
-            return "host"
-        return "disk" if tensor.ndim and self.disk is not None and self.disk.is_on_disk(tensor) else "device"
+        if not tensor.ndim:
+            return "device"
+        if self.disk is not None and self._is_on_disk(self.disk, tensor):
+            return "disk"
+        return "host" if self.pool.holds(tensor) else "device"
+
+    def _is_on_disk(self, disk: DiskFolder, tensor: Tensor) -> bool:
+        return fake_storage_key(tensor) in self.traced if is_fake(tensor) else disk.is_on_disk(tensor)
 
     def place_shard(self, shard: Tensor, name: str) -> Tensor:
         """A rank's part of a parameter where it is to rest."""
@@ -383,14 +383,16 @@ class Resting:
 
     def _is_pageable(self, local: Tensor) -> bool:
         """Whether a tensor of the host is not pinned, as what `load_state_dict` makes: copies of it wait."""
-        return self.computes_elsewhere and bool(local.numel()) and not is_fake(local) and not local.is_pinned()
+        has_values = bool(local.numel()) and not is_fake(local)
+        return self.computes_elsewhere and has_values and self.space_of(local) == "host" and not local.is_pinned()
 
-    def check_budget(self, params_bytes: int, state_bytes: int, step_bytes: int = 0) -> None:
+    def check_budget(self, params_bytes: int, state_bytes: int, step_bytes: int = 0, staging_bytes: int = 0) -> None:
         """Refuse a step that keeps more on the host than the budget allows.
 
         Args:
             params_bytes, state_bytes: parameters, and state of the optimizer, that rest there, on the rank with most.
-            step_bytes: what the step keeps there beside them at most: activations.
+            step_bytes: what the step keeps there beside them at most: activations, and
+            staging_bytes: of it, through which tensors pass between a disk and a GPU.
 
         Raises:
             ValueError: says by how much, and what would make it fit.
@@ -399,20 +401,24 @@ class Resting:
         host_bytes = params_bytes + state_bytes + step_bytes
         if budget is None or host_bytes <= budget:
             return
-        activations = f" and {step_bytes} of activations" if step_bytes else ""
-        state = f"{',' if step_bytes else ' and'} {state_bytes} of the optimizer's state"
+        activations_bytes = step_bytes - staging_bytes
+        parts = [f"{params_bytes} of parameters", f"{state_bytes} of the optimizer's state"]
+        parts += [f"{activations_bytes} of activations"] if activations_bytes else []
+        parts += [f"{staging_bytes} of buffers between disk and GPU"] if staging_bytes else []
+        most = MOST_STAGING_BYTES if self.computes_elsewhere or staging_bytes else 0  # of what would rest on disk
         choices = {
-            'With optimizer="disk", and a path,': params_bytes + step_bytes,
-            'With params="disk", and a path,': state_bytes + step_bytes,
-            "Without offload_activations": params_bytes + state_bytes,
-            'With both on "disk", and a path,': step_bytes,
-            'With both on "disk", a path, and without offload_activations': 0,
+            'With optimizer="disk", and a path,': params_bytes + activations_bytes + most,
+            'With params="disk", and a path,': state_bytes + activations_bytes + most,
+            "Without offload_activations": params_bytes + state_bytes + staging_bytes,
+            'With both on "disk", and a path,': activations_bytes + most,
+            'With both on "disk", a path, and without offload_activations': most,
         }
-        fits = next(name for name, left in choices.items() if left <= budget and left < host_bytes)
+        fits = next((name for name, left in choices.items() if left <= budget and left < host_bytes), None)
+        ways = [f"{fits} {'at most ' if most else ''}{choices[fits]} bytes would be left there; or use"] if fits else []
         raise ValueError(
-            f"zgraph.Offload: the step keeps {host_bytes} bytes on the host of each rank, {params_bytes} of parameters"
-            f"{state}{activations}, and host_budget_bytes={budget}. {fits} {choices[fits]} bytes would be left there; "
-            f"or use more ranks, or host_budget_bytes={host_bytes}."
+            f"zgraph.Offload: the step keeps {host_bytes} bytes on the host of each rank, {', '.join(parts[:-1])} and "
+            f"{parts[-1]}, and host_budget_bytes={budget}. {ways[0] if ways else 'Use'} more ranks, or "
+            f"host_budget_bytes={host_bytes}."
         )
 
     def _placed(self, tensor: T, tier: Tier | None, name: str) -> T:
@@ -426,12 +432,20 @@ class Resting:
             return tensor
         if tier == "disk":
             assert self.disk is not None
-            moved = self.disk.empty(local.shape, local.dtype, name)
-            self.disk.start_write(local.contiguous(), moved).wait()
+            moved = self._on_disk(self.disk, local, name)
         else:
             moved = self.pool.empty_like(local)
             moved.copy_(local)
         return cast(Any, dtensor_like(moved, tensor) if isinstance(tensor, DTensor) else moved)
+
+    def _on_disk(self, disk: DiskFolder, local: Tensor, name: str) -> Tensor:
+        if is_fake(local):
+            moved = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
+            self.traced[fake_storage_key(moved)] = moved
+            return moved
+        moved = disk.empty(local.shape, local.dtype, name)
+        disk.start_write(local.cpu().contiguous(), moved).wait()
+        return moved
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -240,7 +240,7 @@ class Lifted:
         waiting = 0
         if not delays and self.resting.options.delayed_update_after is not None:
             waiting = self._waiting_bytes()
-        self.resting.check_budget(host.parameters, host.state + waiting, host.step)
+        self.resting.check_budget(host.parameters, host.state + waiting, host.step, host.staging)
 
     def _waiting_bytes(self) -> int:
         """Bytes on the host of gradients that wait for the next call."""

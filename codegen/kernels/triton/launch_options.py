@@ -50,9 +50,9 @@ class LaunchOptions:
 OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 4))
 
 
-def load(name: str) -> Any:
-    """A kernel, whose module has its name and is imported only here: machines without a GPU may lack Triton."""
-    return getattr(importlib.import_module(f"zgraph.codegen.kernels.triton.{name}_kernel"), name)
+def load(module: str, name: str = "") -> Any:
+    """A kernel, by default that with its module's name; imported only here: machines without a GPU may lack Triton."""
+    return getattr(importlib.import_module(f"zgraph.codegen.kernels.triton.{module}_kernel"), name or module)
 
 
 def start(

@@ -25,6 +25,7 @@ from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.graph import meta, nodes
+from zgraph.graph.lanes import DISK
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.plan_whole_step import plan_whole_step
@@ -69,32 +70,40 @@ class Copies:
 
     Attributes:
         direction: of the graph.
-        reloads, stores, offloads, returns: how many are started.
-        resting: inputs that rest on the host.
+        reloads, stores, offloads, spills, returns: how many are started.
+        from_disk, to_disk: how many of them, on the disk's lane.
+        resting: inputs that rest on the host or on disk.
         readers: operators that read these otherwise, by name; but
         updates: that run on the host, beside compute, with
         updated_on: the device types of what they are given.
         devices: device types of the inputs that rest, as the graph has them.
-        host_bytes, device_bytes: of parameters and state, as the ledger of the plan has them.
+        host_bytes, disk_bytes, device_bytes: of parameters and state, as the ledger of the plan has them.
+        staging_bytes: of the host, between disk and GPU.
     """
 
     direction: str
     reloads: int
     stores: int
     offloads: int
+    spills: int
     returns: int
+    from_disk: int
+    to_disk: int
     resting: int
     readers: list[str]
     updates: int
     updated_on: list[str]
     devices: list[str]
     host_bytes: int
+    disk_bytes: int
     device_bytes: int
+    staging_bytes: int
 
 
 def copies_of(direction: str, gm: fx.GraphModule) -> Copies:
     """Count what a final graph copies."""
-    device, host, _ = ledger_of(memory_curve(gm.graph))
+    device, host, disk = ledger_of(memory_curve(gm.graph))
+    on_disk = [node for node in nodes.call_functions(gm.graph, nodes.is_copy_start) if meta.lane(node) == DISK]
     resting = [node for node in gm.graph.find_nodes(op="placeholder") if meta.space(node) is not None]
     beside = [node for node in gm.graph.nodes if meta.beside(node) is not None]
     others = (user for node in resting for user in node.users if user.op != "output" and user not in beside)
@@ -105,14 +114,19 @@ def copies_of(direction: str, gm: fx.GraphModule) -> Copies:
         reloads=len([*nodes.call_functions(gm.graph, nodes.is_reload)]),
         stores=len([*nodes.call_functions(gm.graph, nodes.is_store)]),
         offloads=len([*nodes.call_functions(gm.graph, nodes.is_offload)]),
+        spills=len([*nodes.call_functions(gm.graph, nodes.is_spill)]),
         returns=len([*nodes.call_functions(gm.graph, nodes.is_return)]),
+        from_disk=sum(map(nodes.is_reload, on_disk)),
+        to_disk=sum(not nodes.is_reload(node) for node in on_disk),
         resting=len(resting),
         readers=[node.name for node in readers],
         updates=sum(not nodes.is_update_wait(node) for node in beside),
         updated_on=sorted({value.device.type for value in given if isinstance(value, Tensor)}),
         devices=sorted({meta.tensor_value(node).device.type for node in resting}),
         host_bytes=host.parameters + host.state,
+        disk_bytes=disk.parameters + disk.state,
         device_bytes=device.parameters + device.state,
+        staging_bytes=host.staging,
     )
 
 
@@ -278,6 +292,13 @@ def _devices(tensors: Iterable[Tensor]) -> list[str]:
     return sorted({(local_of(one) if isinstance(one, DTensor) else one).device.type for one in tensors})
 
 
+def _spaces(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
+    state = state_of(model)
+    assert state is not None and state.scope.resting is not None
+    resting = state.scope.resting
+    return sorted({resting.space_of(local_of(one) if isinstance(one, DTensor) else one) for one in tensors})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ran:
     """Device types after programs for a GPU have run on tensors without values.
@@ -285,6 +306,8 @@ class Ran:
     Attributes:
         shards, grads: of parameters.
         state, counts: of the optimizer, with dims and without.
+        dtypes: of state with dims.
+        spaces: in which parameters and state with dims rest.
         result: of the loss.
         host_waits: how often the host has waited for copies.
         programs: compiled ones that have run.
@@ -294,6 +317,8 @@ class Ran:
     grads: list[str]
     state: list[str]
     counts: list[str]
+    dtypes: list[torch.dtype]
+    spaces: list[str]
     result: list[str]
     host_waits: int
     programs: int
@@ -360,6 +385,8 @@ def run_resting(case: Rest, calls: int = 3, clears: bool = True) -> Ran:
             grads=_devices(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
             state=_devices(_state(optimizer)),
             counts=_devices(_state(optimizer, ndim=0)),
+            dtypes=sorted({one.dtype for one in _state(optimizer)}, key=str),
+            spaces=_spaces(model, [*model.parameters(), *_state(optimizer)]),
             result=_devices(losses),
             host_waits=len(waits),
             programs=len(reports.graphs),

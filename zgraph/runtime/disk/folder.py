@@ -17,11 +17,12 @@ among themselves, and the mapping and later transfers see what earlier ones have
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
@@ -186,6 +187,30 @@ class DiskFolder:
 
         return Read(self._start_reading("start_read", part, read))
 
+    def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Read:
+        """Start reading a tensor of this folder piece by piece, for who cannot hold all of it in the host's memory.
+
+        Args:
+            tensor: as for `start_read`; `Read.wait` returns it.
+            pieces: yields flat CPU tensors of uint8, which have its bytes together, in order. The next one is asked
+                for, in the thread that reads, once one has been filled; an error that it raises is raised by
+                `Read.wait`. Closed at the end, also of a read that fails.
+
+        Raises:
+            DiskError: the folder is closed. What happens later is raised by `Read.wait`.
+            ValueError: the tensor does not fit the description above.
+        """
+        part = self._part("start_read_in_pieces", tensor)
+
+        def read() -> Tensor:
+            with contextlib.closing(pieces):
+                for piece, buffer in _pieces_of(part, pieces):
+                    room = int(buffer.untyped_storage().nbytes() - buffer.storage_offset())
+                    self._reads.read(piece, buffer.data_ptr(), room)
+            return tensor
+
+        return Read(self._start_reading("start_read_in_pieces", part, read))
+
     def start_write(self, source: Tensor, tensor: Tensor) -> Write:
         """Start writing to a tensor of this folder, after the transfers of it that have been started.
 
@@ -201,25 +226,27 @@ class DiskFolder:
         """
         part = self._part("start_write", tensor)
         _check_buffer("start_write: source", source, tensor)
-        slot = part.slot
+        return self._start_writing("start_write", part, tensor, lambda: self._writes.write(part, source.data_ptr()))
 
-        def write(kept_alive: Tensor) -> DiskError | None:
-            wait(before)
-            try:
-                self._writes.write(part, source.data_ptr())
-            except DiskError as error:
-                slot.error = self._unseen[slot] = _without_frames(error)
-                return slot.error
-            if part.nbytes == slot.nbytes:
-                slot.error = None
-                self._unseen.pop(slot, None)
+    def start_write_in_pieces(self, pieces: Generator[Tensor], tensor: Tensor) -> Write:
+        """Start writing to a tensor of this folder piece by piece, after its transfers that have been started.
 
-        with self._lock:
-            self._check_open("start_write")
-            before = [*slot.reading]
-            future = slot.writing = self._writer.submit(write, tensor)
-            future.add_done_callback(lambda future: self._have_written(slot, future))
-        return Write(future, lambda: self._unseen.pop(slot, None))
+        Args:
+            pieces: as for `start_read_in_pieces`; the next one is asked for once one has been written.
+            tensor: as for `start_read`.
+
+        Raises:
+            DiskError: the folder is closed. What happens later is raised by `Write.wait`.
+            ValueError: the tensor does not fit the description above.
+        """
+        part = self._part("start_write_in_pieces", tensor)
+
+        def write() -> None:
+            with contextlib.closing(pieces):
+                for piece, buffer in _pieces_of(part, pieces):
+                    self._writes.write(piece, buffer.data_ptr())
+
+        return self._start_writing("start_write_in_pieces", part, tensor, write)
 
     def drop_pages(self, tensor: Tensor) -> None:
         """Write what was stored through the mapping of a tensor, and take its pages out of memory.
@@ -330,6 +357,30 @@ class DiskFolder:
             future.add_done_callback(lambda future: self._have_read(slot, future))
         return future
 
+    def _start_writing(self, doing: str, part: Part, tensor: Tensor, job: Callable[[], None]) -> Write:
+        slot = part.slot
+
+        def write(kept_alive: Tensor) -> DiskError | None:
+            wait(before)
+            try:
+                job()
+            except DiskError as error:
+                slot.error = self._unseen[slot] = _without_frames(error)
+                return slot.error
+            except BaseException as error:  # of who gives the pieces
+                slot.error = DiskError(f"{self._who}: {doing} of {slot.name} was given up: {error}")
+                raise
+            if part.nbytes == slot.nbytes:
+                slot.error = None
+                self._unseen.pop(slot, None)
+
+        with self._lock:
+            self._check_open(doing)
+            before = [*slot.reading]
+            future = slot.writing = self._writer.submit(write, tensor)
+            future.add_done_callback(lambda future: self._have_written(slot, future))
+        return Write(future, lambda: self._unseen.pop(slot, None))
+
     def _have_read(self, slot: Slot, future: Future[Any]) -> None:
         with self._lock:
             slot.reading.remove(future)
@@ -370,6 +421,15 @@ class DiskFolder:
             )
         if self._closed:
             raise DiskError(f"{self._who}: {doing} after close; close it when the last transfer has been started")
+
+
+def _pieces_of(part: Part, buffers: Iterable[Tensor]) -> Iterator[tuple[Part, Tensor]]:
+    """The parts of a part that buffers hold, one after the other."""
+    done = 0
+    for buffer in buffers:
+        yield Part(part.slot, part.start + done, buffer.nbytes), buffer
+        done += buffer.nbytes
+    assert done == part.nbytes, f"pieces have {done} bytes, and {part.slot.name} {part.nbytes}"
 
 
 def _check_buffer(what: str, buffer: Tensor, tensor: Tensor) -> None:

@@ -17,14 +17,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from zgraph.runtime.disk.folder import DiskFolder, Write
+from zgraph.runtime.disk.folder import DiskFolder, Read, Write
+from zgraph.runtime.disk.folders import DiskFolders
 from zgraph.runtime.offload.host_pool import HostPool
 from zgraph.runtime.offload.pinned_pool import PinnedPool
+from zgraph.runtime.offload.staging import PIECE_BYTES, Staging
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.modules import tree_flatten
 
@@ -111,12 +113,13 @@ class ThreadLanes:
         waits_at_once: whether the program waits for each copy where it starts: what copying beside compute is compared
             with.
         pool: the host memory.
+        disks: folders that tensors rest in.
     """
 
     bytes_per_us: float | None = None
     waits_at_once: bool = False
     pool: HostPool = field(default_factory=HostPool)
-    _disks: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
+    disks: DiskFolders = field(default_factory=DiskFolders)
     _updates: ThreadPoolExecutor = field(default_factory=lambda: _thread("update"))
     _out: ThreadPoolExecutor = field(default_factory=lambda: _thread("offload"))
     _back: ThreadPoolExecutor = field(default_factory=lambda: _thread("reload"))
@@ -125,39 +128,25 @@ class ThreadLanes:
         return self._start(self._out, tensor.detach(), self.pool.empty_like(tensor))
 
     def reload(self, kept: Tensor) -> Copy:
-        disk = self._disk_of(kept)
+        disk = self.disks.of(kept)
         return self._start(self._back, kept, torch.empty_like(kept)) if disk is None else disk.start_read(kept)
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        disk = self._disk_of(kept)
+        disk = self.disks.of(kept)
         if disk is None:
             return self._start(self._out, source.detach(), kept)
         return _Written(disk.start_write(source.detach(), kept), kept)
 
     def spill(self, tensor: Tensor, folder: str) -> Copy:
-        disk, tensor = self.disk(folder), tensor.detach().contiguous()
+        disk, tensor = self.disks.at(folder), tensor.detach().contiguous()
         kept = disk.empty(tensor.shape, tensor.dtype, "new state")
         return _Written(disk.start_write(tensor, kept), kept)
-
-    def disk(self, folder: str, rank: int = 0) -> DiskFolder:
-        """Tensors on disk in a folder, which live as long as somebody holds them; one for each folder.
-
-        Raises:
-            DiskError: the folder cannot be used.
-        """
-        found = self._disks.get(folder)
-        if found is None:
-            found = self._disks[folder] = DiskFolder(folder, rank=rank)
-        return found
 
     def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
         return self._start(self._back, kept, tensor.detach())
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         return self._updates.submit(operator, *args, **kwargs)
-
-    def _disk_of(self, kept: Tensor) -> DiskFolder | None:
-        return next((disk for disk in [*self._disks.values()] if disk.is_on_disk(kept)), None)
 
     @contextlib.contextmanager
     def limited(self, bytes_per_us: float) -> Generator[None]:
@@ -212,49 +201,118 @@ class _OnStream:
             self.lanes.cuda.current_stream(self.lanes.device).wait_event(end)  # the host goes on
 
 
+class _FromDisk:
+    """A tensor on its way from a disk to the device, by a thread that reads and a stream behind it."""
+
+    __slots__ = ("copied", "ends", "lanes", "read")
+
+    def __init__(self, read: Read, copied: Tensor, ends: list[Any], lanes: StreamLanes) -> None:
+        self.read, self.copied, self.ends, self.lanes = read, copied, ends, lanes
+
+    def wait(self) -> Tensor:
+        """The host waits for the disk, and compute alone for the copies.
+
+        Raises:
+            DiskError: the tensor could not be read.
+        """
+        try:
+            self.read.wait()
+        finally:
+            self._order_compute()
+        return self.copied
+
+    def __del__(self) -> None:
+        """A program that fails lets go of it: the memory is freed behind the copies all the same."""
+        with contextlib.suppress(Exception):
+            self.read.wait()
+        self._order_compute()
+
+    def _order_compute(self) -> None:
+        while self.ends:
+            self.lanes.cuda.current_stream(self.lanes.device).wait_event(self.ends.pop())
+
+
+@dataclass(frozen=True, slots=True)
+class _ToDisk:
+    """A tensor on its way to a disk; the thread that writes holds what it reads."""
+
+    write: Write
+    copied: Tensor
+    lanes: StreamLanes
+
+    def wait(self) -> Tensor:
+        """The host waits: what is copied may be freed, or overwritten, once all of it is in the file.
+
+        Raises:
+            DiskError: the tensor could not be written.
+        """
+        self.lanes.writes.pop(self.write, None)
+        self.write.wait()
+        return self.copied
+
+
 class StreamLanes:
-    """Lanes of a CUDA device: a stream for each direction, pinned host memory, and a thread for updates there.
+    """Lanes of a CUDA device: a stream for each direction, pinned host memory, folders on disk, and an update thread.
 
     Memory of the device is allocated and freed on the compute stream. A copy begins after that stream has come to where
     it was started; what it reads is held until the compute stream waits for its end, so it cannot be given to others
     before. Memory of the host is freed by torch's allocator of pinned memory, which asks the streams that used it. A
     reload follows the offload or store before it because the compute stream, which it waits for, has waited for that
     one. An update's thread waits until the compute stream has come to where it was started, by then the copies that the
-    stream has waited for have landed, or left. The host itself waits for nothing but in `finish`, and for updates.
+    stream has waited for have landed, or left. The host itself waits for nothing but in `finish`, for updates, and for
+    the disk.
+
+    What rests on disk passes through pinned memory of a bounded size, see `zgraph.runtime.offload.staging`. The disk's
+    own threads start those copies as they read and write; transfers of one tensor keep their order there.
 
     Args:
         device: of the copies.
         cuda: module with streams, which a test without a GPU replaces.
+        piece_bytes: most bytes of a tensor that pass between a disk and the device at once.
+
+    Attributes:
+        disks: folders that tensors rest in.
+        writes: those of disks that nobody has waited for.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self.device, self.cuda = device, cuda
-        self.pool = PinnedPool()
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, piece_bytes: int = PIECE_BYTES) -> None:
+        self.device, self.cuda, self.piece_bytes = device, cuda, piece_bytes
+        self.pool, self.disks = PinnedPool(), DiskFolders()
         self.out, self.back = cuda.Stream(device), cuda.Stream(device)
         self.updates: Executor = _thread("update")
+        self.writes: dict[Write, None] = {}
+        self._staging = WeakKeyDictionary[DiskFolder, tuple[Staging, Staging]]()
 
     def offload(self, tensor: Tensor) -> Copy:
         return self._start(self.out, tensor.detach(), self.pinned_like(tensor))
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        return self._start(self.out, source.detach(), kept)
+        disk = self.disks.of(kept)
+        return self._start(self.out, source.detach(), kept) if disk is None else self._write(disk, source, kept)
 
     def reload(self, kept: Tensor) -> Copy:
-        return self._start(self.back, kept, torch.empty_like(kept, device=self.device))
+        disk, target = self.disks.of(kept), torch.empty_like(kept, device=self.device)
+        if disk is None:
+            return self._start(self.back, kept, target)
+        ends: list[Any] = []
+        pieces = self.staging(disk)[0].to_device(target, self._reached(), ends)
+        return _FromDisk(disk.start_read_in_pieces(kept, pieces), target, ends, self)
 
     def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
         return self._start(self.back, kept, tensor.detach())
 
     def spill(self, tensor: Tensor, folder: str) -> Copy:
-        raise NotImplementedError("tensors of CUDA devices do not rest on disk yet")
+        if is_fake(tensor):
+            return _OnPaper(tensor.new_empty(tensor.shape, device="cpu"))
+        disk = self.disks.at(folder)
+        return self._write(disk, tensor, disk.empty(tensor.shape, tensor.dtype, "new state"))
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         if any(isinstance(one, Tensor) and is_fake(one) for one in tree_flatten((args, kwargs))[0]):
             done = Future[Any]()  # a fake mode is of one thread
             done.set_result(operator(*args, **kwargs))
             return done
-        reached = self.cuda.Event(blocking=True)  # a thread that spins would take the core of one that updates
-        reached.record(self.cuda.current_stream(self.device))
+        reached = self._reached()
 
         def run() -> None:
             with self.cuda.device(self.device):  # a thread's own is the first GPU, which may be another rank's
@@ -264,12 +322,44 @@ class StreamLanes:
         return self.updates.submit(run)
 
     def finish(self) -> None:
-        """Let the host wait for all copies: from then on it may read and write what rests there."""
+        """Let the host wait for all copies: from then on it may read and write what rests there.
+
+        Raises:
+            DiskError: a write failed that nobody has waited for.
+        """
+        while self.writes:
+            write, _ = self.writes.popitem()
+            write.wait()
         self.out.synchronize()
         self.back.synchronize()
 
+    def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
+        """The pinned memory through which tensors of a folder pass, from it and to it."""
+        if disk not in self._staging:
+            self._staging[disk] = self.staging_on(self.back), self.staging_on(self.out)
+        return self._staging[disk]
+
+    def staging_on(self, lane: Any) -> Staging:
+        """Pinned memory, not yet allocated, for copies on one of the streams."""
+        return Staging(self.device, lane, self.cuda, self._pinned, self.piece_bytes)
+
     def pinned_like(self, tensor: Tensor) -> Tensor:
         return self.pool.empty_like(tensor)
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        return self.pinned_like(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+    def _reached(self) -> Any:
+        """Event of where compute is now."""
+        event = self.cuda.Event(blocking=True)  # a thread that spins would take the core of one that updates
+        event.record(self.cuda.current_stream(self.device))
+        return event
+
+    def _write(self, disk: DiskFolder, source: Tensor, kept: Tensor) -> Copy:
+        pieces = self.staging(disk)[1].from_device(source.detach().contiguous(), self._reached())
+        write = disk.start_write_in_pieces(pieces, kept)
+        self.writes[write] = None
+        return _ToDisk(write, kept, self)
 
     def _start(self, lane: Any, source: Tensor, copied: Tensor) -> Copy:
         if is_fake(source):

@@ -1,0 +1,36 @@
+"""The folders on disk that tensors of one device rest in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from zgraph.runtime.disk.folder import DiskFolder
+
+
+@dataclass
+class DiskFolders:
+    """Folders that live as long as somebody holds them.
+
+    Attributes:
+        by_path: those that live.
+    """
+
+    by_path: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
+
+    def at(self, path: str, rank: int = 0) -> DiskFolder:
+        """The folder at a path, made on first use.
+
+        Raises:
+            DiskError: it cannot be used.
+        """
+        found = self.by_path.get(path)
+        if found is None:
+            found = self.by_path[path] = DiskFolder(path, rank=rank)
+        return found
+
+    def of(self, tensor: Tensor) -> DiskFolder | None:
+        """The folder that a tensor lies in; None: it is not on disk."""
+        return next((folder for folder in [*self.by_path.values()] if folder.is_on_disk(tensor)), None)

@@ -1,0 +1,134 @@
+"""Staging: pinned memory of a bounded size through which tensors pass between a disk and a GPU, piece by piece.
+
+    disk        [read 1][read 2][read 3]              the thread that reads, or writes
+    pinned       buffer A   B       A                 a buffer serves again once its copy, or its write, has ended
+    GPU                 [copy 1][copy 2][copy 3]      a stream
+
+A GPU copies to and from pinned memory alone beside its compute, and a disk reads into the host's memory alone: so two
+buffers each way, of which one is copied while the other is read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime.disk.system_calls import blocks
+
+BUFFERS = 2  # each way
+PIECE_BYTES = 16 * 2**20  # a multiple of blocks; half of it is as much as a disk takes at once to be fast
+
+MOST_STAGING_BYTES = 2 * BUFFERS * PIECE_BYTES
+
+
+def buffer_bytes(nbytes: int, piece_bytes: int = PIECE_BYTES) -> int:
+    """Size of a buffer for a transfer of so many bytes: a power of two, as torch's allocator of pinned memory gives."""
+    return min(piece_bytes, 1 << (blocks(nbytes) - 1).bit_length())
+
+
+def staging_bytes(reads: Iterable[int], writes: Iterable[int], piece_bytes: int = PIECE_BYTES) -> int:
+    """Bytes of pinned memory that transfers of these sizes take together, those from the disk and those to it."""
+    each_way = (max(sizes, default=0) for sizes in (reads, writes))
+    return sum(BUFFERS * buffer_bytes(largest, piece_bytes) for largest in each_way if largest)
+
+
+class Staging:
+    """The buffers of one direction, for one thread, that of the disk.
+
+    Args:
+        device: that is copied from or to.
+        lane: the stream of the copies.
+        cuda: module with streams.
+        allocate: makes flat pinned memory, uint8, of so many bytes.
+        piece_bytes: size of a buffer at most.
+    """
+
+    def __init__(
+        self, device: torch.device, lane: Any, cuda: Any, allocate: Callable[[int], Tensor], piece_bytes: int
+    ) -> None:
+        self.device, self.lane, self.cuda = device, lane, cuda
+        self.allocate, self.piece_bytes = allocate, piece_bytes
+        self._buffers: list[Tensor | None] = [None] * BUFFERS
+        self._ends: list[Any] = [None] * BUFFERS  # of the copies that read or fill them
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pinned memory that it holds."""
+        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+
+    def to_device(self, target: Tensor, reached: Any, ends: list[Any]) -> Generator[Tensor]:
+        """Buffers to be filled one after the other, each of which is then copied to its part of a tensor.
+
+        Args:
+            target: on the device, contiguous.
+            reached: event of the compute stream behind which the memory of the target is free.
+            ends: receives the event of the end of all copies, also where the disk fails in between.
+        """
+        bytes_of_target = target.view(-1).view(torch.uint8)
+        try:
+            with self._on_device():
+                self.lane.wait_event(reached)
+            for begin, end in self._pieces(target.nbytes):
+                with self._on_device():
+                    turn, buffer = self._take(end - begin, target.nbytes)
+                yield buffer
+                with self._on_device(), torch.inference_mode(target.is_inference()), self.cuda.stream(self.lane):
+                    bytes_of_target[begin:end].copy_(buffer, non_blocking=True)
+                    self._ends[turn] = self._record()
+        finally:
+            with self._on_device():
+                ends.append(self._record())
+
+    def from_device(self, source: Tensor, reached: Any) -> Generator[Tensor]:
+        """Buffers that hold a tensor's parts one after the other; while one is written the next one is copied.
+
+        Args:
+            source: on the device, contiguous.
+            reached: event of the compute stream behind which it has its values.
+        """
+        with self._on_device():
+            self.lane.wait_event(reached)
+        bytes_of_source = source.view(-1).view(torch.uint8)
+        copied: tuple[int, Tensor] | None = None
+        for begin, end in self._pieces(source.nbytes):
+            with self._on_device():
+                turn, buffer = self._take(end - begin, source.nbytes)
+                with self.cuda.stream(self.lane):
+                    buffer.copy_(bytes_of_source[begin:end], non_blocking=True)
+                    self._ends[turn] = self._record()
+            if copied is not None:
+                yield self._landed(*copied)
+            copied = turn, buffer
+        if copied is not None:
+            yield self._landed(*copied)
+
+    def _pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        return ((begin, min(begin + self.piece_bytes, nbytes)) for begin in range(0, nbytes, self.piece_bytes))
+
+    def _take(self, nbytes: int, of: int) -> tuple[int, Tensor]:
+        """The next buffer, once nothing copies from or to it, for a piece of a transfer of so many bytes."""
+        turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
+        if self._ends[turn] is not None:
+            self._ends[turn].synchronize()
+        buffer, size = self._buffers[turn], buffer_bytes(of, self.piece_bytes)
+        if buffer is None or buffer.nbytes < size:
+            self._buffers[turn] = buffer = None  # before the new one is there
+            self._buffers[turn] = buffer = self.allocate(size)
+        return turn, buffer[:nbytes]
+
+    def _landed(self, turn: int, buffer: Tensor) -> Tensor:
+        with self._on_device():
+            self._ends[turn].synchronize()
+        return buffer
+
+    def _record(self) -> Any:
+        event = self.cuda.Event(blocking=True)  # a thread that spins would take a core of compute's
+        event.record(self.lane)
+        return event
+
+    def _on_device(self) -> Any:
+        return self.cuda.device(self.device)  # a thread's own is the first GPU, which may be another rank's

@@ -140,10 +140,7 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
                 position[rank] += 1
                 arrived[action] = _arrival(action, free[rank], places, costs, links)
         assert position != before, f"the order of {schedule} waits for itself"
-    found = [
-        _memory(order[rank], costs, places, holds_sent=schedule != "1F1B", splits=schedule in SPLITTING)
-        for rank in range(ranks)
-    ]
+    found = [rank_memory(schedule, rank, ranks, costs) for rank in range(ranks)]
     return PipelineRun(
         schedule=schedule,
         step_us=max(free),
@@ -151,6 +148,20 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
         peak_bytes=tuple(peak for peak, _ in found),
         in_flight=tuple(most for _, most in found),
     )
+
+
+def rank_memory(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]) -> tuple[int, int]:
+    """Most that a rank holds, with what rests there, and most micro-batches in flight over all its stages.
+
+    Args:
+        schedule: one of `schedules_for` these numbers.
+        rank: of the pipeline.
+        ranks: how many it has.
+        costs: of each stage.
+    """
+    order = order_of(schedule, ranks, len(costs), len(costs[0].forward_us))[rank]
+    places = ranks_of(schedule, ranks, len(costs))
+    return _memory(order, costs, places, holds_sent=schedule != "1F1B", splits=schedule in SPLITTING)
 
 
 def _needs(action: Action, stages: int) -> Action | None:

@@ -204,6 +204,13 @@ def judge(order: list[Action], costs: list[StageCost], places: tuple[int, ...], 
             held += of_stage.gradient_bytes if ended else 0
             held -= of_stage.own_gradient_bytes if ended and closes else 0
             held += (of_stage.left_bytes - handed_on - handed_back) * len(returned) if holds_sent else 0
+            if (
+                not holds_sent
+            ):  # 1F1B: the last but one that was sent before the first backward, as long as forwards run
+                warm_up = [one.kind for one in order].index("backward")
+                overwritten = count - warm_up  # the backward behind the last forward
+                is_there = warm_up > 1 and warm_up - 2 in returned
+                held += of_stage.left_activation_bytes if is_there and overwritten not in returned else 0
             if now == "forward":
                 held += cost.forward_peak_bytes
             elif now == "backward" and splits:

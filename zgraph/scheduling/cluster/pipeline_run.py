@@ -49,7 +49,8 @@ class StageCost:
         first_peak_bytes, closing_peak_bytes: the same of the first backward, with the sums that it leaves, and of the
             last one, with the parameters and the sums that it finds; a single backward is the last one.
         left_bytes: what one micro-batch has sent, activations and gradients. torch's schedules hold it until they wait
-            for the messages: at the end of the step, 1F1B before the next ones.
+            for the messages: at the end of the step, 1F1B before the next ones, but for the last activation that a
+            rank has sent before its first backward.
         left_activation_bytes: the activation among that.
         buffer_bytes: in which torch's stage receives activations and gradients, and the outputs that it returns.
         split: of backwards in two halves; None: they run whole where the gradients of inputs are wanted.
@@ -206,6 +207,7 @@ def _memory(
     held = sum(cost.resting_bytes + cost.buffer_bytes for cost in stages.values())
     done = {(kind, stage): 0 for kind in ("forward", "backward", "weights") for stage in stages}
     peak, flying, most = held, 0, 0
+    first = next(place for place, action in enumerate(order) if action.kind == "backward")
     for action in order:
         cost = stages[action.stage]
         split = cost.split if splits else None
@@ -244,4 +246,8 @@ def _memory(
             held += cost.waiting_bytes
         held += cost.left_bytes if holds_sent and split is None else 0
         held += 0 if turn else cost.gradient_bytes
+        if not holds_sent and first - 2 < len(cost.forward_us) - first:
+            # torch's loop of 1F1B has the last message of its warm-up at hand until all forwards have run.
+            held += cost.left_activation_bytes if turn == first - 2 else 0
+            held -= cost.left_activation_bytes if turn == len(cost.forward_us) - first and first > 1 else 0
     return peak, most

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,6 +93,8 @@ class Row:
         chunks: of each rank.
         closes: as of the stage.
         compressed: gradients travel as codes of LoCo.
+        keep_bytes: as of the stage.
+        two_steps: of a schedule are one window.
     """
 
     schedule: str
@@ -102,6 +105,7 @@ class Row:
     closes: Literal["last", "first"] = "last"
     compressed: bool = False
     keep_bytes: int = 0
+    two_steps: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -113,8 +117,11 @@ class Row:
         return {"lowering": self.mode, "pipeline": zgraph.Pipeline(pipeline)}
 
     def __str__(self) -> str:
-        return f"{self.schedule.removeprefix('Schedule')}-{self.zero_stage}-{self.mode}-{self.dtype}" + "-keeps" * bool(
-            self.keep_bytes
+        return (
+            f"{self.schedule.removeprefix('Schedule')}-{self.zero_stage}-{self.mode}-{self.dtype}"
+            + "-keeps" * bool(self.keep_bytes)
+            + "-loco" * self.compressed
+            + "-two_steps" * self.two_steps
         )
 
 
@@ -277,6 +284,64 @@ def test_a_step_of_a_pipeline_of_one_rank_is_one_window(ranks: Ranks, row: Row) 
     assert_one_window(ranks, row)
 
 
+def with_and_without(row: Row, keep_bytes: int) -> tuple[list[str], int, int]:
+    """Two steps of a row, and the same where some parameters stay gathered.
+
+    Returns:
+        Gradients whose bits differ; bytes that the second step, or where both are one window all, has sent in gathers,
+        without what is kept and with it.
+    """
+    found: list[dict[str, Tensor]] = []
+    gathered: list[int] = []
+    for room in (0, keep_bytes):
+        pipeline = Pipeline(replace(row, keep_bytes=room))
+        pipeline.step(0)
+        step_down(parameter for chunk in pipeline.chunks for parameter in chunk.parameters())
+
+        def second(pipeline: Pipeline = pipeline) -> None:
+            if row.two_steps:
+                with contextlib.ExitStack() as stack:
+                    for chunk in pipeline.chunks:
+                        stack.enter_context(zgraph.no_sync(chunk))
+                    pipeline.step(1)
+            pipeline.step(2)
+
+        sent = sent_bytes(second)
+        reduced = sum(count for name, count in sent.items() if name.endswith(OF_REDUCTIONS))
+        gathered.append(sum(sent.values()) - reduced - sent[pipeline.mesh.get_group("pp").group_name])
+        found.append(pipeline.gradients())
+    assert len(found[0]) == len(list(Chunk(0).parameters())) * row.chunks
+    different = [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
+    return different, gathered[0], gathered[1]
+
+
+# Those that compile take ten seconds each: ranks compile their chunks for both positions in a window.
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("ScheduleInterleavedZeroBubble", 3, "eager", torch.bfloat16, two_steps=True),
+        *slow(
+            Row("Schedule1F1B", 3, "fx", torch.bfloat16, chunks=1, compressed=True, two_steps=True),
+            Row("Schedule1F1B", 3, "inductor", chunks=1),
+            Row("ScheduleInterleaved1F1B", 3, "inductor", compressed=True, two_steps=True),
+            Row("ScheduleInterleaved1F1B", 3, "fx", torch.bfloat16),
+            Row("ScheduleInterleavedZeroBubble", 3, "fx", two_steps=True),
+            Row("ScheduleInterleavedZeroBubble", 3, "inductor", torch.bfloat16, compressed=True),
+        ),
+    ],
+    ids=str,
+)
+def test_what_stays_gathered_changes_no_bits(ranks: Ranks, row: Row) -> None:
+    """It is gathered once in a window, which two steps may be; the rest by each micro-batch, once or twice."""
+    narrow = row.dtype.itemsize
+    once, rest = (count * (DP - 1) // DP * row.chunks * narrow for count in (KEPT, PARAMETERS - KEPT))
+    runs = MICRO_BATCHES * (1 + row.two_steps)
+    for different, without, kept in ranks.run(with_and_without, row, KEPT * narrow):
+        assert different == []
+        assert once + runs * rest <= kept <= once + 2 * runs * rest
+        assert runs * (once + rest) <= without <= 2 * runs * (once + rest)
+
+
 # --- repeated forwards, several steps, failures ---------------------------------------------------------------------
 
 
@@ -405,9 +470,15 @@ def test_a_step_under_no_sync_leaves_its_window_to_the_next(ranks: Ranks) -> Non
 
 @pytest.mark.parametrize(
     ("zero_stage", "keep_bytes", "text"),
-    [(2, 64, "keep_bytes=64, and no parameter is at stage 3"), (3, -1, "keep_bytes=-1; use a positive number")],
+    [
+        (2, 64, "keep_bytes=64, and no parameter is at stage 3"),
+        (3, -1, "keep_bytes=-1; use a positive number"),
+        (3, "budget", "keep_bytes='budget'; use a positive number of bytes, or 0 to keep nothing. How many a budget"),
+        (3, True, "keep_bytes=True; use a positive number"),
+        (3, None, "keep_bytes=None, which is what a plan says that was made without a budget; give it a target"),
+    ],
 )
-def test_room_for_what_is_not_gathered_is_refused(ranks: Ranks, zero_stage: int, keep_bytes: int, text: str) -> None:
+def test_room_for_what_is_not_gathered_is_refused(ranks: Ranks, zero_stage: int, keep_bytes: Any, text: str) -> None:
     for found in ranks.run(refused_to_keep, Row("Schedule1F1B", zero_stage, "eager", chunks=1, keep_bytes=keep_bytes)):
         assert found.startswith("zgraph.PipelineStage: ") and text in found
 

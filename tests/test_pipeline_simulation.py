@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,14 @@ import pytest
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from zgraph.scheduling.cluster.keep_gathered import (
+    beside_rest,
+    first_fit,
+    keep_within,
+    kept_bytes,
+    most_kept,
+    next_room,
+)
 from zgraph.scheduling.cluster.pipeline_run import PipelineRun, SplitCost, StageCost, simulate_pipeline
 from zgraph.scheduling.cluster.schedule_order import (
     SCHEDULES,
@@ -193,6 +204,13 @@ def judge(order: list[Action], costs: list[StageCost], places: tuple[int, ...], 
             held += of_stage.gradient_bytes if ended else 0
             held -= of_stage.own_gradient_bytes if ended and closes else 0
             held += (of_stage.left_bytes - handed_on - handed_back) * len(returned) if holds_sent else 0
+            if (
+                not holds_sent
+            ):  # 1F1B: the last but one that was sent before the first backward, as long as forwards run
+                warm_up = [one.kind for one in order].index("backward")
+                overwritten = count - warm_up  # the backward behind the last forward
+                is_there = warm_up > 1 and warm_up - 2 in returned
+                held += of_stage.left_activation_bytes if is_there and overwritten not in returned else 0
             if now == "forward":
                 held += cost.forward_peak_bytes
             elif now == "backward" and splits:
@@ -253,6 +271,110 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:
     cost = StageCost(forward_us=(1.0,) * 9, backward_us=(2.0,) * 9)
     assert simulate_pipeline("1F1B", 4, [cost] * 4).in_flight == (4, 3, 2, 1)
     assert simulate_pipeline("GPipe", 4, [cost] * 4).in_flight == (9, 9, 9, 9)
+
+
+# --- gathered parameters that a budget has room for -----------------------------------------------------------------
+
+
+def sizes_for(number: int) -> list[int]:
+    chance = random.Random(number)
+    return [chance.choice([1, 2, 5, 16, 17]) for _ in range(chance.randrange(9))]
+
+
+@pytest.mark.parametrize("sizes", [[], [7], [5, 3, 3], [16, 1, 16, 1], *map(sizes_for, range(20))], ids=str)
+def test_more_room_keeps_more(sizes: list[int]) -> None:
+    found = [kept_bytes(sizes, room) for room in range(sum(sizes) + 2)]
+    assert found == sorted(found) and found[-1] == sum(sizes)
+    for room, kept in enumerate(found):
+        assert first_fit(sizes, kept) == first_fit(sizes, room)  # what is kept is all the room that it needs
+        following = next((more for more in range(room, len(found)) if found[more] > kept), None)
+        assert next_room(sizes, room) == following
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_the_most_that_fits_is_found(number: int) -> None:
+    """Beside every choice; where bytes that are kept take as many, fewer, or more."""
+    sizes, chance = sizes_for(number), random.Random(-number)
+    taken = list(itertools.accumulate((chance.choice([0, 1, 1, 1, 3]) for _ in range(sum(sizes))), initial=100))
+    choices = sorted({kept_bytes(sizes, room) for room in range(sum(sizes) + 1)})
+    for budget in range(100, taken[-1] + 2):
+        asked: list[int] = []
+
+        def left_with(kept: int, asked: list[int] = asked, budget: int = budget) -> int:
+            asked.append(kept)
+            return budget - taken[kept]
+
+        found = most_kept(sizes, left_with)
+        assert found == max(kept for kept in choices if taken[kept] <= budget)
+        assert set(asked) <= set(choices) and len(set(asked)) == len(asked)
+        following = next_room(sizes, found)
+        assert following is None or kept_bytes(sizes, following) in asked
+
+
+def keeping(stage: int, kept: int, micro_batches: int) -> StageCost:
+    """A stage that keeps so many bytes until its last backward."""
+    halves = SplitCost(
+        inputs_us=(1.0,) * micro_batches,
+        weights_us=(1.0,) * micro_batches,
+        left_bytes=9,
+        closing_kept_bytes=kept,
+        closing_peak_bytes=kept,
+    )
+    return StageCost(
+        forward_us=(1.0,) * micro_batches,
+        backward_us=(2.0,) * micro_batches,
+        resting_bytes=1000 * (stage + 1),
+        kept_bytes=kept,
+        closing_kept_bytes=kept,
+        saved_bytes=50 + stage,
+        forward_peak_bytes=70,
+        closing_peak_bytes=60 + kept,
+        split=halves,
+    )
+
+
+def test_ranks_fill_their_budget_stage_by_stage() -> None:
+    """No rank holds more, none of its stages could keep more, and the first ones keep what they can alone."""
+    sizes = [30, 8, 30, 8]
+    for ranks, chunks, micro_batches in SHAPES:
+        count = ranks * chunks
+        for schedule in schedules_for(ranks, count, micro_batches):
+            places = ranks_of(schedule, ranks, count)
+            none = [keeping(stage, 0, micro_batches) for stage in range(count)]
+            budget = 100 + max(beside_rest(schedule, rank, ranks, none) for rank in range(ranks))
+
+            def cost_of(stage: int, kept: int, micro_batches: int = micro_batches) -> StageCost | None:
+                return keeping(stage, kept, micro_batches) if kept != 46 else None  # its graphs do not fit alone
+
+            found = keep_within(budget, schedule, ranks, [sizes] * count, cost_of)
+            costs = [keeping(stage, kept, micro_batches) for stage, kept in enumerate(found)]
+            assert 46 not in found
+            for stage, rank in enumerate(places):
+                assert beside_rest(schedule, rank, ranks, costs) <= budget
+                more = next_room(sizes, found[stage])
+                if more is None:
+                    continue
+                larger = kept_bytes(sizes, more)
+                tried = [*costs[:stage], keeping(stage, larger, micro_batches), *costs[stage + 1 :]]
+                assert larger == 46 or beside_rest(schedule, rank, ranks, tried) > budget
+            assert found[0] > 0
+            if chunks == 1:
+                assert found[0] == keep_within(budget, schedule, ranks, [sizes, *[[]] * (count - 1)], cost_of)[0]
+
+
+def test_a_little_that_is_kept_may_be_what_fits() -> None:
+    """The first choice holds less than nothing kept, and whatever holds more than that is not looked at."""
+    held = {0: 100, 4: 90, 8: 80, 12: 95, 16: 120}
+    sizes, asked = [4] * 4, list[int]()
+
+    def left_with(budget: int, kept: int) -> int:
+        asked.append(kept)
+        return budget - held[kept]
+
+    for budget, wanted in ((99, 12), (95, 12), (94, 8), (80, 8), (79, 8)):
+        assert most_kept(sizes, partial(left_with, budget)) == wanted
+    assert 16 in asked  # with room for 12, the next one was tried, too
+    assert left_with(79, 8) < 0  # nothing was found that fits
 
 
 @pytest.mark.parametrize(

@@ -208,21 +208,22 @@ class FrameCompiler:
         target = self.pipeline.target
         if target is not None:
             ctx = target.known_to(ctx, captured.graph)
+        budget_bytes = ctx.plan_bytes
+
+        def plan_for(plan_bytes: int | None) -> FramePlan:
+            return plan_frame(captured, self.pipeline, replace(ctx, plan_bytes=plan_bytes), self._observer())
+
         with self.report.phase("passes"):
-            if ctx.plan_bytes is None:
-                plan = plan_frame(captured, self.pipeline, ctx, self._observer())
-            else:
-                plan = plan_within_budget(
-                    lambda plan_bytes: plan_frame(
-                        captured, self.pipeline, replace(ctx, plan_bytes=plan_bytes), self._observer()
-                    ),
-                    ctx.plan_bytes,
-                    self.frame,
-                )
+            # A stage's frame saves no more than without a budget, unless it would not fit alone: what one micro-batch
+            # saves is there as often as some are in flight, and what is left of the budget is for keep_bytes.
+            plan = plan_for(None) if budget_bytes is None or self.is_staged else None
+            if budget_bytes is not None and (plan is None or plan.peak_bytes > budget_bytes):
+                plan = plan_within_budget(plan_for, budget_bytes, self.frame)
+        assert plan is not None
         self.variants = plan.variants
         for gm in plan.graphs.values():
             check_only_copied(gm.graph)
-        self._finish(plan, ctx.plan_bytes)
+        self._finish(plan, budget_bytes)
         self.on_plan(plan)
         return plan
 

@@ -11,6 +11,10 @@ class PreconditionError(ZgraphError):
     """A pass was asked to run where what it requires does not hold."""
 
 
+class BudgetError(ValueError):
+    """A step does not fit into the target's budget_bytes; says what would do."""
+
+
 class VerifyError(ZgraphError):
     """A graph broke an invariant after a pass."""
 

@@ -234,6 +234,15 @@ class FramePlanner:
         )
 
 
+def peak_of(frames: Sequence[PlannedFrame], of_frame: Callable[[PlannedFrame], int], *, with_kept: bool = False) -> int:
+    """Most that is alive while a micro-batch runs; a frame runs beside what the frames before it have saved."""
+    peak, beside = 0, 0
+    for frame in frames:
+        peak = max(peak, beside + of_frame(frame))
+        beside += frame.saved_bytes + (frame.kept_bytes if with_kept else 0)
+    return peak
+
+
 def _kept_by_window(curve: MemoryCurve) -> list[int]:
     """Bytes of the gathered parameters that a window keeps, at each position of a frame."""
     kept = [0] * len(curve.nodes)

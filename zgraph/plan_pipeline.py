@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,15 +16,18 @@ from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SPACES, SpaceUse
 from zgraph.compiler.plan_memory import plan_ledger, rest_on_paper
-from zgraph.errors import ZgraphError
-from zgraph.plan_frames import FramePlanner, PlannedFrame
+from zgraph.errors import BudgetError, ZgraphError
+from zgraph.plan_frames import FramePlanner, PlannedFrame, peak_of
 from zgraph.reporting.export.planned_step import PlannedGraph
+from zgraph.reporting.summary import Report
 from zgraph.runtime.window_state import CLOSING, OPEN
 from zgraph.scheduling.cluster.axes import PIPELINE, Axes, AxisTraffic
+from zgraph.scheduling.cluster.keep_gathered import keep_within
 from zgraph.scheduling.cluster.layer_time import likeness
 from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan, PlannedStage, added, check_schedule
 from zgraph.scheduling.cluster.pipeline_run import SplitCost, StageCost
 from zgraph.scheduling.cluster.split_stages import split_stages
+from zgraph.sharding.pipeline.kept_parameters import gathered_bytes, keep_gathered, may_be_kept
 from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_on_cpu
@@ -36,6 +40,7 @@ class _Compiled:
     module: nn.Module
     frames: Sequence[PlannedFrame]
     closing: Sequence[PlannedFrame]
+    report: Report
     outputs: tuple[Tensor, ...]
 
 
@@ -84,29 +89,82 @@ def plan_pipeline(
 
     Raises:
         ValueError: the model does not make such stages, a stage hands on something else than tensors or rests
-            elsewhere than on the device, or torch has no such schedule for them.
+            elsewhere than on the device, or torch has no such schedule for them; or the step does not fit into the
+            target's budget.
         ZgraphError: nothing of a stage is compiled.
     """
     stages = _stages(model, axes.stages, chunks, inputs, planner.machine)
-    check_schedule(schedule, axes.stages, len(stages), micro_batches)
-    known: dict[Any, _Compiled] = {}
-    planned: list[PlannedStage] = []
-    graphs: list[PlannedGraph] = []
+    chosen = check_schedule(schedule, axes.stages, len(stages), micro_batches)
+    known: dict[Any, _Stage] = {}
+    like: list[_Stage] = []  # of each stage, the one that was made alike
+    entering: list[Sequence[Any]] = []
     for number, stage in enumerate(stages):
         key = likeness(stage, inputs)
         if key not in known:
             shard_stage(stage)
-            known[key] = _compiled(stage, number, inputs, planner, micro_batches, mode)
-        compiled = known[key]
+            known[key] = _Stage(stage, number, inputs, planner, micro_batches, mode)
+        like.append(known[key])
+        entering.append(inputs)
+        inputs = known[key].keeping(0).outputs
+
+    def planned(number: int, keep_bytes: int = 0) -> PlannedStage:
         is_last = number + 1 == len(stages)
-        planned.append(_planned(compiled, number, inputs, micro_batches, axes, planner.machine, is_last=is_last))
-        graphs += _graphs(compiled, number, micro_batches)
-        inputs = compiled.outputs
+        compiled = like[number].keeping(keep_bytes)
+        return _planned(compiled, number, entering[number], micro_batches, axes, planner.machine, is_last=is_last)
+
+    def cost_of(number: int, keep_bytes: int) -> StageCost | None:
+        try:
+            return planned(number, keep_bytes).cost
+        except BudgetError:
+            return None
+
+    plan = PipelinePlan.of([planned(number) for number in range(len(stages))], axes.stages, micro_batches, chosen)
+    kept = [0] * len(stages)
+    budget_bytes = None if planner.pipeline.target is None else planner.pipeline.target.budget_bytes
+    if budget_bytes is not None:
+        kept = keep_within(budget_bytes, chosen, axes.stages, [one.sizes for one in like], cost_of)
+        found = [replace(planned(number, count), keep_bytes=count) for number, count in enumerate(kept)]
+        plan = PipelinePlan.of(found, axes.stages, micro_batches, chosen, budget_bytes=budget_bytes, unkept=plan.run)
+        plan.check_budget()
+    final = [one.keeping(count) for one, count in zip(like, kept, strict=True)]
+    distinct = list({id(one): one for one in final}.values())
+    for one in distinct:
+        planner.report.add(one.report)
     return PlannedPipeline(
-        plan=PipelinePlan.of(planned, axes.stages, micro_batches, schedule),
-        graphs=tuple(graphs),
-        curves=tuple(frame.curve for one in known.values() for frame in one.frames),
+        plan=plan,
+        graphs=tuple(graph for number, one in enumerate(final) for graph in _graphs(one, number, micro_batches)),
+        curves=tuple(frame.curve for one in distinct for frame in one.frames),
     )
+
+
+class _Stage:
+    """A stage that is compiled for as many kept bytes as are asked for."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        inputs: Sequence[Any],
+        template: FramePlanner,
+        micro_batches: int,
+        mode: Any,
+    ) -> None:
+        self._compile = partial(_compiled, module, number, inputs, template, micro_batches, mode)
+        self._params = sharded_parameters(module).values()
+        scopes = dict.fromkeys(state.scope for part in module.modules() if (state := state_of(part)) is not None)
+        self._has_windows = {scope: scope.has_windows for scope in scopes}
+        self._known: dict[int, _Compiled] = {}
+        # One micro-batch keeps nothing for the next.
+        self.sizes = [gathered_bytes(param) for param in may_be_kept(self._params)] if micro_batches > 1 else []
+
+    def keeping(self, keep_bytes: int) -> _Compiled:
+        """The stage compiled as `zgraph.PipelineStage(..., keep_bytes=keep_bytes)` runs it."""
+        if keep_bytes not in self._known:
+            for scope, has_windows in self._has_windows.items():
+                scope.has_windows = has_windows
+            keep_gathered(self._params, keep_bytes)
+            self._known[keep_bytes] = self._compile(name=f"keep{keep_bytes}." if keep_bytes else "")
+        return self._known[keep_bytes]
 
 
 def _stages(
@@ -134,7 +192,14 @@ def _stages(
 
 
 def _compiled(
-    stage: nn.Module, number: int, inputs: Sequence[Any], template: FramePlanner, micro_batches: int, mode: Any
+    stage: nn.Module,
+    number: int,
+    inputs: Sequence[Any],
+    template: FramePlanner,
+    micro_batches: int,
+    mode: Any,
+    *,
+    name: str,
 ) -> _Compiled:
     """Compile a stage for the positions that a micro-batch has in the window of a step, see `zgraph.PipelineStage`."""
     if rest_on_paper(stage, None, template.machine, has_optimizer=False) is not None:
@@ -146,9 +211,10 @@ def _compiled(
     for scope in scopes:
         scope.is_staged = True
     windows = [scope for scope in scopes if scope.has_windows]
+    report = Report(keep_passes=True)  # not everything that is tried is planned in the end
 
     def at(position: str | None, prefix: str) -> tuple[list[PlannedFrame], Any]:
-        planner = replace(template, prefix=f"stage{number}.{prefix}", frames=[])
+        planner = replace(template, prefix=f"stage{number}.{name}{prefix}", report=report, frames=[])
         for scope in windows:
             scope.given = position
         try:
@@ -182,6 +248,7 @@ def _compiled(
         module=stage,
         frames=frames,
         closing=closing,
+        report=report,
         outputs=tuple(one.requires_grad_(one.is_floating_point()) for one in handed),
     )
 
@@ -220,11 +287,11 @@ def _planned(
         # What the last stage returns stays until the step ends, so it does not count as in flight.
         saved_bytes=saved - leaving if is_last else saved,
         forward_peak_bytes=max(
-            _peak(frames, lambda frame: frame.forward_peak_bytes) for frames in (compiled.frames, compiled.closing)
+            peak_of(frames, lambda frame: frame.forward_peak_bytes) for frames in (compiled.frames, compiled.closing)
         ),
-        first_peak_bytes=_peak(compiled.frames, lambda frame: frame.first_peak_bytes),
-        backward_peak_bytes=_peak(compiled.frames, lambda frame: frame.later_peak_bytes),
-        closing_peak_bytes=_peak(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
+        first_peak_bytes=peak_of(compiled.frames, lambda frame: frame.first_peak_bytes),
+        backward_peak_bytes=peak_of(compiled.frames, lambda frame: frame.later_peak_bytes),
+        closing_peak_bytes=peak_of(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
         left_bytes=returned if is_last else returned + leaving,
         left_activation_bytes=0 if is_last else leaving,
         # torch's stage has a buffer for each micro-batch's activations, and one for their gradients.
@@ -238,6 +305,7 @@ def _planned(
         traffic=traffic,
         activation_bytes=leaving,
         input_gradient_bytes=returned,
+        stage_3_bytes=sum(map(gathered_bytes, may_be_kept(sharded_parameters(compiled.module).values()))),
     )
 
 
@@ -299,15 +367,6 @@ def _times(parts: Sequence[tuple[list[PlannedGraph], int]], directions: tuple[Di
         for graphs, runs in parts
         for us in [sum(graph.timeline.step_us for graph in graphs if graph.direction in directions)] * runs
     )
-
-
-def _peak(frames: Sequence[PlannedFrame], of_frame: Callable[[PlannedFrame], int], *, with_kept: bool = False) -> int:
-    """Most that is alive while a micro-batch runs; a frame runs beside what the frames before it have saved."""
-    peak, beside = 0, 0
-    for frame in frames:
-        peak = max(peak, beside + of_frame(frame))
-        beside += frame.saved_bytes + (frame.kept_bytes if with_kept else 0)
-    return peak
 
 
 def _gradient_bytes(stage: nn.Module) -> int:

@@ -57,7 +57,8 @@ def plan(
 
     With a "pp" axis it is the step of a pipeline: forwards and backwards of all micro-batches through stages that are
     `zgraph.PipelineStage`, in the order of torch's schedules. Stages that are made alike are planned once. An update of
-    the optimizer is not part of it, nor is a loss that no stage computes.
+    the optimizer is not part of it, nor is a loss that no stage computes. Where the pipeline has a target with
+    budget_bytes, `plan.pipeline.stages[i].keep_bytes` is the most for which no rank exceeds it.
 
     Args:
         model_fn: makes the model; its dtype comes from its options or torch.set_default_dtype, for torch cannot convert

@@ -283,6 +283,11 @@ def _layers() -> dict[str, Any]:
     }
 
 
+def _kept(names: dict[str, Any]) -> None:
+    stages = names["found"].pipeline.stages
+    assert names["room"] == [stage.stage_3_bytes for stage in stages] and all(names["room"])
+
+
 def _split(names: dict[str, Any]) -> None:
     assert sum(map(len, names["stages"])) == 8
 
@@ -519,7 +524,8 @@ SETTINGS = [
     Setting("def batch():", _llama, _nothing, on="one process"),
     Setting("def shard(model, mesh):", _mlp_blocks, _waited_for, on="one process"),
     Setting("layers = lambda: nn.Sequential(embed()", _layers, _split, on="one process"),
-    Setting("target   = zgraph.Target(", _sharded, _train),
+    Setting("target   = zgraph.Target(hardware=zgraph.Hardware.preset", None, _kept, on="one process"),
+    Setting("target   = zgraph.Target(hardware=zgraph.calibrate", _sharded, _train),
     Setting("with zgraph.measure(model):", _training, _measured),
     # metrics.md
     Setting("metrics = zgraph.Metrics(model", _training, _counted),

@@ -12,7 +12,7 @@ from zgraph.analysis.liveness import MemoryCurve, memory_curve, step_curve
 from zgraph.compiler.fit_budget import explain, fit, smallest_feasible
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.pipeline import Observer, PassRun, Pipeline
-from zgraph.errors import PreconditionError
+from zgraph.errors import BudgetError, PreconditionError
 from zgraph.graph import edits
 from zgraph.scheduling.problem import Limits
 from zgraph.torch_compat.dynamo import raise_through_dynamo
@@ -114,7 +114,7 @@ def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, 
         frame: Dynamo's name of it, for the error.
 
     Raises:
-        ValueError: no try fits; says which budget would do.
+        BudgetError: no try fits; says which budget would do.
     """
     plans: dict[int, FramePlan] = {}  # by their peaks
 
@@ -132,7 +132,8 @@ def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, 
     raise_through_dynamo(
         f"zgraph: the step of frame {frame} does not fit into budget_bytes={budget_bytes}. The smallest budget that it "
         f"was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; or take smaller "
-        "buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks."
+        "buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks.",
+        BudgetError,
     )
 
 

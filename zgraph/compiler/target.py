@@ -27,7 +27,8 @@ class Target:
             activations, those saved for backward included, gathered parameters, buckets, gradients, the outputs, and
             what operators and gloo need while they run (of CPU operators, on one thread), in bytes as requested.
             It does not count parameters, gradients and optimizer state at rest, the inputs, or what an allocator
-            rounds up. Of a model with graph breaks each frame may hold as much. A budget that is too small is an error
+            rounds up. Of a model with graph breaks each frame may hold as much. Of a pipeline, graphs are those of one
+            micro-batch, and `zgraph.plan` looks at all that are in flight. A budget that is too small is an error
             of the compile, which says what would do.
         time_kernels: run every kernel once while compiling, which takes seconds, instead of estimating what it takes;
             for the `hardware` of this machine.

@@ -4,20 +4,39 @@ from __future__ import annotations
 
 from zgraph.reporting.tables import Table, duration, size
 from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan
+from zgraph.scheduling.cluster.pipeline_run import PipelineRun
 
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:
-    """One line for the step, one for each schedule, one for each rank."""
+    """One line for the step, one for each schedule, one for each rank; with a budget, one for each stage that keeps."""
     run = plan.run
     return [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches, {plan.schedule}: bubble {run.bubble:.1%}",
         *(
             f"with {other.schedule}: {duration(other.step_us)}, bubble {other.bubble:.1%}, "
-            f"at most {size(max(other.peak_bytes))} on a rank"
+            f"at most {size(max(other.peak_bytes))} on a rank{'' if plan.fits(other) else ', over the budget'}"
             for other in plan.runs
             if other.schedule != plan.schedule
         ),
         *(f"rank {rank}: {text}" for rank, text in enumerate(map(", ".join, _ranks(plan)))),
+        *_kept(plan),
+    ]
+
+
+def _kept(plan: PipelinePlan) -> list[str]:
+    """What the budget lets stages keep."""
+    if plan.unkept is None:
+        return []
+    if not any(stage.stage_3_bytes for stage in plan.stages):
+        return [f"within budget_bytes={plan.budget_bytes}; no parameter is at stage 3"]
+    return [
+        f"within budget_bytes={plan.budget_bytes}: {duration(plan.run.step_us)}; if each micro-batch gathered all that "
+        f"is at stage 3, {duration(plan.unkept.step_us)}",
+        *(
+            f"stage {number}: gathers {size(stage.keep_bytes or 0)} of {size(stage.stage_3_bytes)} once per step, "
+            f"keep_bytes={stage.keep_bytes}"
+            for number, stage in enumerate(plan.stages)
+        ),
     ]
 
 
@@ -38,16 +57,30 @@ def _ranks(plan: PipelinePlan) -> list[tuple[str, ...]]:
     return found
 
 
+def _figures(run: PipelineRun) -> tuple[str, str, str]:
+    return duration(run.step_us), f"{run.bubble:.1%}", size(max(run.peak_bytes))
+
+
 def pipeline_tables(plan: PipelinePlan) -> list[Table]:
     """Schedules, ranks and stages."""
     micro_batches = plan.micro_batches
+    budget = () if plan.budget_bytes is None else (f"within {size(int(plan.budget_bytes))}",)
     return [
         Table(
             f"schedules of {len(plan.stages)} stages and {micro_batches} micro-batches",
-            ("schedule", "step", "bubble", "largest peak of a rank"),
+            ("schedule", "step", "bubble", "largest peak of a rank", *budget),
             tuple(
-                (run.schedule, duration(run.step_us), f"{run.bubble:.1%}", size(max(run.peak_bytes)))
+                (
+                    run.schedule,
+                    *_figures(run),
+                    *(["yes" if plan.fits(run) else "no"] if budget else []),
+                )
                 for run in plan.runs
+            )
+            + (
+                ((f"{plan.schedule}, nothing kept", *_figures(plan.unkept), "yes" if plan.fits(plan.unkept) else "no"),)
+                if plan.unkept
+                else ()
             ),
         ),
         Table(
@@ -62,7 +95,7 @@ def pipeline_tables(plan: PipelinePlan) -> list[Table]:
         ),
         Table(
             "stages, for each micro-batch",
-            ("stage", "rank", "forward", "backward", "saved for backward", "sent on", "parameters"),
+            ("stage", "rank", "forward", "backward", "saved for backward", "sent on", "parameters", "kept gathered"),
             tuple(
                 (
                     str(number),
@@ -72,6 +105,7 @@ def pipeline_tables(plan: PipelinePlan) -> list[Table]:
                     size(stage.cost.saved_bytes),
                     size(stage.activation_bytes) if number + 1 < len(plan.stages) else "",
                     size(stage.parameter_bytes),
+                    "" if stage.keep_bytes is None else f"{size(stage.keep_bytes)} of {size(stage.stage_3_bytes)}",
                 )
                 for number, stage in enumerate(plan.stages)
             ),

@@ -53,6 +53,15 @@ class Report:
     frames: list[FrameData] = field(default_factory=list[FrameData])
     _running: str | None = None
 
+    def add(self, other: Report) -> None:
+        """Take up what another report has of compiled graphs."""
+        self.graphs += other.graphs
+        self.passes += other.passes
+        self.notes += other.notes
+        self.frames += other.frames
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Time the code inside the `with`, and subtract it from the enclosing phase."""

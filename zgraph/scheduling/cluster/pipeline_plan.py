@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zgraph.errors import BudgetError
 from zgraph.scheduling.cluster.axes import PIPELINE, AxisTraffic
 from zgraph.scheduling.cluster.pipeline_run import PipelineRun, StageCost, simulate_pipeline
 from zgraph.scheduling.cluster.schedule_order import ranks_of, schedules_for, why_not
@@ -21,6 +23,9 @@ class PlannedStage:
         traffic: what one rank sends along the axes within the stage, in all micro-batches of a step.
         activation_bytes: of one micro-batch, which it sends to the next stage.
         input_gradient_bytes: of one micro-batch, which it sends to the stage before; 0 of the first one.
+        stage_3_bytes: its parameters at stage 3, gathered: what `zgraph.PipelineStage` may keep over a step.
+        keep_bytes: how many of them are planned to be kept, as `zgraph.PipelineStage` takes it: the most that the
+            budget has room for. None: the plan has no budget, and nothing is kept.
     """
 
     cost: StageCost
@@ -29,6 +34,8 @@ class PlannedStage:
     traffic: dict[str, AxisTraffic]
     activation_bytes: int
     input_gradient_bytes: int
+    stage_3_bytes: int = 0
+    keep_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,9 @@ class PipelinePlan:
         runs: the step under each schedule that can be run on so many stages and micro-batches.
         schedule: the one that is planned.
         unsent: the step under it, if sending took no time.
+        budget_bytes: what each rank may hold in it beside parameters, buffers and the optimizer's state; None: no
+            limit.
+        unkept: the step under it, if no stage kept gathered parameters of stage 3; None: there is no budget.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -48,18 +58,22 @@ class PipelinePlan:
     runs: tuple[PipelineRun, ...]
     schedule: str
     unsent: PipelineRun
+    budget_bytes: float | None = None
+    unkept: PipelineRun | None = None
 
     @classmethod
-    def of(cls, stages: Sequence[PlannedStage], ranks: int, micro_batches: int, schedule: str | None) -> PipelinePlan:
+    def of(
+        cls, stages: Sequence[PlannedStage], ranks: int, micro_batches: int, chosen: str, **budget: Any
+    ) -> PipelinePlan:
         """Simulate every schedule.
 
         Args:
             stages: as many on each rank.
             ranks: of the pipeline.
             micro_batches: of a step.
-            schedule: as in `check_schedule`.
+            chosen: by `check_schedule`.
+            budget: the attributes of that name.
         """
-        chosen = check_schedule(schedule, ranks, len(stages), micro_batches)
         costs = [stage.cost for stage in stages]
         return cls(
             stages=tuple(stages),
@@ -69,6 +83,7 @@ class PipelinePlan:
             ),
             schedule=chosen,
             unsent=simulate_pipeline(chosen, ranks, [replace(cost, send_us=0.0) for cost in costs]),
+            **budget,
         )
 
     @property
@@ -85,6 +100,34 @@ class PipelinePlan:
     def places(self) -> tuple[int, ...]:
         """The rank of each stage."""
         return ranks_of(self.schedule, self.ranks, len(self.stages))
+
+    def fits(self, run: PipelineRun) -> bool:
+        """Whether every rank keeps the budget in a step."""
+        return self.budget_bytes is None or self._most_beside_rest(run) <= self.budget_bytes
+
+    def _most_beside_rest(self, run: PipelineRun) -> int:
+        """Most that a rank holds beside parameters, buffers and the optimizer's state."""
+        resting = [0] * self.ranks
+        for stage, rank in zip(self.stages, ranks_of(run.schedule, self.ranks, len(self.stages)), strict=True):
+            resting[rank] += stage.cost.resting_bytes
+        return max(map(operator.sub, run.peak_bytes, resting))
+
+    def check_budget(self) -> None:
+        """Refuse a step that holds more than the budget.
+
+        Raises:
+            BudgetError: says what would fit.
+        """
+        if self.fits(self.run):
+            return
+        others = [run.schedule for run in self.runs if self.fits(run)]
+        raise BudgetError(
+            f"zgraph.plan: the step of the pipeline does not fit into budget_bytes={self.budget_bytes}: under "
+            f"{self.schedule}, with up to {max(self.run.in_flight)} micro-batches in flight, a rank holds at least "
+            f"{self._most_beside_rest(self.run)} bytes beside parameters and the optimizer's state, whatever gathered "
+            f"parameters it keeps. Raise budget_bytes to it{', plan for ' + others[0] if others else ''}; or take "
+            "smaller micro-batches, activation checkpointing, zero_stage=3 or more ranks."
+        )
 
     def stages_of(self, rank: int) -> tuple[PlannedStage, ...]:
         """Stages that a rank holds."""
@@ -129,9 +172,12 @@ class PipelinePlan:
                     "bubble": run.bubble,
                     "peak_bytes": list(run.peak_bytes),
                     "in_flight": list(run.in_flight),
+                    "fits": self.fits(run),
                 }
                 for run in self.runs
             },
+            "budget_bytes": self.budget_bytes,
+            "step_us_unkept": None if self.unkept is None else self.unkept.step_us,
             "stages": [
                 {
                     "rank": self.places[number],
@@ -139,6 +185,8 @@ class PipelinePlan:
                     "backward_us": sum(stage.cost.backward_us) / self.micro_batches,
                     "parameter_bytes": stage.parameter_bytes,
                     "activation_bytes": stage.cost.saved_bytes,
+                    "stage_3_bytes": stage.stage_3_bytes,
+                    "keep_bytes": stage.keep_bytes,
                     "sent_to_next_bytes": stage.activation_bytes if number + 1 < len(self.stages) else 0,
                 }
                 for number, stage in enumerate(self.stages)

@@ -49,7 +49,8 @@ class StageCost:
         first_peak_bytes, closing_peak_bytes: the same of the first backward, with the sums that it leaves, and of the
             last one, with the parameters and the sums that it finds; a single backward is the last one.
         left_bytes: what one micro-batch has sent, activations and gradients. torch's schedules hold it until they wait
-            for the messages: at the end of the step, 1F1B before the next ones.
+            for the messages: at the end of the step, 1F1B before the next ones, but for the last activation that a
+            rank has sent before its first backward.
         left_activation_bytes: the activation among that.
         buffer_bytes: in which torch's stage receives activations and gradients, and the outputs that it returns.
         split: of backwards in two halves; None: they run whole where the gradients of inputs are wanted.
@@ -140,10 +141,7 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
                 position[rank] += 1
                 arrived[action] = _arrival(action, free[rank], places, costs, links)
         assert position != before, f"the order of {schedule} waits for itself"
-    found = [
-        _memory(order[rank], costs, places, holds_sent=schedule != "1F1B", splits=schedule in SPLITTING)
-        for rank in range(ranks)
-    ]
+    found = [rank_memory(schedule, rank, ranks, costs) for rank in range(ranks)]
     return PipelineRun(
         schedule=schedule,
         step_us=max(free),
@@ -151,6 +149,20 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
         peak_bytes=tuple(peak for peak, _ in found),
         in_flight=tuple(most for _, most in found),
     )
+
+
+def rank_memory(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]) -> tuple[int, int]:
+    """Most that a rank holds, with what rests there, and most micro-batches in flight over all its stages.
+
+    Args:
+        schedule: one of `schedules_for` these numbers.
+        rank: of the pipeline.
+        ranks: how many it has.
+        costs: of each stage.
+    """
+    order = order_of(schedule, ranks, len(costs), len(costs[0].forward_us))[rank]
+    places = ranks_of(schedule, ranks, len(costs))
+    return _memory(order, costs, places, holds_sent=schedule != "1F1B", splits=schedule in SPLITTING)
 
 
 def _needs(action: Action, stages: int) -> Action | None:
@@ -195,6 +207,7 @@ def _memory(
     held = sum(cost.resting_bytes + cost.buffer_bytes for cost in stages.values())
     done = {(kind, stage): 0 for kind in ("forward", "backward", "weights") for stage in stages}
     peak, flying, most = held, 0, 0
+    first = next(place for place, action in enumerate(order) if action.kind == "backward")
     for action in order:
         cost = stages[action.stage]
         split = cost.split if splits else None
@@ -233,4 +246,8 @@ def _memory(
             held += cost.waiting_bytes
         held += cost.left_bytes if holds_sent and split is None else 0
         held += 0 if turn else cost.gradient_bytes
+        if not holds_sent and first - 2 < len(cost.forward_us) - first:
+            # torch's loop of 1F1B has the last message of its warm-up at hand until all forwards have run.
+            held += cost.left_activation_bytes if turn == first - 2 else 0
+            held -= cost.left_activation_bytes if turn == len(cost.forward_us) - first and first > 1 else 0
     return peak, most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Generator, Iterable
 from typing import Any, Literal
 
@@ -14,8 +13,9 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import CLOSING, OPEN
 from zgraph.sharding.no_sync import refuse_early_steps
+from zgraph.sharding.pipeline.kept_parameters import keep_gathered, may_be_kept
 from zgraph.sharding.pipeline.weight_backwards import WeightBackwards, input_gradients, way_through
-from zgraph.sharding.scope import Scope, ShardedParam, scope_behind, sharded_parameters, state_of
+from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.autograd import is_compiled
 from zgraph.torch_compat.dynamo import without_compile
 
@@ -45,12 +45,12 @@ class PipelineStage(TorchStage):
             "first", stages 1 and 2 gather twice per step.
         keep_bytes: at stage 3: how many bytes of gathered parameters may be kept from a step's first forward to its
             last backward. In the module's order, what fits is gathered once per step, as at stage 2; the rest by each
-            micro-batch.
+            micro-batch. `zgraph.plan` says how many a budget has room for: `plan.pipeline.stages[index].keep_bytes`.
         options: further arguments of torch's `PipelineStage`, such as `group`.
 
     Raises:
-        ValueError: a `dw_builder` is given, `closes` is something else, or `keep_bytes` is negative or finds no
-            parameter at stage 3.
+        ValueError: a `dw_builder` is given, `closes` is something else, or `keep_bytes` is no number of bytes or finds
+            no parameter at stage 3.
         ZgraphError: from `schedule.step`, if another micro-batch was the last; and from `optimizer.step()`, if the
             schedule's step has failed.
     """
@@ -81,7 +81,8 @@ class PipelineStage(TorchStage):
         states = (state_of(part) for part in module.modules())
         self._scopes: list[Scope] = list(dict.fromkeys(state.scope for state in states if state is not None))
         self._params = list(sharded_parameters(module).values())
-        _keep_gathered(self._params, keep_bytes)
+        _check_keep_bytes(self._params, keep_bytes)
+        keep_gathered(self._params, keep_bytes)
         self._windows = [scope for scope in self._scopes if scope.has_windows]
         self._is_open = False  # a step has begun, and its last backward has not ended
         self._done = 0  # backwards of this step that have reached the weights
@@ -229,26 +230,23 @@ class PipelineStage(TorchStage):
             param.state.kept.clear()
 
 
-def _keep_gathered(params: Iterable[ShardedParam], most_bytes: int) -> None:
-    """Choose the parameters of stage 3 that stay gathered over a step; the same on all ranks that share them."""
-    if most_bytes < 0:
-        raise ValueError(f"zgraph.PipelineStage: keep_bytes={most_bytes}; use a positive number, or 0 to keep nothing.")
-    at_stage_3 = [param for param in params if param.spec.layout.zero_stage == 3 and not param.spec.ignored]
-    if most_bytes and not at_stage_3:
+def _check_keep_bytes(params: Iterable[ShardedParam], keep_bytes: object) -> None:
+    if keep_bytes is None:
         raise ValueError(
-            f"zgraph.PipelineStage: keep_bytes={most_bytes}, and no parameter is at stage 3; leave it out: stages 1 "
+            "zgraph.PipelineStage: keep_bytes=None, which is what a plan says that was made without a budget; give it "
+            "a target with budget_bytes, or write a number of bytes, 0 to keep nothing."
+        )
+    if isinstance(keep_bytes, bool) or not isinstance(keep_bytes, int | float) or not keep_bytes >= 0:
+        raise ValueError(
+            f"zgraph.PipelineStage: keep_bytes={keep_bytes!r}; use a positive number of bytes, or 0 to keep nothing. "
+            "How many a budget has room for depends on the schedule, and zgraph.plan says it: "
+            "plan.pipeline.stages[index].keep_bytes."
+        )
+    if keep_bytes and not may_be_kept(params):
+        raise ValueError(
+            f"zgraph.PipelineStage: keep_bytes={keep_bytes}, and no parameter is at stage 3; leave it out: stages 1 "
             "and 2 keep what they have gathered, and stage 0 gathers nothing."
         )
-    left = most_bytes
-    for param in at_stage_3:
-        spec = param.spec
-        size = spec.layout.padded_rows * math.prod(spec.layout.shape[1:]) * spec.gather_dtype.itemsize
-        param.stays_gathered = size <= left
-        left -= size if param.stays_gathered else 0
-        if param.stays_gathered:
-            scope = scope_behind(param.handle)
-            assert scope is not None
-            scope.has_windows = True
 
 
 def _are_plain_shards(module: nn.Module, params: Iterable[ShardedParam]) -> bool:

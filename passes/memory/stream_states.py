@@ -47,8 +47,10 @@ class StreamStates(GraphPass):
 
     Attributes:
         prefetch: how many uses ahead of the one that is waited for are on their way.
-        in_flight_bytes: most bytes of these copies; one use is always prefetched. Also the most that one call of a
-            fused update reads of what rests elsewhere: larger ones are split, by parameters.
+        in_flight_bytes: most bytes of these copies, with those that are waited for; one use is always prefetched, so
+            that it limits nothing up to prefetch=1. By default three updates of `update_bytes`: two are read ahead.
+        update_bytes: the most that one call of a fused update reads of what rests elsewhere: larger ones are split, by
+            parameters.
         stores_in_flight: after how many later uses that write a copy back is waited for, and an update beside compute.
         updates: "at_rest" lets what rests on the host be updated there: a fused update in a thread beside compute,
             bucket by bucket. Where the device is a GPU, gradients go there, and parameters that rest on the GPU go and
@@ -60,7 +62,8 @@ class StreamStates(GraphPass):
     """
 
     prefetch: int = 1
-    in_flight_bytes: int = 64 * MIB
+    in_flight_bytes: int = 192 * MIB
+    update_bytes: int = 64 * MIB
     stores_in_flight: int = 1
     updates: Literal["at_rest", "streamed"] = "at_rest"
 
@@ -82,6 +85,10 @@ class StreamStates(GraphPass):
                 f"stream_states: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
                 "bytes, or prefetch=0."
             )
+        if self.update_bytes < 1:
+            raise ValueError(
+                f"stream_states: update_bytes={self.update_bytes} holds no parameter; write a positive number of bytes."
+            )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         graph = gm.graph
@@ -96,7 +103,7 @@ class StreamStates(GraphPass):
             for node in list(graph.nodes):
                 unscale_ahead(graph, node)
         for node in list(graph.nodes):
-            split_call(node, plan_split(node, self.in_flight_bytes))
+            split_call(node, plan_split(node, self.update_bytes))
         kept = _store_pending(graph)
         order = list(graph.nodes)
         placed = placements(graph)

@@ -73,6 +73,8 @@ def planned(
 
         zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=zgraph.calibrate()))
 
+    Updates of state that rests on the host run there or on the device, where the step takes least, see `StreamStates`.
+
     Args:
         bucket_bytes: None: what suits the links of that hardware.
         compression, gather_compression, offload_activations: as for `default`.
@@ -82,7 +84,7 @@ def planned(
     """
     _refuse("planned", unknown)
     bucketed = _bucketed(bucket_bytes, compression, gather_compression, offload_activations)
-    return [*bucketed, ScheduleOverlap(), StreamStates(), ScheduleCopies()]
+    return [*bucketed, ScheduleOverlap(), StreamStates(updates="planned"), ScheduleCopies()]
 
 
 def with_streams(
@@ -93,13 +95,14 @@ def with_streams(
     Args:
         pipeline: the user's; None: `default`. Copies go by costs if it does.
         delays: the optimizer steps on gradients of the call before, as early as it may.
-        update: where what rests on the host is updated; None: as the pipeline says.
+        update: where what rests on the host is updated; None: as the pipeline says, and if it does not, by costs if it
+            goes by costs.
     """
     found = pipeline or Pipeline(default())
     passes = [*found.passes]
     if not any(isinstance(one, StreamStates) for one in passes):
         by_costs = any(isinstance(one, ScheduleOverlap) for one in passes)
-        passes += [StreamStates(), *([ScheduleCopies()] if by_costs else [])]
+        passes += [StreamStates(updates="planned"), ScheduleCopies()] if by_costs else [StreamStates()]
     end = max((place + 1 for place, one in enumerate(passes) if isinstance(one, GatherAhead)), default=0)
     early = [one for one in passes[:end] if isinstance(one, StreamStates | ScheduleCopies)]
     passes = [*(one for one in passes[:end] if one not in early), *early, *passes[end:]]

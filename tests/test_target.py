@@ -13,7 +13,7 @@ from zgraph.analysis.cost import costs_of
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.target import sharing_of
 from zgraph.graph.lanes import Lane
-from zgraph.passes import GatherAhead, presets
+from zgraph.passes import GatherAhead, StreamStates, presets
 
 CPU = Hardware.preset("cpu")
 
@@ -76,7 +76,8 @@ def test_a_preset_says_where_hardware_goes(preset: str) -> None:
 
 def test_planned_passes_differ_from_the_default_in_what_decides_the_order() -> None:
     *planned, overlap, streams, copies = presets.planned(bucket_bytes=77)
-    assert [*planned, streams] == [*presets.default(bucket_bytes=77)[:-4], presets.default()[-1]]
+    assert [*planned, streams] == [*presets.default(bucket_bytes=77)[:-4], StreamStates(updates="planned")]
+    assert presets.default()[-1] == StreamStates()
     assert (overlap.name, streams.name, copies.name) == ("schedule_overlap", "stream_states", "schedule_copies")
 
 

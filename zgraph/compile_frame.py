@@ -20,7 +20,7 @@ from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.kernel_sources import sources_of
 from zgraph.codegen.lower_fx import lower_fx
-from zgraph.compiler.agreement import Signature, agree
+from zgraph.compiler.agreement import Signature, agree, places_of_updates
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, Variant, plan_frame, plan_within_budget
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
@@ -292,7 +292,8 @@ class FrameCompiler:
                     self.dumper.kernels(sources_of(gm.graph))
 
     def _signed(self, direction: str, graph: fx.Graph) -> Signature:
-        return Signature.of(direction, [*transfers(graph)], order_of_waits(graph, self._ranks_per_host))
+        others = [*order_of_waits(graph, self._ranks_per_host), *places_of_updates(graph)]
+        return Signature.of(direction, [*transfers(graph)], others)
 
     def _name_markers(self, graph: fx.Graph) -> None:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""

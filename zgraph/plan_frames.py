@@ -95,6 +95,7 @@ class FramePlanner:
         pipeline: with a target.
         allocator: how sizes are rounded.
         axes: of the cluster; None: data parallelism alone.
+        host_budget_bytes: what a rank may keep on the host; None: any number.
         prefix: of the frames' names.
         report: of everything that was compiled.
         frames: in the order in which they were compiled.
@@ -104,6 +105,7 @@ class FramePlanner:
     pipeline: Pipeline
     allocator: Allocator
     axes: Axes | None
+    host_budget_bytes: int | None = None
     prefix: str = ""
     report: Report = field(default_factory=lambda: Report(keep_passes=True))
     frames: list[PlannedFrame] = field(default_factory=list[PlannedFrame])
@@ -114,7 +116,9 @@ class FramePlanner:
     def compiler_of(self, frame: Frame) -> FrameCompiler:
         """The compiler of a frame, whose plan is kept. No lowering is needed; fx costs nothing, without values."""
         options = CompileOptions(lowering="fx", report=self.report, pipeline=self.pipeline)
-        known = PassContext(machine=self.machine, planned_backend=self.machine.backend)
+        known = PassContext(
+            machine=self.machine, planned_backend=self.machine.backend, host_budget_bytes=self.host_budget_bytes
+        )
 
         def keep(plan: FramePlan) -> None:
             self._keep(plan, () if compiler.late is None else compiler.late[0])

@@ -163,7 +163,8 @@ def plan(
         resting = rest_on_paper(model, offload, machine, has_optimizer=optimizer_fn is not None)
         update = None if resting is None else resting.options.update
         streaming = presets.with_streams(pipeline, delays=delays_updates(resting), update=update)
-        planner = FramePlanner(machine, streaming, allocator, axes)
+        host_budget_bytes = None if resting is None else resting.options.host_budget_bytes
+        planner = FramePlanner(machine, streaming, allocator, axes, host_budget_bytes)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
             if resting is not None and machine.backend == "nccl":
@@ -189,7 +190,7 @@ def plan(
         curves=tuple(planner.curves),
         compiled=planner.report,
         optimizer="" if optimizer is None else type(optimizer).__name__,
-        host_budget_bytes=None if resting is None else resting.options.host_budget_bytes,
+        host_budget_bytes=host_budget_bytes,
         axes=axes,
     )
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.codegen.cuda_graph import CudaGraphs, RecordedSteps, Recorder
 from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
+from zgraph.compiler.graph_pass import PassContext
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.errors import ZgraphError
 from zgraph.optimizers import pending_gradients, rounded_adam
@@ -345,7 +346,8 @@ class TrainingStep(Generic[P, R]):
         recorder = None if captured.state else self._recorder  # what makes state runs once
         recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
         check = partial(lifted.check_host, delays=delays)
-        program = FrameCompiler(frame, options, on_plan=check).compile_step(captured.gm, recorded)
+        known = PassContext(machine=frame.machine, host_budget_bytes=lifted.host_budget_bytes(delays=delays))
+        program = FrameCompiler(frame, options, known=known, on_plan=check).compile_step(captured.gm, recorded)
         variant = _Variant(conditions, captured, program)
         self._variants.append(variant)
         return variant

@@ -137,7 +137,7 @@ def on_disk(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Ten
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     # Two uses ahead, which takes memory that this limit has: where reading and computing take about as long, one use
     # ahead lets the disk rest whenever they differ.
-    ahead = zgraph.passes.StreamStates(prefetch=2, in_flight_bytes=IN_FLIGHT_BYTES)
+    ahead = zgraph.passes.StreamStates(prefetch=2, in_flight_bytes=IN_FLIGHT_BYTES, update_bytes=IN_FLIGHT_BYTES)
     passes = [ahead if one.name == ahead.name else one for one in zgraph.passes.presets.default()]
     options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
     return model, zgraph.training_step(model, optimizer, options=options)(loop(model, optimizer))

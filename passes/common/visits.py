@@ -43,13 +43,14 @@ class Visit:
 def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
     """Places of a fused update's lists, in groups of which so many bytes rest elsewhere; one parameter always fits.
 
-    Where no reduction has split it, as on one rank, an update would bring everything to the device at once.
+    Where no reduction has split it, as on one rank, an update would bring everything to the device at once. All ranks
+    split alike.
     """
     groups: list[list[int]] = []
     held = 0
     for place, members in enumerate(zip(*lists_of(update), strict=True) if is_fused(update) else ()):
         resting = [one for one in members if isinstance(one, fx.Node) and meta.space(one) in ("host", "disk")]
-        size = sum(map(bytes_of, resting))
+        size = sum(map(most_bytes_of, resting))
         if not groups or (held and held + size > most_bytes):
             groups.append([])
             held = 0
@@ -128,6 +129,11 @@ def _moves(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
 
 def bytes_of(node: fx.Node) -> int:
     return storage_bytes(meta.tensor_value(node)) or 0
+
+
+def most_bytes_of(node: fx.Node) -> int:
+    """Bytes of a node that rests, on the rank with most rows."""
+    return meta.longest_bytes(node) or bytes_of(node)
 
 
 def is_fused(node: fx.Node) -> bool:

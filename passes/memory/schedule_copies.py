@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from zgraph.analysis.storages import rows_of_its_own, storages_of
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.graph import edits, meta, nodes
 from zgraph.runtime.chunks import MIB
-from zgraph.scheduling.plan_overlap import plan_overlap
+from zgraph.scheduling.plan_overlap import Plan, plan_overlap
 from zgraph.scheduling.problem import Limits
 
 
@@ -50,17 +51,11 @@ class ScheduleCopies(GraphPass):
         return True
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        assert ctx.cost_of is not None  # there is a target
         order = list(gm.graph.nodes)
         if not any(map(_rests_elsewhere, order)):
             ctx.note(self, "everything rests on the device")
             return False
-        costs = {node: ctx.cost_of(node) for node in order if node.op == "call_function"}
-        costs |= dict.fromkeys(rows_of_its_own(order), FREE)
-        storages = storages_of(order, inputs_die=ctx.direction == "backward", agreed=True)
-        most = curve_of(order, storages).peak_bytes if ctx.plan_bytes is None else ctx.plan_bytes
-        limits = Limits(budget_bytes=most, in_flight_bytes=self.in_flight_bytes)
-        plan = plan_overlap(order, costs, ctx.sharing, storages, limits, by_rules=order)
+        plan = plan_copies(order, ctx, self.in_flight_bytes)
         before, after = plan.before, plan.after
         ctx.note(
             self,
@@ -71,6 +66,23 @@ class ScheduleCopies(GraphPass):
             ctx.note(self, f"no order was found within the limits: {after.excess_bytes} bytes above them at worst")
         edits.relink(plan.order)
         return plan.order != order
+
+
+def plan_copies(order: Sequence[fx.Node], ctx: PassContext, in_flight_bytes: int = 64 * MIB) -> Plan:
+    """The order of a graph whose copies stand where rules have placed them.
+
+    Args:
+        order: the graph as it is.
+        ctx: with costs.
+        in_flight_bytes: as for `ScheduleCopies`.
+    """
+    assert ctx.cost_of is not None  # there is a target
+    costs = {node: ctx.cost_of(node) for node in order if node.op == "call_function"}
+    costs |= dict.fromkeys(rows_of_its_own(order), FREE)
+    storages = storages_of(order, inputs_die=ctx.direction == "backward", agreed=True)
+    most = curve_of(order, storages).peak_bytes if ctx.plan_bytes is None else ctx.plan_bytes
+    limits = Limits(budget_bytes=most, in_flight_bytes=in_flight_bytes)
+    return plan_overlap(order, costs, ctx.sharing, storages, limits, by_rules=order)
 
 
 def _rests_elsewhere(node: fx.Node) -> bool:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, cast
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from zgraph.analysis.hazards import hazards
 from zgraph.analysis.liveness import Placements, placements
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wait_copy_op, wait_update_op
+from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wait_copy_op
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE
 from zgraph.passes.common.updates import split_call
-from zgraph.passes.common.visits import Visit, bytes_of, is_fused, plan_split, plan_visits
+from zgraph.passes.common.visits import Visit, bytes_of, most_bytes_of, plan_split, plan_visits
 from zgraph.passes.memory.host_updates import (
     HostUpdate,
     bring_to_host,
+    can_run_on_host,
     on_gpu,
     plan_host_updates,
     return_to_device,
     split_apart,
     unscale_ahead,
 )
+from zgraph.passes.memory.updates_at_rest import Outcome, choose_updates, may_run_beside, predicted, update_beside
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.operators import written_arguments
 
@@ -47,22 +49,27 @@ class StreamStates(GraphPass):
 
     Attributes:
         prefetch: how many uses ahead of the one that is waited for are on their way.
-        in_flight_bytes: most bytes of these copies; one use is always prefetched. Also the most that one call of a
-            fused update reads of what rests elsewhere: larger ones are split, by parameters.
+        in_flight_bytes: most bytes of these copies, with those that are waited for; one use is always prefetched, so
+            that it limits nothing up to prefetch=1. By default three updates of `update_bytes`: two are read ahead.
+        update_bytes: the most that one call of a fused update reads of what rests elsewhere: larger ones are split, by
+            parameters.
         stores_in_flight: after how many later uses that write a copy back is waited for, and an update beside compute.
         updates: "at_rest" lets what rests on the host be updated there: a fused update in a thread beside compute,
             bucket by bucket. Where the device is a GPU, gradients go there, and parameters that rest on the GPU go and
             come back; updates that are not fused are streamed. What rests on disk is streamed in any case. "streamed"
-            copies all of it.
+            copies all of it. "planned" does with each fused update what is faster on the simulator, by the target's
+            hardware and within the budgets of device and host: the first ones of a step run at rest, the others are
+            streamed; all are at rest where nothing is faster by more than 1 %.
 
     Source: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, and Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv
     2104.07857; as a pass over the graph of the step, in which every copy is a node.
     """
 
     prefetch: int = 1
-    in_flight_bytes: int = 64 * MIB
+    in_flight_bytes: int = 192 * MIB
+    update_bytes: int = 64 * MIB
     stores_in_flight: int = 1
-    updates: Literal["at_rest", "streamed"] = "at_rest"
+    updates: Literal["at_rest", "streamed", "planned"] = "at_rest"
 
     name: ClassVar[str] = "stream_states"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
@@ -71,8 +78,10 @@ class StreamStates(GraphPass):
     def __post_init__(self) -> None:
         if self.prefetch < 0:
             raise ValueError(f"stream_states: prefetch={self.prefetch} is negative; write 0 (none), 1 or more.")
-        if self.updates not in ("at_rest", "streamed"):
-            raise ValueError(f'stream_states: updates={self.updates!r} is unknown; write "at_rest" or "streamed".')
+        if self.updates not in ("at_rest", "streamed", "planned"):
+            raise ValueError(
+                f'stream_states: updates={self.updates!r} is unknown; write "at_rest", "streamed" or "planned".'
+            )
         if self.stores_in_flight < 1:
             raise ValueError(
                 f"stream_states: stores_in_flight={self.stores_in_flight}; at least one must be, write 1 or more."
@@ -82,27 +91,63 @@ class StreamStates(GraphPass):
                 f"stream_states: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
                 "bytes, or prefetch=0."
             )
+        if self.update_bytes < 1:
+            raise ValueError(
+                f"stream_states: update_bytes={self.update_bytes} holds no parameter; write a positive number of bytes."
+            )
+
+    @property
+    def needs_target(self) -> bool:
+        return self.updates == "planned"
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         graph = gm.graph
         if all(map(_is_on_device, graph.nodes)):  # most steps: spares them the analysis
             ctx.note(self, "everything rests on the device")
             return False
-        stays = self.updates == "at_rest"
         is_elsewhere = computes_elsewhere(list(graph.nodes), ctx)
-        if stays and is_elsewhere:
-            for node in list(graph.nodes):
-                split_call(node, split_apart(node))
-            for node in list(graph.nodes):
-                unscale_ahead(graph, node)
+        for node in list(graph.nodes) if self.updates != "streamed" and is_elsewhere else ():
+            split_call(node, split_apart(node))
         for node in list(graph.nodes):
-            split_call(node, plan_split(node, self.in_flight_bytes))
+            split_call(node, plan_split(node, self.update_bytes))
+        streamed = self._choose_streamed(gm, ctx, is_elsewhere) if self.updates == "planned" else []
+        return self._stream(graph, ctx, streamed, is_elsewhere)
+
+    def _choose_streamed(self, gm: fx.GraphModule, ctx: PassContext, is_elsewhere: bool) -> list[fx.Node]:
+        """The updates of a step that could run on the host and are to run on the device: its last ones, if any."""
+        order = list(gm.graph.nodes)
+        able = _able(order, is_elsewhere)
+        if not able:
+            return []
+        places = {node: place for place, node in enumerate(order)}
+
+        def outcome_of(on_host: int, *, by_costs: bool) -> Outcome:
+            trial = edits.copy_of(gm)
+            copies = list(trial.graph.nodes)
+            streamed = [copies[places[update]] for update in able[on_host:]]
+            self._stream(trial.graph, replace(ctx, notes=[], decisions=[]), streamed, is_elsewhere)
+            return predicted(trial.graph, ctx, on_host, by_costs=by_costs)
+
+        by_rules, by_costs = partial(outcome_of, by_costs=False), partial(outcome_of, by_costs=True)
+        choice = choose_updates(len(able), by_rules, by_costs)
+        ctx.note(self, str(choice), is_decision=True)
+        return able[choice.best.on_host :]
+
+    def _stream(self, graph: fx.Graph, ctx: PassContext, streamed: Sequence[fx.Node], is_elsewhere: bool) -> bool:
+        """Copy what is used on the device, and let updates of what rests on the host run there but for these."""
+        stays = self.updates != "streamed"
+        on_device = dict.fromkeys(streamed)
+        for node in list(graph.nodes) if stays and is_elsewhere else ():
+            if node not in on_device:
+                unscale_ahead(graph, node)
         kept = _store_pending(graph)
         order = list(graph.nodes)
         placed = placements(graph)
-        on_host = plan_host_updates(order) if stays and is_elsewhere else []
-        planned = plan_visits(order, placed, apart=dict.fromkeys(one.update for one in on_host))
-        visits = [visit for visit in planned if not (stays and _stays(visit, on_host, is_elsewhere))]
+        able = plan_host_updates(order) if stays and is_elsewhere else []
+        on_host = [one for one in able if one.update not in on_device]
+        apart = dict.fromkeys(one.update for one in on_host) if is_elsewhere else on_device
+        planned = plan_visits(order, placed, apart)
+        visits = [visit for visit in planned if not (stays and _stays(visit, on_host, on_device, is_elsewhere))]
         made = plan_new_state(order, placed)
         if not planned and not made and not kept:
             ctx.note(self, "everything rests on the device")
@@ -121,9 +166,7 @@ class StreamStates(GraphPass):
         at_rest = dict.fromkeys(use for visit in planned if visit not in visits for use in visit.uses)
         # A program for a GPU that waits issues nothing meanwhile.
         unlimited = dict.fromkeys(one.update for one in on_host)
-        beside = _update_beside(
-            graph, [use for use in at_rest if _may_run_beside(use)], self.stores_in_flight, unlimited
-        )
+        beside = update_beside(graph, [use for use in at_rest if may_run_beside(use)], self.stores_in_flight, unlimited)
         brought = sum(bytes_of(visit.resting) for visit in visits)
         stored = sum(bytes_of(visit.resting) for visit in visits if visit.store)
         ctx.note(self, f"{brought} bytes are brought to the device in {len(visits)} copies, {stored} bytes go back")
@@ -140,9 +183,16 @@ def computes_elsewhere(order: Sequence[fx.Node], ctx: PassContext) -> bool:
     return ctx.planned_backend == "nccl" or on_gpu(order)
 
 
-def _stays(visit: Visit, on_host: Sequence[HostUpdate], is_elsewhere: bool) -> bool:
+def _able(order: Sequence[fx.Node], is_elsewhere: bool) -> list[fx.Node]:
+    """The fused updates of what rests on the host that may run there as well as on the device, in order."""
+    if is_elsewhere:
+        return [one.update for one in plan_host_updates(order)]
+    return [node for node in order if can_run_on_host(node)]
+
+
+def _stays(visit: Visit, on_host: Sequence[HostUpdate], on_device: Container[fx.Node], is_elsewhere: bool) -> bool:
     """Whether an update runs where its tensors rest."""
-    if meta.space(visit.resting) != "host" or not visit.is_update:
+    if meta.space(visit.resting) != "host" or not visit.is_update or any(use in on_device for use in visit.uses):
         return False
     there = {one.update for one in on_host}
     return not is_elsewhere or all(use in there or meta.beside(use) is not None for use in visit.uses)
@@ -259,7 +309,7 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
 def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int) -> None:
     """Start the copies of each use while earlier uses are waited for."""
     batches = list(_batches(order, visits))
-    sizes = [sum(bytes_of(visit.resting) for visit in batch) for batch in batches]
+    sizes = [sum(most_bytes_of(visit.resting) for visit in batch) for batch in batches]
     anchors = [min(cast(fx.Node, visit.ready) for visit in batch) for batch in batches]
     top = next(node for node in order if node.op != "placeholder")
     top = min(top, anchors[0]) if anchors else top
@@ -338,38 +388,3 @@ def _write_behind(
                     meta.create(graph, wait_copy_op(), (start,), like=start, name=f"stored_{start.name}")
             else:
                 edits.move_before(wait, anchor)
-
-
-def _may_run_beside(update: fx.Node) -> bool:
-    """Whether a call updates in place, takes long enough to be worth a thread, and yields nothing."""
-    return not update.users and is_fused(update) and meta.beside(update) is None
-
-
-def _update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int, unlimited: Container[fx.Node]) -> int:
-    """Let updates run beside compute until something else touches their tensors, or later ones have started.
-
-    Args:
-        in_flight: how many later ones may have; of
-        unlimited: any number.
-    """
-    followers: dict[fx.Node, list[fx.Node]] = {update: [] for update in updates}
-    for node, earlier in hazards(list(graph.nodes)).items():
-        for one in earlier:
-            if one in followers:
-                followers[one].append(node)
-    later = sorted(updates)
-    for number, update in enumerate(later):
-        limit = later[number + in_flight] if number + in_flight < len(later) else nodes.output_of(graph)
-        if meta.delayed(update) or update in unlimited:  # the first hold no gradient of this call
-            limit = nodes.output_of(graph)
-        written = list(dict.fromkeys(written_arguments(update)))
-        read = [node for node in update.all_input_nodes if node not in written and _is_tensor(node)]
-        meta.set_beside(update, number)
-        with graph.inserting_before(min([limit, *followers[update]])):
-            wait = meta.create(graph, wait_update_op(), (written, read), like=update, name=f"wait_{update.name}")
-        meta.set_beside(wait, number)
-    return len(later)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(meta.value(node), Tensor)

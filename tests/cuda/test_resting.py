@@ -24,6 +24,7 @@ from tests.support.cuda.resting import (
     run_resting,
 )
 from tests.support.resting import under
+from zgraph.analysis.hardware import Link
 
 pytestmark = pytest.mark.slow  # each compiles two graphs, in a process of its own
 
@@ -108,6 +109,31 @@ def test_updates_on_the_device_copy_ahead_of_each_use_and_back_behind_it(
     assert step.resting == step.stores == PARAMETERS + MOMENTS
     assert step.reloads == GATHERS[stage] + PARAMETERS + MOMENTS
     assert (step.offloads, step.returns, step.updates) == (0, 0, 0)
+
+
+def machine(copies: float, updates: float) -> zgraph.Hardware:
+    """An H100 with links to its host, and updates there, of so many bytes per microsecond."""
+    link = Link(latency_us=1.0, bytes_per_us=copies)
+    links: dict[str, Any] = {"host_to_device": link, "device_to_host": link}
+    return replace(zgraph.Hardware.preset("h100"), host_memory_bytes_per_us=updates, **links)
+
+
+@pytest.mark.parametrize("offload", [HOST, STATE], ids=["all", "state"])
+@pytest.mark.parametrize(
+    ("hardware", "where"),
+    [(machine(20_000.0, 20.0), "device"), (machine(50.0, 20_000.0), "host"), (machine(250.0, 350.0), "both")],
+    ids=["slow host", "slow link", "balanced"],
+)
+def test_a_plan_updates_where_the_step_is_fastest(
+    hardware: zgraph.Hardware, where: str, offload: zgraph.Offload, on_gpu: Callable[..., Any]
+) -> None:
+    (step,) = on_gpu(compile_resting, Rest(offload=offload, hardware=hardware))
+    assert (step.updates > 0, step.streamed > 0) == (where != "device", where != "host")
+    assert step.readers == [] and step.updated_on == (["cpu"] if step.updates else [])
+    on_host = ", ".join(map(str, range(step.updates)))
+    count = step.updates + step.streamed
+    assert step.signed == ([f"updates {on_host} of {count} on the host"] if step.updates else [])
+    assert (step.stores > 0) == (step.streamed > 0)
 
 
 def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> None:

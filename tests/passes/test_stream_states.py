@@ -119,10 +119,36 @@ def test_no_more_is_in_flight_than_was_asked_for() -> None:
 @pytest.mark.parametrize("world", [1], indirect=True)
 def test_a_fused_update_that_no_reduction_splits_is_split_by_bytes() -> None:
     whole, _, _ = steps_of(HOST, STREAMED)
-    split, _, _ = steps_of(HOST, StreamStates(in_flight_bytes=2 * 3 * 64, updates="streamed"))
+    split, _, _ = steps_of(HOST, StreamStates(update_bytes=2 * 3 * 64, updates="streamed"))
     fused = [[node for node in graphs[-1].graph.nodes if "_fused_" in str(node.target)] for graphs in (whole, split)]
     assert list(map(len, fused)) == [1, 2]  # of two layers, and of one
     assert len(list(nodes.call_functions(split[-1].graph, nodes.is_store))) == 9
+
+
+UPDATE_BYTES = 3 * 64  # a weight and two moments of a layer
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+@pytest.mark.parametrize(
+    ("prefetch", "in_flight_bytes", "ahead"),
+    [(0, 3, 0), (1, 1, 1), (2, 3, 2), (2, 2, 1)],
+)
+def test_updates_are_read_as_far_ahead_as_was_asked_for(prefetch: int, in_flight_bytes: int, ahead: int) -> None:
+    """Each update reads one layer; as many of them are on their way as `prefetch` says and their bytes allow."""
+    stream = StreamStates(
+        prefetch=prefetch,
+        in_flight_bytes=in_flight_bytes * UPDATE_BYTES,
+        update_bytes=UPDATE_BYTES,
+        updates="streamed",
+    )
+    graphs, _, _ = steps_of(HOST, stream)
+    order = list(graphs[-1].graph.nodes)
+    updates = [node for node in order if "_fused_" in str(node.target)]
+    assert len(updates) == 3
+    read = [{nodes.start_of(one) for one in update.all_input_nodes if nodes.is_copy_wait(one)} for update in updates]
+    started = [max(map(order.index, starts)) for starts in read]
+    first = min(order.index(nodes.wait_of(one)) for one in read[0])  # pyright: ignore
+    assert sum(place < first for place in started) == 1 + ahead
 
 
 def test_new_state_is_returned_from_where_it_rests() -> None:
@@ -319,6 +345,7 @@ def test_views_and_gradients_may_be_touched_beside_an_update() -> None:
         ({"prefetch": -1}, "prefetch=-1 is negative"),
         ({"stores_in_flight": 0}, "at least one must be"),
         ({"in_flight_bytes": 0}, "in_flight_bytes=0 holds nothing"),
+        ({"update_bytes": 0}, "update_bytes=0 holds no parameter"),
         ({"updates": "now"}, "updates='now' is unknown"),
     ],
 )

@@ -23,6 +23,7 @@ from tests.support.whole_tensors import whole
 P = zgraph.passes
 BATCH, LENGTH = 2, 7
 STEPS = 3
+H100 = zgraph.Hardware.preset("h100")
 LR = 1e-2
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -70,6 +71,7 @@ class Case:
     checkpointed: bool = False
     lowering: str = "fx"
     planned: bool = False  # by costs
+    hardware: zgraph.Hardware = H100  # whose
     frugal: bool = False  # by costs, under a budget that nothing fits
     offload: bool = False  # every activation; if frugal what costs choose
     at_rest: zgraph.Offload | None = None  # of parameters and optimizer state
@@ -97,7 +99,7 @@ class Case:
         if compression is not None:
             place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))
             passes.insert(place, compression)
-        target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if has_costs else None
+        target = zgraph.Target(hardware=self.hardware) if has_costs else None
         return {
             "lowering": self.lowering,
             "pipeline": zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0 and not self.started),

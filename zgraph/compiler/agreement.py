@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch.distributed as dist
+from torch import Tensor, fx
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
 from zgraph.errors import AgreementError
+from zgraph.graph import meta
 from zgraph.graph.text import dtype_text
 from zgraph.graph.traffic import Transfer
 from zgraph.runtime.groups import OF_GATHERS, OF_REDUCTIONS
 from zgraph.torch_compat.groups import default_store, is_fake_world, resolve_group
+from zgraph.torch_compat.operators import is_fused_update
 
 _POLL_S = 0.02
 
@@ -48,8 +51,8 @@ class Signature:
     ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, direction: str, transfers: Sequence[Transfer], waits: Sequence[str] = ()) -> Signature:
-        """Sign a graph's collectives, and `zgraph.graph.collective_dispatch.order_of_waits`."""
+    def of(cls, direction: str, transfers: Sequence[Transfer], others: Sequence[str] = ()) -> Signature:
+        """Sign a graph's collectives, and other lines: `order_of_waits`, `places_of_updates`."""
         ranks: dict[int, None] = {}
         entries: list[str] = []
         for transfer in transfers:
@@ -65,8 +68,8 @@ class Signature:
             entries.append(
                 f"{transfer.kind} {dtype_text(transfer.dtype)} {transfer.payload_bytes} bytes{coded} over ranks {axis}"
             )
-        names = [", ".join(transfer.parameters) for transfer in transfers] + [""] * len(waits)
-        return cls(direction, (*entries, *waits), tuple(names), tuple(sorted(ranks)))
+        names = [", ".join(transfer.parameters) for transfer in transfers] + [""] * len(others)
+        return cls(direction, (*entries, *others), tuple(names), tuple(sorted(ranks)))
 
     @property
     def digest(self) -> str:
@@ -79,6 +82,19 @@ class Signature:
     def from_json(cls, text: str) -> Signature:
         direction, entries, names, ranks = json.loads(text)
         return cls(direction, tuple(entries), tuple(names), tuple(ranks))
+
+
+def places_of_updates(graph: fx.Graph) -> list[str]:
+    """A line for the updates of a GPU's step that run on its host, if any do.
+
+    No collective depends on it. But the two round an update differently, and replicas of a parameter must stay equal.
+    """
+    given = [meta.value(node) for node in graph.find_nodes(op="placeholder")]
+    if not any(isinstance(value, Tensor) and value.device.type == "cuda" for value in given):
+        return []
+    updates = [node for node in graph.nodes if is_fused_update(node.target)]
+    on_host = [str(number) for number, node in enumerate(updates) if meta.beside(node) is not None]
+    return [f"updates {', '.join(on_host)} of {len(updates)} on the host"] if on_host else []
 
 
 def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None = None) -> None:

@@ -80,7 +80,7 @@ def plan_frame(captured: fx.GraphModule, pipeline: Pipeline, ctx: PassContext, o
     Raises:
         PreconditionError: a pass that counts from a later step on has changed a forward.
     """
-    ctx = replace(ctx, notes=[])
+    ctx = replace(ctx, notes=[], decisions=[])
     limits = next((found for entry in pipeline.passes if (found := entry.limits(ctx)) is not None), None)
     gm = edits.copy_of(captured)
     if ctx.split is None:
@@ -145,7 +145,7 @@ def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:
 def _earlier(step: int, graphs: Graphs, pipeline: Pipeline, ctx: PassContext) -> Variant:
     """The variant without those passes that count from a later step on; their notes and runs are not kept."""
     copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
-    list(pipeline.at(step).run("graph", replace(ctx, notes=[]), copies, lambda *_: None))
+    list(pipeline.at(step).run("graph", replace(ctx, notes=[], decisions=[]), copies, lambda *_: None))
     return Variant(from_step=step, graphs=copies)
 
 

@@ -61,10 +61,13 @@ class PassContext:
         sharing: what the lanes of these costs take from one another.
         plan_bytes: what a step may hold at any moment of what it allocates: the target's budget, or less where graphs
             that were planned for the budget itself hold more. None: no limit.
+        host_budget_bytes: what a rank may keep on the host, at rest and in the step, as `zgraph.Offload` says, the same
+            on all. None: no limit.
         machine: the preset that the ranks' GPUs are, the same on all; passes without other hardware look at its links.
             None: unknown.
         planned_backend: what the groups of a planned cluster stand for; a real group knows better.
         notes: what passes had to say, as (pass, direction, text); shown in dumps and reports.
+        decisions: those of them that `zgraph.explain` and `zgraph.plan` show as well, as (direction, text).
     """
 
     direction: Direction = "joint"
@@ -76,13 +79,17 @@ class PassContext:
     cost_of: Callable[[fx.Node], NodeCost] | None = None
     sharing: Sharing = field(default_factory=Sharing)
     plan_bytes: int | None = None
+    host_budget_bytes: int | None = None
     machine: Hardware | None = None
     planned_backend: str = "gloo"
     notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])
+    decisions: list[tuple[Direction, str]] = field(default_factory=list[tuple[Direction, str]])
 
-    def note(self, graph_pass: GraphPass, text: str) -> None:
-        """Leave a line for the reader of the dump, such as why a pass did nothing."""
+    def note(self, graph_pass: GraphPass, text: str, *, is_decision: bool = False) -> None:
+        """Leave a line for the reader of the dump, such as why a pass did nothing; or of `zgraph.explain` as well."""
         self.notes.append((graph_pass.name, self.direction, text))
+        if is_decision:
+            self.decisions.append((self.direction, text))
 
     def group_size(self, group_name: str) -> int:
         """Ranks of a group; the group "" is this rank alone."""

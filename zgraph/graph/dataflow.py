@@ -56,12 +56,19 @@ def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
     return found
 
 
+def _is_brought(node: fx.Node) -> bool:
+    return nodes.is_copy_wait(node) and nodes.is_reload(nodes.start_of(node))
+
+
 def copy_in(start: fx.Node) -> list[fx.Node] | None:
-    """The casts, pads and packing between the graph's inputs and a start; None where anything else is between."""
+    """The casts, pads and packing between the graph's inputs and a start; None where anything else is between.
+
+    Copies of inputs that rest elsewhere count as these inputs.
+    """
     found: dict[fx.Node, None] = {}
     pending = list(start.all_input_nodes)
     for node in pending:
-        if node.op in ("placeholder", "get_attr") or node in found:
+        if node.op in ("placeholder", "get_attr") or node in found or _is_brought(node):
             continue
         is_copy = nodes.is_communication(node) or traits.is_reshaping(node)
         if nodes.is_start(node) or nodes.is_wait(node) or not is_copy:

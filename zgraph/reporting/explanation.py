@@ -82,6 +82,7 @@ class Explanation:
             found = next(graph.lifetimes for graph in self.graphs if graph.frame == frame)
             lifetimes += [(frame, name, str(lifetime)) for name, lifetime in found.items()]
         notes = [("error feedback of a rank", size(self.feedback_bytes))] if self.feedback_bytes else []
+        notes += [(f"{graph.frame} {graph.direction}", text) for graph in self.graphs for text in graph.decisions]
         notes += [("time", NO_COSTS)] if any(graph.us is None for graph in self.graphs) else []
         return [
             Table("zgraph.explain: graphs", _GRAPH_COLUMNS, tuple(map(self._graph_cells, self.graphs))),
@@ -175,6 +176,7 @@ class Explanation:
         measured = self.measured.get((graph.frame, graph.direction))
         if graph.us is not None:
             lines.append(f"  predicted {graph.us:.0f} us, of which {graph.exposed_us:.0f} us are exposed")
+        lines += [f"  {text}" for text in graph.decisions]
         if measured is not None:
             blocked = sum(measured.blocked_us.values())
             ratio = _ratio(measured.us, graph.us)

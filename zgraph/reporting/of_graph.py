@@ -131,6 +131,7 @@ class GraphReport:
         lifetimes: lifetime of every parameter that the frame reads; the same in its forward and backward.
         collectives: collectives by node, with predictions.
         copies: copies between memory spaces, by lane.
+        decisions: what passes have chosen by costs, such as where updates run.
         us: predicted time of one call; None if the pipeline has no target.
         peak: predicted peak; None if it could not be predicted.
         ledger: of a whole step: what a rank keeps in each memory space; () for other graphs, which know no optimizer.
@@ -146,6 +147,7 @@ class GraphReport:
     lifetimes: Mapping[str, Lifetime] = field(default_factory=dict[str, Lifetime])
     collectives: tuple[Collective, ...] = ()
     copies: tuple[LaneCopies, ...] = ()
+    decisions: tuple[str, ...] = ()
     us: float | None = None
     peak: Peak | None = None
     ledger: tuple[SpaceUse, ...] = ()
@@ -244,6 +246,7 @@ def describe(
                 lifetimes=lifetimes,
                 collectives=collectives,
                 copies=tuple(_copies(graph, known.timeline)),
+                decisions=tuple(text for where, text in ctx.decisions if where == direction),
                 us=None if known.timeline is None else known.timeline.step_us,
                 peak=None if known.curve is None else Peak.of(known.curve),
                 ledger=ledger_of(known.curve) if direction == "step" and known.curve is not None else (),

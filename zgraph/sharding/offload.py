@@ -42,8 +42,9 @@ class Offload:
         host_budget_bytes: the most that a rank may keep on the host; a step that would keep more is refused before it
             runs. None: no limit.
         update: where a `zgraph.training_step` updates by state on the host: "host" or "device", to which parameters and
-            state then come, and from which they go back. None: on the host, where that is one fused call; what is not
-            fused runs on the device if that is a GPU.
+            state then come, and from which they go back. None: fused calls where `presets.planned` finds the step
+            fastest, which may be some here and some there, and by rules on the host; what is not fused runs on the
+            device if that is a GPU. A GPU and its host round an update differently.
         delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
             forward and backward then compute with parameters that lack the latest update, so that it may run beside
             them. This changes results. None: each call applies its own gradients.

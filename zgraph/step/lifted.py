@@ -174,12 +174,18 @@ class Lifted:
         resting = self.resting
         if resting is None:
             return ()
-        found: list[MemorySpace] = [resting.space_of(tensor) for tensor in tensors]
+        parts, last = [*tensors], [*outside]
+        found: list[MemorySpace] = [resting.space_of(part) for part in parts]
+        begin = len(self.parameters)
+        state = begin + len(self.handles) + len(self.buffers)
+        for place in (*range(begin), *range(state, len(parts) - len(last))):
+            if found[place] == "device" and parts[place].ndim and not parts[place].numel():
+                # A rank without rows has the graph of the others. Nothing of it lies on disk.
+                tier = resting.options.params if place < begin else resting.options.optimizer
+                found[place] = "host" if tier == "host" else "device"
         if resting.computes_elsewhere:
-            begin = len(self.parameters)
-            for place in range(begin, begin + len(self.handles) + len(self.buffers)):
+            for place in range(begin, state):
                 found[place] = "device"
-            last = [*outside]
             for place, tensor in enumerate(last, len(found) - len(last)):
                 found[place] = found[place] if isinstance(tensor, DTensor) else "device"
         return tuple(found)
@@ -237,14 +243,21 @@ class Lifted:
         if self.resting is None or self.resting.options.host_budget_bytes is None:
             return
         host = next(line for line in ledger_of(plan.curve) if line.space == "host")
-        waiting = 0
-        if not delays and self.resting.options.delayed_update_after is not None:
-            waiting = self._waiting_bytes()
-        self.resting.check_budget(host.parameters, host.state + waiting, host.step, host.staging)
+        self.resting.check_budget(host.parameters, host.state + self._waiting_bytes(delays), host.step, host.staging)
 
-    def _waiting_bytes(self) -> int:
-        """Bytes on the host of gradients that wait for the next call."""
-        if self.resting is None or self.resting.options.optimizer != "host":
+    def host_budget_bytes(self, *, delays: bool = False) -> int | None:
+        """What a step, and what rests there, may take on the host; None: there is no limit.
+
+        Args:
+            delays: as for `check_host`.
+        """
+        budget = None if self.resting is None else self.resting.options.host_budget_bytes
+        return None if budget is None else budget - self._waiting_bytes(delays)
+
+    def _waiting_bytes(self, delays: bool) -> int:
+        """Bytes on the host of gradients that will wait for the next call, but do not yet."""
+        options = None if self.resting is None else self.resting.options
+        if options is None or options.optimizer != "host" or options.delayed_update_after is None or delays:
             return 0
         stepped = (position for one in self.optimizers for position in dict.fromkeys(one.positions()))
         trained = [position for position in stepped if self.parameters[position].tensor.requires_grad]

@@ -16,9 +16,8 @@ from zgraph.codegen.kernels import adam_reference
 from zgraph.codegen.kernels.triton.blocks import ENTRY, from_bf16, hash_32
 
 POWER_BITS = tl.constexpr(adam_reference.POWER_BITS)
-FACTORS = tl.constexpr(
-    16
-)  # of 4 bytes, for each parameter: those of `Factors`, the key of random bits, what is skipped
+# Of 4 bytes, for each parameter: those of `Factors`, the key of random bits, what is skipped.
+FACTORS = tl.constexpr(16)
 KEY = tl.constexpr(10)
 SKIPPED = tl.constexpr(11)
 

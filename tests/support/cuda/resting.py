@@ -20,6 +20,7 @@ from tests.support.cuda import triton_driver
 from tests.support.cuda.tracing import compile_only
 from zgraph.analysis.liveness import memory_curve
 from zgraph.compile_frame import FrameCompiler
+from zgraph.compiler.agreement import places_of_updates
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.graph_pass import Direction
@@ -37,6 +38,7 @@ from zgraph.torch_compat.aot import boxed
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world
+from zgraph.torch_compat.operators import is_fused_update
 
 WIDTH, LAYERS, WORLD = 64, 3, 4
 
@@ -53,6 +55,7 @@ class Rest:
         zero_stage, param_dtype: as `zgraph.shard` takes them.
         optimizer: of torch.optim, with
         fused: or not.
+        hardware: by which is planned; None: by rules.
     """
 
     offload: zgraph.Offload
@@ -62,6 +65,14 @@ class Rest:
     param_dtype: torch.dtype | None = None
     optimizer: str = "AdamW"
     fused: bool = True
+    hardware: zgraph.Hardware | None = None
+
+    def pipeline(self) -> zgraph.Pipeline:
+        found = None
+        if self.hardware is not None:
+            passes = presets.planned(bucket_bytes=4 * WIDTH * WIDTH)
+            found = zgraph.Pipeline(passes, target=zgraph.Target(hardware=self.hardware))
+        return presets.with_streams(found, update=self.offload.update)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,8 @@ class Copies:
         readers: operators that read these otherwise, by name; but
         updates: that run on the host, beside compute, with
         updated_on: the device types of what they are given.
+        streamed: fused updates that run on the device.
+        signed: what ranks agree on of where updates run.
         devices: device types of the inputs that rest, as the graph has them.
         host_bytes, disk_bytes, device_bytes: of parameters and state, as the ledger of the plan has them.
         staging_bytes: of the host, between disk and GPU.
@@ -93,6 +106,8 @@ class Copies:
     readers: list[str]
     updates: int
     updated_on: list[str]
+    streamed: int
+    signed: list[str]
     devices: list[str]
     host_bytes: int
     disk_bytes: int
@@ -122,6 +137,8 @@ def copies_of(direction: str, gm: fx.GraphModule) -> Copies:
         readers=[node.name for node in readers],
         updates=sum(not nodes.is_update_wait(node) for node in beside),
         updated_on=sorted({value.device.type for value in given if isinstance(value, Tensor)}),
+        streamed=sum(is_fused_update(node.target) and node not in beside for node in gm.graph.nodes),
+        signed=places_of_updates(gm.graph),
         devices=sorted({meta.tensor_value(node).device.type for node in resting}),
         host_bytes=host.parameters + host.state,
         disk_bytes=disk.parameters + disk.state,
@@ -154,7 +171,7 @@ def compile_resting(case: Rest) -> list[Copies]:
     def keep(plan: FramePlan) -> None:
         found.extend(copies_of(direction, gm) for direction, gm in plan.graphs.items())
 
-    options = CompileOptions(lowering=case.lowering, pipeline=presets.with_streams(None, update=case.offload.update))
+    options = CompileOptions(lowering=case.lowering, pipeline=case.pipeline())
     triton_driver.pretend()
 
     def compiler_of(frame: Frame, options: CompileOptions = options) -> FrameCompiler:

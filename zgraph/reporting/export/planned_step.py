@@ -196,6 +196,7 @@ class Plan:
                 f"  {graph.direction}: {graph.nodes} nodes, {graph.timeline.step_us / 1e3:.2f} ms, "
                 f"{size(graph.sent_bytes)} sent, {graph.exposed_us / 1e3:.2f} ms exposed; busy: {used}"
             )
+        lines += [f"    {text}" for graph in self.compiled.graphs for text in graph.decisions]
         lines += [
             f"  along {axis}: {size(sent.sent_bytes)} sent, {sent.exposed_us / 1e3:.2f} ms exposed, "
             f"{sent.hidden_us / 1e3:.2f} ms hidden"

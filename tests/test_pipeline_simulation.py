@@ -362,6 +362,17 @@ def test_ranks_fill_their_budget_stage_by_stage() -> None:
                 assert found[0] == keep_within(budget, schedule, ranks, [sizes, *[[]] * (count - 1)], cost_of)[0]
 
 
+def test_what_one_stage_frees_is_there_for_the_others() -> None:
+    """The second stage holds less where it keeps something; the first had no room before."""
+
+    def cost_of(stage: int, kept: int) -> StageCost:
+        held = kept if stage == 0 else {0: 100, 5: 20}[kept]
+        return StageCost(forward_us=(1.0, 1.0), backward_us=(1.0, 1.0), buffer_bytes=held)
+
+    assert keep_within(30, "Interleaved1F1B", 1, [[10], [5]], cost_of) == [10, 5]
+    assert keep_within(29, "Interleaved1F1B", 1, [[10], [5]], cost_of) == [0, 5]
+
+
 def test_a_little_that_is_kept_may_be_what_fits() -> None:
     """The first choice holds less than nothing kept, and whatever holds more than that is not looked at."""
     held = {0: 100, 4: 90, 8: 80, 12: 95, 16: 120}

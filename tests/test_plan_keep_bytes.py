@@ -61,6 +61,9 @@ def test_a_budget_is_kept_by_as_many_parameters_as_it_has_room_for() -> None:
 def test_one_micro_batch_keeps_nothing() -> None:
     found = within(2**30, "GPipe", micro_batches=1)
     assert kept_by(found) == [0, 0] and found.unkept == found.run
+    # Nor does a micro-batch save for its backward what the budget has room for: others may be in flight.
+    without = within(None, "GPipe", micro_batches=1)
+    assert [stage.cost for stage in found.stages] == [stage.cost for stage in without.stages]
 
 
 def test_the_text_json_and_tables_of_a_budget() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
@@ -27,6 +28,7 @@ from tests.support.pipelines import (
     peak_for_real,
     planned,
     skip_if_torch_cannot_run,
+    under,
     within,
 )
 from tests.support.ranks import Ranks, worlds
@@ -249,6 +251,10 @@ def test_the_text_json_and_report_of_a_pipeline(tmp_path: Any) -> None:
         (
             {"shard_fn": lambda stage, mesh: zgraph.shard(stage, mesh, offload=zgraph.Offload(params="host"))},
             "shard_fn offloads, and only whole steps bring",
+        ),
+        (
+            {"shard_fn": functools.partial(zgraph.shard, zero_stage=2), "pipeline": under(150_000)},
+            "the step of the pipeline does not fit into budget_bytes=150000: under 1F1B, with up to 2 micro-batches in",
         ),
         ({"world": {"dp": 2}}, "micro_batches=4, and no pipeline; add its ranks to the axes"),
         ({"world": {"dp": 2}, "micro_batches": None}, "model_fn returned a list; return a module, or add a pp axis"),

@@ -138,7 +138,7 @@ def plan_pipeline(
 
 
 class _Stage:
-    """A stage that is compiled for as many kept bytes as are asked for."""
+    """A stage that is compiled for as many kept bytes as are asked for; first for none, which needs no window."""
 
     def __init__(
         self,
@@ -151,17 +151,14 @@ class _Stage:
     ) -> None:
         self._compile = partial(_compiled, module, number, inputs, template, micro_batches, mode)
         self._params = sharded_parameters(module).values()
-        scopes = dict.fromkeys(state.scope for part in module.modules() if (state := state_of(part)) is not None)
-        self._has_windows = {scope: scope.has_windows for scope in scopes}
         self._known: dict[int, _Compiled] = {}
         # One micro-batch keeps nothing for the next.
         self.sizes = [gathered_bytes(param) for param in may_be_kept(self._params)] if micro_batches > 1 else []
+        self.keeping(0)
 
     def keeping(self, keep_bytes: int) -> _Compiled:
         """The stage compiled as `zgraph.PipelineStage(..., keep_bytes=keep_bytes)` runs it."""
         if keep_bytes not in self._known:
-            for scope, has_windows in self._has_windows.items():
-                scope.has_windows = has_windows
             keep_gathered(self._params, keep_bytes)
             self._known[keep_bytes] = self._compile(name=f"keep{keep_bytes}." if keep_bytes else "")
         return self._known[keep_bytes]

@@ -117,7 +117,7 @@ class Pipeline:
         options: Any = {"lowering": "fx"} | ({} if kept is None else {"pipeline": under(KEEPS[schedule])})
         self.stages = stages = [
             zgraph.PipelineStage(
-                torch.compile(module, backend="zgraph", options=options),
+                cast(Any, torch.compile(module, backend="zgraph", options=options)),
                 number,
                 self.last + 1,
                 torch.device("cpu"),

@@ -103,7 +103,7 @@ def test_the_judge_sees_a_source_that_is_overwritten_while_it_leaves(slow: DiskF
 def test_pinned_memory_is_bounded_and_used_again(slow: DiskFolder) -> None:
     lanes = LazyLanes(piece_bytes=2 * BLOCK)
     known(lanes, slow)
-    for numel in (1, 100 * BLOCK // 4):
+    for numel in (1, 20 * BLOCK // 4):
         values = torch.randn(numel)
         kept = lanes.spill(values, "here").wait()
         assert torch.equal(lanes.reload(kept).wait(), values)

@@ -111,6 +111,23 @@ def test_a_slow_disk_and_late_copies_yield_the_same_bits(ranks: Ranks, name: str
         assert out > 0 and back > 0 and not updates
 
 
+def rounded_on_late_streams(case: Case) -> None:
+    """Moments of bf16; what a CPU updates them to, test_rounded_moments.py compares with a plain twin."""
+    expected = train(replace(case, at_rest=replace(HOST, moments_dtype=torch.bfloat16)), whole_step=True)
+    with late_gpu(), slow_disk(case.at_rest):
+        found = train(case, whole_step=True)
+    assert_same(found, expected)
+
+
+@worlds(2)
+@pytest.mark.parametrize("at_rest", slow(DISK, HOST, MIXED))
+def test_moments_of_bf16_are_the_same_wherever_they_come_from(
+    ranks: Ranks, at_rest: zgraph.Offload, tmp_path: Path
+) -> None:
+    offload = under(tmp_path, replace(at_rest, moments_dtype=torch.bfloat16))
+    ranks.run(rounded_on_late_streams, Case(at_rest=offload, stage=2, clip="torch"))
+
+
 @worlds(2)
 @pytest.mark.parametrize("name", ["stage 3", *slow(*[*CASES][1:])])
 def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:

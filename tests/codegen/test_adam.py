@@ -146,7 +146,7 @@ def test_the_kernel_of_gpus_updates_strided_tensors_and_none(interpreted: Callab
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_of_gpus_round_each_operation_as_ieee_says(capability: int) -> None:
-    """With all that an update may have, compiled to machine code."""
+    """With all that an update may have, compiled to machine code, which takes seconds."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -179,7 +179,7 @@ def test_launches_fuse_no_operations_and_read_what_lies_on_the_gpu(monkeypatch: 
     monkeypatch.setattr(Tensor, "item", None)
     parameters, grads, averages, squares = ([torch.zeros(numel) for numel in (8, 3000)] for _ in range(4))
     steps, scale, found_inf = [torch.tensor(1.0)] * 2, torch.tensor(2.0), torch.tensor(0.0)
-    options = {**vars(ADAM), "lr": torch.tensor(0.1), "grad_scale": scale, "found_inf": found_inf}
+    options: dict[str, Any] = {**vars(ADAM), "lr": torch.tensor(0.1), "grad_scale": scale, "found_inf": found_inf}
     adam_kernels.update_on_gpu(parameters, grads, averages, squares, steps, [1, 2], [0, 0], **options)
     assert [grid for grid, _ in launched] == [(2,), (1 + 3,)]
     assert all(taken["enable_fp_fusion"] is False and taken["SCALED"] and taken["SKIPS"] for _, taken in launched)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore, PrefixStore
 
 import zgraph
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
-from zgraph.compiler.agreement import Signature, _Board, agree
+from zgraph.compiler.agreement import Signature, _Board, agree, places_of_updates
+from zgraph.graph import meta
 
 
 def different_models() -> str:
@@ -129,6 +131,27 @@ def test_the_first_differing_entry_of_each_rank_is_named(monkeypatch: pytest.Mon
     world.as_rank(0)
     with pytest.raises(zgraph.AgreementError, match=r"collective 1 of the forward.*0 has gather y.*1 has gather z"):
         agree([_signature("gather x", "gather y")], 60, store)
+
+
+def test_ranks_that_update_elsewhere_are_told_how_to_say_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = HashStore()
+    world = _Single(monkeypatch)
+    _Board(PrefixStore("zgraph/agreement", store), 1).wait_with(_signature("gather x", "updates 0 of 2 on the host"))
+    world.as_rank(0)
+    with pytest.raises(zgraph.AgreementError, match=r'0 has none.*update="host"'):
+        agree([_signature("gather x")], 60, store)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_where_the_updates_of_a_gpu_run_is_agreed_upon(device: str) -> None:
+    graph = fx.Graph()
+    shard = graph.placeholder("shard")
+    with FakeTensorMode():
+        shard.meta["val"] = torch.empty(2, device=device)
+    there, _ = (graph.call_function(torch.ops.aten._fused_adamw_.default, ([shard],)) for _ in range(2))
+    assert places_of_updates(graph) == []
+    meta.set_beside(there, 0)
+    assert places_of_updates(graph) == ["updates 0 of 2 on the host"] * (device == "cuda")
 
 
 def test_a_rank_that_has_given_up_waiting_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

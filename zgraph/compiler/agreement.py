@@ -32,6 +32,7 @@ from zgraph.torch_compat.groups import default_store, is_fake_world, resolve_gro
 from zgraph.torch_compat.operators import is_fused_update
 
 _POLL_S = 0.02
+_UPDATES = "updates "  # how the line of `places_of_updates` begins
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def places_of_updates(graph: fx.Graph) -> list[str]:
         return []
     updates = [node for node in graph.nodes if is_fused_update(node.target)]
     on_host = [str(number) for number, node in enumerate(updates) if meta.beside(node) is not None]
-    return [f"updates {', '.join(on_host)} of {len(updates)} on the host"] if on_host else []
+    return [f"{_UPDATES}{', '.join(on_host)} of {len(updates)} on the host"] if on_host else []
 
 
 def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None = None) -> None:
@@ -178,19 +179,19 @@ class _Board:
 
 
 def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str:
+    advice = "Give all ranks the same model, options and order of calls."
     if mine.direction != theirs.direction:
         found = f"rank {rank} compiled a {mine.direction} graph, rank {peer} a {theirs.direction} graph"
     else:
-        pairs = list(zip_longest(mine.entries, theirs.entries))
+        pairs = list(zip_longest(mine.entries, theirs.entries, fillvalue=""))
         position = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
+        if any(entry.startswith(_UPDATES) for entry in pairs[position]):
+            advice = 'Where updates run was planned otherwise: write zgraph.Offload(update="host"), or "device".'
         found = (
             f"the first difference is collective {position} of the {mine.direction} graph: "
             f"rank {rank} has {_entry(mine, position)}, rank {peer} has {_entry(theirs, position)}"
         )
-    return (
-        f"zgraph: ranks {rank} and {peer} compiled different communication; {found}. Nothing has been sent. Give all "
-        "ranks the same model, options and order of calls."
-    )
+    return f"zgraph: ranks {rank} and {peer} compiled different communication; {found}. Nothing has been sent. {advice}"
 
 
 def _entry(signature: Signature, position: int) -> str:

@@ -169,7 +169,8 @@ def updated_on_host(plan: Plan) -> int:
         *slow(
             (BALANCED, True, HOST, "of 4 updates on the host, the later ones on the device"),
             (SLOW_UPDATES, True, STATE, "updates on the device"),
-            (SLOW_LINK, True, STATE, "updates on the host"),
+            # Where parameters stay on the device, both ways copy: each takes a part, of the gradients or of the state.
+            (SLOW_LINK, True, STATE, "of 4 updates on the host, the later ones on the device"),
         ),
     ],
 )
@@ -181,7 +182,7 @@ def test_a_plan_updates_where_the_step_is_fastest(
     found = planned(hardware, offload)
     host, device = (planned(hardware, replace(offload, update=place)) for place in ("host", "device"))
     text = decision_of(found)
-    assert chosen in text
+    assert text.partition(":")[0].endswith(chosen)
     assert not host.compiled.graphs[0].decisions
     assert found.step_us <= min(host.step_us, device.step_us) * 1.01
     for us in (found.step_us, host.step_us, device.step_us):
@@ -262,13 +263,13 @@ def printed() -> None:
 
 # --- training: ranks compile a plan and run it beside the plain loop, which takes seconds -----------------------------
 
-SLOW_BOTH = (20.0, 30.0)  # for a small model
+SLOW_BOTH, IN_BF16 = (20.0, 30.0), (20.0, 80.0)  # for a small model
 STEPS = {
     "host": Case(at_rest=HOST, planned=True, hardware=machine(*SLOW_LINK), clip="torch"),
     "device": Case(at_rest=STATE, planned=True, hardware=machine(*SLOW_UPDATES), stage=2, accumulation=2, no_sync=True),
     "some": Case(at_rest=HOST, planned=True, hardware=machine(*SLOW_BOTH)),
     "some, resumed": Case(at_rest=HOST, planned=True, hardware=machine(*SLOW_BOTH), resume=True, stage=1),
-    "some, frugal": Case(at_rest=STATE, frugal=True, hardware=machine(*SLOW_BOTH), precision="bf16", schedule=True),
+    "some, frugal": Case(at_rest=STATE, frugal=True, hardware=machine(*IN_BF16), precision="bf16", schedule=True),
 }
 
 

@@ -163,10 +163,10 @@ def updated_on_host(plan: Plan) -> int:
     ("rates", "gpu", "offload", "chosen"),
     [
         (SLOW_UPDATES, True, HOST, "updates on the device"),
-        (SLOW_LINK, True, HOST, "updates on the host"),
-        (SLOW_UPDATES, False, STATE, "updates on the device"),
         (SLOW_LINK, False, HOST, "updates on the host"),
         *slow(
+            (SLOW_LINK, True, HOST, "updates on the host"),
+            (SLOW_UPDATES, False, STATE, "updates on the device"),
             (BALANCED, True, HOST, "of 4 updates on the host, the later ones on the device"),
             (SLOW_UPDATES, True, STATE, "updates on the device"),
             # Where parameters stay on the device, both ways copy: each takes a part, of the gradients or of the state.
@@ -245,7 +245,8 @@ def test_nothing_is_chosen_where_there_is_no_choice() -> None:
         zgraph.Pipeline([*presets.default()[:-1], StreamStates(updates="planned")])
 
 
-@pytest.mark.parametrize("gpu", [True, *slow(False)])
+@pytest.mark.slow  # two plans
+@pytest.mark.parametrize("gpu", [True, False])
 def test_the_first_updates_run_on_the_host_and_a_plan_made_again_chooses_the_same(gpu: bool) -> None:
     graphs: list[fx.GraphModule] = []
     first, again = (planned(machine(*BALANCED, gpu=gpu), HOST, found=graphs) for _ in range(2))
@@ -289,8 +290,8 @@ def chosen_by(case: Case, gpu: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "gpu"),
     [
-        *(("host", False), ("device", True), ("some", False), ("some", True)),
-        *slow(("host", True), ("device", False)),
+        *(("host", False), ("some", True)),
+        *slow(("host", True), ("device", False), ("device", True), ("some", False)),
         *slow(*((name, gpu) for name in ("some, resumed", "some, frugal") for gpu in (False, True))),
     ],
 )

@@ -137,6 +137,17 @@ def times_faster(step_ms: Sequence[float], peer_ms: Sequence[float], steps: int)
     return statistics.median(ratios), drawn[50], drawn[-51]
 
 
+def compare_rows(rows: Mapping[str, dict[str, Any]], peers: Mapping[str, Sequence[str]], steps: int) -> None:
+    """Add medians to all rows, and how many times as fast as its peers each one is."""
+    for name, row in rows.items():
+        add_quartiles(row)
+        row["times_faster"] = {
+            peer: times_faster(row["step_ms"], rows[peer]["step_ms"], steps)
+            for peer in peers.get(name, ())
+            if peer in rows
+        }
+
+
 def faster_lines(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     """A line for each peer of each row."""
     return [

@@ -18,7 +18,7 @@ from typing import Any
 
 from link_benchmark import (
     add_arguments,
-    add_quartiles,
+    compare_rows,
     faster_lines,
     find_unequal_losses,
     parse,
@@ -26,7 +26,6 @@ from link_benchmark import (
     run_as_command,
     run_ranks,
     setting_of,
-    times_faster,
 )
 from netns import ShapedNetwork, parse_rate
 from pipeline_ranks import EQUAL_LOSSES, STRATEGIES, PipelinePlan
@@ -70,13 +69,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {name: measured["strategies"][name] for name in arguments.strategies}
     link_bytes_per_s = (parse_rate(arguments.rate) or 8 * measured["link"]["goodput_bytes_per_s"]) / 8
     timelines = add_timelines(rows, host_of, link_bytes_per_s, arguments.timeline) if arguments.timeline else {}
-    for name, row in rows.items():
-        add_quartiles(row)
-        row["times_faster"] = {
-            peer: times_faster(row["step_ms"], rows[peer]["step_ms"], arguments.steps)
-            for peer in PEERS.get(name, ())
-            if peer in rows
-        }
+    compare_rows(rows, PEERS, arguments.steps)
     return {
         "rate": arguments.rate,
         "across": arguments.across,

@@ -20,15 +20,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from builders import POWERSGD_BUCKET_MIB, Optimizer, hook_bf16, hook_powersgd
-from rank_process import TIMEOUT, WARM_UP_STEPS, RankPlan, end_with_parent, measure_goodput, on_all_ranks, say
+from rank_process import WARM_UP_STEPS, RankPlan, join_hosts, on_all_ranks, say
 from step_recorder import Recording
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from workload import SEED, LanguageModel, make_batch
-
-_STORE_PORT = 29500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,18 +252,7 @@ def summarize(trainer: Trainer, setting: Setting) -> dict[str, Any]:
 def main() -> None:
     rank, plan_path, result_path = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     plan = PipelinePlan.from_json(plan_path.read_text())
-    end_with_parent()
-    cores = sorted(os.sched_getaffinity(0))
-    # Before any other thread starts: gloo's own inherit the core. Each host has one.
-    os.sched_setaffinity(0, {cores[plan.hosts[rank] % len(cores)]})
-    torch.set_num_threads(1)
-    torch.compiler.config.recompile_limit = 64
-    torch.compiler.config.fail_on_recompile_limit_hit = True
-
-    meeting_point = f"tcp://{plan.addresses[0]}:{_STORE_PORT}"
-    ranks = len(plan.addresses)
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    link = {"goodput_bytes_per_s": measure_goodput(plan.addresses, plan.bits_per_second, rank)}
+    link = join_hosts(plan, plan.hosts, rank)
     setting = Setting(plan, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
     trainers: dict[str, Trainer] = {}
     for name in plan.strategies:

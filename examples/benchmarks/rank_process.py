@@ -132,6 +132,20 @@ def main() -> None:
     os._exit(0)
 
 
+def join_hosts(plan: RankPlan, hosts: Sequence[int], rank: int) -> dict[str, float]:
+    """Begin a rank that shares the one core of its host with others; returns what the link between hosts gives."""
+    end_with_parent()
+    cores = sorted(os.sched_getaffinity(0))
+    # Before any other thread starts: gloo's own inherit the core.
+    os.sched_setaffinity(0, {cores[hosts[rank] % len(cores)]})
+    torch.set_num_threads(1)
+    torch.compiler.config.recompile_limit = 64
+    torch.compiler.config.fail_on_recompile_limit_hit = True
+    meeting_point, ranks = f"tcp://{plan.addresses[0]}:{_STORE_PORT}", len(plan.addresses)
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    return {"goodput_bytes_per_s": measure_goodput(plan.addresses, plan.bits_per_second, rank)}
+
+
 def make_setting(plan: Plan, rank: int) -> Setting:
     mesh = init_device_mesh("cpu", (len(plan.addresses),), mesh_dim_names=("dp",))
     nodes = len(set(plan.addresses))

@@ -13,14 +13,13 @@ from typing import Any
 
 from link_benchmark import (
     add_arguments,
-    add_quartiles,
+    compare_rows,
     faster_lines,
     find_unequal_losses,
     parse,
     run_as_command,
     run_ranks,
     setting_of,
-    times_faster,
 )
 from netns import ShapedNetwork, parse_rate
 from provenance import commit
@@ -59,13 +58,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         measured = run_ranks(network, "tensor_ranks.py", plan, HOST_OF)
     rows: dict[str, Any] = {name: measured["strategies"][name] for name in arguments.strategies}
-    for name, row in rows.items():
-        add_quartiles(row)
-        row["times_faster"] = {
-            peer: times_faster(row["step_ms"], rows[peer]["step_ms"], arguments.steps)
-            for peer in PEERS.get(name, ())
-            if peer in rows
-        }
+    compare_rows(rows, PEERS, arguments.steps)
     return {
         "rate": arguments.rate,
         "ranks": len(HOST_OF),

@@ -20,14 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from builders import Optimizer
 from pipeline_ranks import loco
-from rank_process import TIMEOUT, WARM_UP_STEPS, RankPlan, end_with_parent, measure_goodput, on_all_ranks, say
+from rank_process import WARM_UP_STEPS, RankPlan, join_hosts, on_all_ranks, say
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from workload import SEED, ModelConfig, make_batch
-
-_STORE_PORT = 29500
+from workload import SEED, LanguageModel, ModelConfig, make_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,24 +59,12 @@ class Block(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.feed_forward_norm(hidden))))
 
 
-class LanguageModel(nn.Module):
-    """A decoder-only transformer that returns its own loss."""
+class SplittableModel(LanguageModel):
+    """The usual model with blocks that can be split."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.token = nn.Embedding(config.vocabulary, config.width)
-        self.position = nn.Embedding(config.sequence, config.width)
+        super().__init__(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Mean cross entropy of predicting tokens[:, 1:] from what stands before; tokens is [batch, sequence + 1]."""
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        hidden = self.token(inputs) + self.position(torch.arange(inputs.shape[1]))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), targets.flatten())
 
 
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("attention_out", "down")
@@ -91,10 +77,10 @@ class Setting:
     plan: TensorPlan
     mesh: DeviceMesh
 
-    def new_model(self) -> LanguageModel:
+    def new_model(self) -> SplittableModel:
         """The model with attention and feed-forward layers of its blocks split over tp."""
         torch.manual_seed(SEED)
-        model = LanguageModel(self.plan.model)
+        model = SplittableModel(self.plan.model)
         ways: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {
             name: RowwiseParallel() for name in ROWS
         }
@@ -202,19 +188,8 @@ def summarize(trainer: Trainer) -> dict[str, Any]:
 def main() -> None:
     rank, plan_path, result_path = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     plan = TensorPlan.from_json(plan_path.read_text())
-    end_with_parent()
-    cores = sorted(os.sched_getaffinity(0))
-    # Before any other thread starts: gloo's own inherit the core. Each host has one.
-    os.sched_setaffinity(0, {cores[plan.hosts[rank] % len(cores)]})
-    torch.set_num_threads(1)
-    torch.compiler.config.recompile_limit = 64
-    torch.compiler.config.fail_on_recompile_limit_hit = True
-
-    meeting_point = f"tcp://{plan.addresses[0]}:{_STORE_PORT}"
-    ranks = len(plan.addresses)
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    link = {"goodput_bytes_per_s": measure_goodput(plan.addresses, plan.bits_per_second, rank)}
-    setting = Setting(plan, init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")))
+    link = join_hosts(plan, plan.hosts, rank)
+    setting = Setting(plan, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     trainers: dict[str, Trainer] = {}
     for name in plan.strategies:
         say(rank, f"building {name}")

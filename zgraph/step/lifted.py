@@ -246,7 +246,7 @@ class Lifted:
         self.resting.check_budget(host.parameters, host.state + self._waiting_bytes(delays), host.step, host.staging)
 
     def host_budget_bytes(self, *, delays: bool = False) -> int | None:
-        """What a step, and what rests there, may take on the host; None: there is no limit.
+        """Bytes of the host left for a step and what rests there; None without a limit.
 
         Args:
             delays: as for `check_host`.

@@ -50,7 +50,8 @@ class PipelinePlan:
         unsent: the step under it, if sending took no time.
         budget_bytes: what each rank may hold in it beside parameters, buffers and the optimizer's state; None: no
             limit.
-        unkept: the step under it, if no stage kept gathered parameters of stage 3; None: there is no budget.
+        unkept: the step under it with every parameter of stage 3 gathered anew by each micro-batch; None without a
+            budget.
     """
 
     stages: tuple[PlannedStage, ...]

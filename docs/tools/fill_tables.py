@@ -3,12 +3,12 @@
     python docs/tools/fill_tables.py            # write them anew
     python docs/tools/fill_tables.py --check    # fail where a page holds others
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py and
-pipeline_link.py write with `--json`, put into that folder under the name of the table; zoo.json is what zoo.py writes.
-report_page.json, cpu_adam.json, offload_overlap.json, offload_inference.json and offload_capacity.json are what the
-scripts of these names write, offload_states.json what offload_overlap.py writes with `--states`, and
-offload_delayed-8.json and offload_delayed-64.json what it writes with `--delayed` for sequences of these lengths. Needs
-nothing but Python.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py,
+pipeline_link.py and tensor_link.py write with `--json`, put into that folder under the name of the table; zoo.json is
+what zoo.py writes. report_page.json, cpu_adam.json, offload_overlap.json, offload_inference.json and
+offload_capacity.json are what the scripts of these names write, offload_states.json what offload_overlap.py writes with
+`--states`, and offload_delayed-8.json and offload_delayed-64.json what it writes with `--delayed` for sequences of
+these lengths. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ LABELS = (
     ("deepspeed-3", "DeepSpeed, ZeRO-3, not compiled"),
     ("fsdp2", "FSDP2"),
     ("fsdp2-bf16", "FSDP2, bf16"),
+    ("fsdp2-zero2", "FSDP2, gathered once"),
+    ("fsdp2-zero2-reduce-bf16", "FSDP2, gathered once, gradients in bf16"),
     ("simplefsdp-overlap", "SimpleFSDP's graph, PyTorch's overlap scheduler"),
     ("torch-overlap", "zgraph's collectives, PyTorch's overlap scheduler"),
     ("zgraph-0", "zgraph, stage 0"),
@@ -62,6 +64,7 @@ LABELS = (
     ("zgraph-3-bf16", "zgraph, stage 3, bf16"),
     ("zgraph-0-step", "zgraph, stage 0, whole step"),
     ("zgraph-0-reduce-bf16-step", "zgraph, stage 0, `reduce_dtype=bf16`, whole step"),
+    ("zgraph-2-reduce-bf16", "zgraph, stage 2, `reduce_dtype=bf16`"),
     ("zgraph-2-step", "zgraph, stage 2, whole step"),
     ("zgraph-3-step", "zgraph, stage 3, whole step"),
     ("zgraph-3-bf16-step", "zgraph, stage 3, bf16, whole step"),
@@ -108,6 +111,8 @@ def table(name: str) -> str:
         return states(load(name))
     if name == "offload_capacity":
         return capacity([load(one.stem) for one in sorted(RESULTS.glob(f"{name}*.json"), reverse=True)])
+    if name.startswith("tensor_link"):
+        return tensors(load(name))
     if name.startswith("pipeline_link"):
         return pipelines(load(name))
     return kinds.get(name, link)(load(name))
@@ -160,6 +165,19 @@ def pipelines(result: dict[str, Any]) -> str:
         for label, row in labelled(result)
     ]
     return markdown(heads, rows) + pairs(result) + timelines(result) + provenance([result])
+
+
+def tensors(result: dict[str, Any]) -> str:
+    """Steps of a model whose layers are split inside of hosts, over one link between them."""
+    rows = [
+        (
+            label,
+            f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
+            f"{row['sent_bytes'] / 1e6:.1f}",
+        )
+        for label, row in labelled(result)
+    ]
+    return markdown(("between hosts", "step ms (quartiles)", "sent MB"), rows) + pairs(result) + provenance([result])
 
 
 def timelines(result: dict[str, Any]) -> str:

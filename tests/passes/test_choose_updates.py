@@ -195,11 +195,14 @@ def test_a_plan_updates_where_the_step_is_fastest(
 
 def test_a_prediction_says_by_how_much_it_exceeds_both_budgets() -> None:
     hardware, graphs = machine(*BALANCED), list[fx.GraphModule]()
-    planned(hardware, replace(HOST, update="host"), world=1, found=graphs)  # without groups
+    # Without groups; what comes from disk passes through pinned memory of the host.
+    offload = zgraph.Offload(params="disk", optimizer="host", path="unused", update="host")
+    planned(hardware, offload, world=1, found=graphs)
     order = list(graphs[0].graph.nodes)
     peak = curve_of(order, storages_of(order, agreed=True)).peak_bytes
-    host = memory_curve(graphs[0].graph, agreed=True).peak_in("host")
-    ctx = zgraph.PassContext(direction="step", cost_of=CostModel(hardware).cost)
+    host = memory_curve(graphs[0].graph, device_type="cuda", agreed=True).peak_in("host")
+    assert host > memory_curve(graphs[0].graph, agreed=True).peak_in("host")
+    ctx = zgraph.PassContext(direction="step", cost_of=CostModel(hardware).cost, planned_backend="nccl")
     for device_bytes, host_bytes, excess in (
         (None, None, 0),
         (peak, host, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,38 @@ from tests.support.ranks import Ranks, RanksPool
 POOL = pytest.StashKey[RanksPool]()
 
 
+def _part(text: str) -> tuple[int, int]:
+    part, parts = (int(number) for number in text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(text)  # which the parser of options reports
+    return part, parts
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch", help="the release that test_versions.py expects, instead of that in constraints.txt")
+    parser.addoption("--slow-part", type=_part, default="1/1", help="K/N: of the slow tests, run the K-th of N parts")
     parser.addoption("--kills", type=int, default=10, help="how often test_kills.py kills its run")
     parser.addoption("--graphs", type=int, default=20, help="how many schedules test_plan_schedule.py compares")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Say what is slow or long, and leave out the slow tests that another part has."""
+    _leave_worlds(items)
+    part, parts = config.getoption("slow_part")
+    # By a checksum of the name: neighbours in a table differ in one parameter, and which part has which should not.
+    others = [
+        item
+        for item in items
+        if item.get_closest_marker("slow") and 1 + zlib.crc32(item.nodeid.encode()) % parts != part
+    ]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _leave_worlds(items: list[pytest.Item]) -> None:
     """Leave worlds of one and of four ranks to `make test-all`, and split tables that run on several numbers of ranks.
 
     Where each row of a table runs on two ranks and on three, `make test` runs every other row on three, and those

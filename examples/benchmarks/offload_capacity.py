@@ -19,7 +19,8 @@ zgraph      shards and AdamW's state on disk, streamed through whole steps
 
 With --step, zgraph's model is also trained without a limit, to compare losses, and the time of its step is compared
 with two that no step can be faster than: that of its transfers with nothing beside them, in the same process and limit,
-and that of its computing, which models with nothing on disk show: their time per layer, times the layers.
+and that of its computing, which models with nothing on disk show: their time per layer, times the layers. Transfers
+take processors too, here those that compute: seconds of processors are given beside.
 """
 
 # HashStore is exported, though not listed.
@@ -153,8 +154,8 @@ def in_memory(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[T
     return model, zgraph.training_step(model, optimizer, options={"lowering": "fx"})(loop(model, optimizer))
 
 
-def transfer_alone(model: nn.Module) -> float:
-    """Seconds of the transfers of a step with nothing beside them, which leave parameters as they are.
+def transfer_alone(model: nn.Module) -> tuple[float, float]:
+    """Seconds, and of processors, of a step's transfers with nothing beside them, which leave parameters as they are.
 
     A step reads each parameter for forward, backward and the update, and two moments; it writes the last three.
     """
@@ -174,7 +175,7 @@ def transfer_alone(model: nn.Module) -> float:
         if len(writing) > IN_FLIGHT:
             writing.popleft().wait()
 
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     for turn in range(5):
         for shard in shards:
             reading.append((lanes.reload(shard), shard, turn >= 2))
@@ -184,7 +185,7 @@ def transfer_alone(model: nn.Module) -> float:
         finish_read()
     while writing:
         writing.popleft().wait()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - cpu_began
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
@@ -214,14 +215,23 @@ def attempt(way: str, layers: int, width: int, scratch: str, steps: int) -> None
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     losses: list[float] = []
     seconds: list[float] = []
+    cpu_seconds: list[float] = []
     for _ in range(steps):
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         losses.append(step(tokens).item())
         seconds.append(time.perf_counter() - began)
+        cpu_seconds.append(time.process_time() - cpu_began)
     # DeepSpeed keeps the size of what it has partitioned beside an empty parameter.
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     alone = [transfer_alone(model) for _ in range(steps - STEPS)] if way == "zgraph" else []
-    found = {"numel": numel, "losses": losses, "seconds": seconds, "transfers_alone_s": alone}
+    found = {
+        "numel": numel,
+        "losses": losses,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "transfers_alone_s": [one for one, _ in alone],
+        "transfers_alone_cpu_s": [cpu for _, cpu in alone],
+    }
     print(json.dumps(found), flush=True)
     os._exit(0)  # what is on disk goes with the process
 
@@ -304,18 +314,27 @@ def judged(best: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         for count in MEASURED_LAYERS
     }
     free = tried("zgraph", layers, options.width, None, options.timeout_s, STEPS)
-    computes = {count: statistics.median(one["seconds"][SLOW_STEPS:]) for count, one in steps.items() if one}
-    compute_s = computes[few] + (layers - few) * (computes[more] - computes[few]) / (more - few)
+
+    def computing(which: str) -> float:
+        found = {count: statistics.median(one[which][SLOW_STEPS:]) for count, one in steps.items() if one}
+        return found[few] + (layers - few) * (found[more] - found[few]) / (more - few)
+
+    compute_s = computing("seconds")
     found: dict[str, Any] = {
         "seconds": best["seconds"][SLOW_STEPS:],
+        "cpu_seconds": best["cpu_seconds"][SLOW_STEPS:],
         "transfers_alone_s": best["transfers_alone_s"],
+        "transfers_alone_cpu_s": best["transfers_alone_cpu_s"],
         "compute_alone_s": compute_s,
+        "compute_alone_cpu_s": computing("cpu_seconds"),
         "same_losses": free is not None and free["losses"] == best["losses"][:STEPS],
     }
     step_s, transfers_s = (statistics.median(found[name]) for name in ("seconds", "transfers_alone_s"))
+    step_cpu_s, transfers_cpu_s = (statistics.median(found[name]) for name in ("cpu_seconds", "transfers_alone_cpu_s"))
     print(
         f"step {step_s:.1f} s, its transfers alone {transfers_s:.1f} s, its computing alone {compute_s:.1f} s, "
-        f"{step_s / max(transfers_s, compute_s):.2f} of the longer; losses without a limit "
+        f"{step_s / max(transfers_s, compute_s):.2f} of the longer; of processors {step_cpu_s:.1f}, "
+        f"{transfers_cpu_s:.1f} and {found['compute_alone_cpu_s']:.1f} s; losses without a limit "
         f"{'equal' if found['same_losses'] else 'differ'}"
     )
     return found

@@ -214,6 +214,7 @@ def test_a_prediction_says_by_how_much_it_exceeds_both_budgets() -> None:
         assert predicted(graphs[0].graph, limited, 1, by_costs=False).excess_bytes == excess
 
 
+@pytest.mark.slow  # two plans and a half
 def test_the_budget_of_the_host_can_leave_the_device_alone() -> None:
     """On a GPU, gradients on their way to the host take memory there."""
     hardware = machine(*SLOW_LINK)

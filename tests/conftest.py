@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Say what is slow or long, and leave out the slow tests that another part has."""
     _leave_worlds(items)
-    part, parts = config.getoption("slow_part")
+    part, parts = config.option.slow_part
     # By a checksum of the name: neighbours in a table differ in one parameter, and which part has which should not.
     others = [
         item

@@ -334,8 +334,11 @@ def _flat(graph: fx.Graph, node: fx.Node, shape: list[int], start: fx.Node) -> f
 def _work_for(starts: Sequence[fx.Node], *made: fx.Node) -> None:
     names = [name for start in starts for name in meta.parameters(start)]
     handles = [handle for start in starts for handle in meta.handles(start)]
+    part = meta.part(starts[0])
     for node in made:
         meta.set_parameters(node, names, handles)
+        if part is not None:
+            meta.set_part(node, part)
 
 
 def _name(kind: str, starts: Sequence[fx.Node]) -> str:

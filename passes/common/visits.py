@@ -9,7 +9,7 @@ from torch import fx
 
 from zgraph.analysis.liveness import Placements
 from zgraph.analysis.storages import storage_bytes
-from zgraph.graph import meta, nodes
+from zgraph.graph import dataflow, meta, nodes
 from zgraph.passes.common.updates import Updates, lists_of
 from zgraph.torch_compat.operators import is_fused_update, overwritten, written_arguments
 
@@ -81,8 +81,19 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[f
             known.setdefault(node, sources[0] if sources else node)
     updates = _updates(order, {alias for known in aliases.values() for alias in known})
     position = {node: place for place, node in enumerate(order)}
+    begins = position | _gathers_of_copies(order, position)
     visits = [visit for node in resting for visit in _visits_of(node, aliases[node], updates, apart)]
-    return sorted(visits, key=lambda visit: (position[visit.uses[0]], position[visit.resting]))
+    return sorted(visits, key=lambda visit: (begins[visit.uses[0]], position[visit.resting]))
+
+
+def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Where the gather begins that each copy of rows is made for: some ranks pad their rows, and others do not."""
+    found: dict[fx.Node, int] = {}
+    for start in order:
+        if nodes.is_gather(start) and meta.parameters(start):
+            for copy in dataflow.copy_in(start) or ():
+                found.setdefault(copy, position[start])
+    return found
 
 
 def _updates(order: Sequence[fx.Node], resting: Container[fx.Node]) -> Container[fx.Node]:

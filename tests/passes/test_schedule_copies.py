@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import zgraph
+from tests.support.graphs import KeepEach, fake_world, mlp
 from tests.support.hash_seeds import HashSeeds
 from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.models import Language
@@ -24,7 +25,7 @@ from zgraph.analysis.storages import storages_of
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, HOST_UPDATES
 from zgraph.graph.text import graph_text
-from zgraph.passes import ScheduleCopies, StreamStates, presets
+from zgraph.passes import BucketCollectives, ScheduleCopies, StreamStates, presets
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Timeline
 from zgraph.torch_compat.operators import written_arguments
@@ -209,6 +210,36 @@ def test_copies_cost_what_they_carry_on_the_rank_with_most_rows(offload: zgraph.
     for reload in nodes.call_functions(graph, nodes.is_reload):
         assert costs.cost(reload).lane == (HOST_TO_DEVICE if out == DEVICE_TO_HOST else DISK)
         assert costs.cost(reload).moved_bytes == meta.longest_bytes(reload.all_input_nodes[0])
+
+
+def agreed_by(rank: int, gathers: str) -> tuple[int, dict[str, tuple[int, str]], list[str], int]:
+    """What a rank of two counts and starts in a step whose rows only the second one pads, and how often it pads."""
+    graphs: list[fx.GraphModule] = []
+    passes = [
+        replace(one, gathers=gathers) if isinstance(one, BucketCollectives) else one
+        for one in presets.default(bucket_bytes=10**6)
+    ]
+    with fake_world(2, rank):
+        model = zgraph.shard(mlp(), offload=HOST)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline([*passes, KeepEach(graphs)])}
+        whole: Any = zgraph.training_step(model, optimizer, options=options)(stepped(model, optimizer))
+        whole(torch.ones(2, 5))
+        order = list(graphs[-1].graph.nodes)
+        storages = storages_of(order, agreed=True)
+    rows = {one.first.name: (one.nbytes, max(one.readers).name) for one in storages if nodes.is_reload(one.first)}
+    started = [node.name for node in order if nodes.is_start(node) or nodes.is_copy_start(node)]
+    pads = sum(
+        node.target is torch.ops.aten.constant_pad_nd.default and len(meta.parameters(node)) > 0 for node in order
+    )
+    return curve_of(order, storages).peak_bytes, rows, started, pads
+
+
+@pytest.mark.parametrize("gathers", ["flat", "coalesced", "sequential"])
+def test_ranks_that_pad_rows_from_the_host_count_and_start_what_the_others_do(gathers: str) -> None:
+    (*first, pads), (*second, more) = (agreed_by(rank, gathers) for rank in range(2))
+    assert pads < more
+    assert first == second
 
 
 def test_an_update_of_adam_costs_28_bytes_an_element_on_the_host() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -83,27 +83,36 @@ def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) ->
 
     If ranks have different numbers of a parameter's rows, copies of rows that feed a gather count 0. Instead the chunk
     that is sent counts, which is equally long on all ranks: while the gather is in flight or, if chunks are packed into
-    one buffer, while they are packed. A reduced gradient counts as the longest part of any rank.
+    one buffer, while they are packed. Rows that come from the host or a disk for that count until the chunk is there,
+    whether a rank pads them or sends them as they are. A reduced gradient counts as the longest part of any rank.
 
     Returns:
-        The given storages in their order, some with other sizes, followed by the chunks.
+        The given storages in their order, some with other sizes or readers, followed by the chunks.
     """
     uncounted: dict[fx.Node, None] = {}
+    made_by: dict[fx.Node, fx.Node] = {}  # what reads rows of a chunk, on some rank, and what makes that chunk on all
     chunks: list[Storage] = []
     for start in filter(_gathers_parameters, order):
         copies = dataflow.copy_in(start)
         even = all(chunk.is_even for chunk in meta.chunks(start))
         if copies is None or even or nodes.is_quantized_gather(start):  # a quantized gather reads the rows in place
             continue
-        uncounted |= dict.fromkeys(_own_copies(start))
+        own = _own_copies(start)
+        uncounted |= dict.fromkeys(own)
         packed = next((node for node in copies if node.target is torch.ops.aten.cat.default), None)
+        made_by |= dict.fromkeys([*own, start, *nodes.waits_of(start)], packed or start)
         sent = [node for node in nodes.sent_by(start) if node is packed or not traits.is_packing(node)]
         values = [meta.tensor_value(node) for node in sent]
         nbytes = sum(payload_bytes(value.shape, value.dtype) for value in values)
         waits = () if packed is not None else tuple(nodes.waits_of(start))
         chunks.append(Storage(nbytes, packed or start, waits))
-    counted = (0 if one.first in uncounted else _longest_bytes(one) for one in storages)
-    return [replace(one, nbytes=nbytes) for one, nbytes in zip(storages, counted, strict=True)] + chunks
+    found = [replace(one, nbytes=0 if one.first in uncounted else _longest_bytes(one)) for one in storages]
+    return [_until_made(one, made_by) if nodes.is_reload(one.first) else one for one in found] + chunks
+
+
+def _until_made(rows: Storage, made_by: Mapping[fx.Node, fx.Node]) -> Storage:
+    """Rows on the device until the chunk of them is made."""
+    return replace(rows, readers=tuple(dict.fromkeys(made_by.get(node, node) for node in rows.readers)))
 
 
 def _own_copies(start: fx.Node) -> list[fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +172,22 @@ def test_copies_that_a_pass_has_put_on_a_lane(lane: Any, us: float) -> None:
     copied = drawing.call(aten.clone.default, drawing.input("x", 100))
     meta.set_lane(copied, lane)
     assert cost(copied) == NodeCost(lane, us, 0, 400)
+
+
+@pytest.mark.parametrize(
+    ("backend", "read_us", "write_us"),
+    [("gloo", 7 + 400 / 5, 7 + 400 / 5), ("nccl", (7 + 80) + (3 + 20), (7 + 80) + (4 + 16))],
+)
+def test_a_gpu_copies_from_disk_and_to_it_through_the_host(backend: str, read_us: float, write_us: float) -> None:
+    hardware, ops = replace(TWO_PER_HOST, backend=backend), torch.ops.zgraph
+    drawing = Drawing()
+    x = drawing.input("x", 100)
+    read = drawing.call(ops.reload_start.default, x, torch.device("cpu"))
+    store = drawing.call(ops.store_start.default, read, x)
+    spill = drawing.call(ops.spill_start.default, x, "folder")
+    for node, us in ((read, read_us), (store, write_us), (spill, write_us)):
+        meta.set_lane(node, DISK)
+        assert cost(node, hardware) == NodeCost(DISK, us, 0, 400)
 
 
 def test_copies_between_devices_are_found_by_their_devices() -> None:

@@ -30,6 +30,41 @@ def test_a_kernel_takes_what_binds_it(flops: int, moved: int, dtype: torch.dtype
     assert TWO_PER_HOST.compute_us(flops, moved, dtype, launches) == us
 
 
+MIB = 2**20
+ROUND = dataclasses.replace(  # rates that divide pieces of 16 MiB
+    TWO_PER_HOST,
+    backend="nccl",
+    disk=Link(latency_us=7.0, bytes_per_us=4.0),
+    host_to_device=Link(latency_us=3.0, bytes_per_us=16.0),
+    device_to_host=Link(latency_us=5.0, bytes_per_us=32.0),
+)
+FAST_DISK = dataclasses.replace(ROUND, disk=Link(latency_us=7.0, bytes_per_us=64.0))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "moved", "to_device", "us"),
+    [
+        (ROUND, 512, True, (7 + 128) + (3 + 32)),  # one piece: one way after the other
+        (ROUND, 512, False, (7 + 128) + (5 + 16)),
+        (ROUND, 16 * MIB, True, (7 + 4 * MIB) + (3 + MIB)),
+        # Pieces of 16, 16 and 8 MiB: the disk all the time, and one piece behind it.
+        (ROUND, 40 * MIB, True, (7 + 10 * MIB) + (3 + MIB)),
+        (ROUND, 40 * MIB, False, (7 + 10 * MIB) + (5 + MIB / 2)),
+        # The link all the time, three copies, and one piece of the disk before it.
+        (FAST_DISK, 40 * MIB, True, (3 * 3 + 2.5 * MIB) + (7 + MIB / 4)),
+        # 32 bytes/us beside 64: three copies of the link again.
+        (FAST_DISK, 40 * MIB, False, (3 * 5 + 1.25 * MIB) + (7 + MIB / 4)),
+        (dataclasses.replace(ROUND, backend="gloo"), 40 * MIB, True, 7 + 10 * MIB),  # straight into memory
+    ],
+)
+def test_a_copy_from_disk_passes_pinned_memory_piece_by_piece(
+    hardware: Hardware, moved: int, to_device: bool, us: float
+) -> None:
+    assert hardware.disk_copy_us(moved, to_device=to_device) == us
+    symbol = sympy.Symbol("n", positive=True, integer=True)
+    assert float(hardware.disk_copy_us(symbol, to_device=to_device).subs(symbol, moved)) == us
+
+
 @pytest.mark.parametrize(
     ("kind", "sent", "size", "stride", "us"),
     [

@@ -13,7 +13,7 @@ from torch import Tensor, optim
 import zgraph
 from tests.support.lazy_streams import late_gpu
 from tests.support.ranks import Ranks, worlds
-from tests.support.resting import DISK, HOST, MIXED, STATE, under
+from tests.support.resting import DISK, HOST, MIXED, STATE, machine, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import long, slow
 
@@ -155,6 +155,39 @@ def test_a_scale_is_divided_out_before_gradients_go_to_the_host(ranks: Ranks, sc
     """Of a GPU, for an update there; one step is skipped."""
     setting = Setting(script, adamw_fused, stage=2, steps=7, at_rest=STATE, started=True)
     assert min(ranks.run(compare_on_host, setting)) > 0
+
+
+SLOW_BOTH = 1.0, 2.0  # bytes/us of copies and updates, at which one of two updates on the host is fastest
+
+
+def chosen_by(setting: Setting) -> tuple[list[str], list[str]]:
+    """The kinds of the graphs, and where their updates run; the plain loop updates on the device."""
+    notes: list[str] = []
+    with late_gpu():
+        found = kinds(compare(setting, notes))
+    return found, [note for note in notes if note.startswith("stream_states") and "us predicted" in note]
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("script", "at_rest"),
+    [
+        (Scaled, HOST),  # clipped: both wait for the norm
+        *slow((OfTorch, STATE), (FromTheStart, HOST)),  # the same kernels; the first divide out the scale themselves
+    ],
+)
+def test_a_step_with_an_inf_changes_nothing_on_the_host_and_nothing_on_the_device(
+    ranks: Ranks, script: type[Script], at_rest: zgraph.Offload
+) -> None:
+    """Of a GPU whose costs let the first updates run on the host and the later ones on the device."""
+    target = zgraph.Target(hardware=machine(*SLOW_BOTH))
+    started = script is not FromTheStart
+    setting = Setting(script, adamw_fused, steps=7, at_rest=at_rest, started=started, target=target)
+    first, *others = ranks.run(chosen_by, replace(setting, preset={"bucket_bytes": 64}))
+    assert others == [first] * len(others)
+    reasons, (chosen,) = first  # the step that makes the state chooses nothing
+    assert reasons == ([""] if started else ["", "state"])
+    assert "1 of 2 updates on the host, the later ones on the device" in chosen
 
 
 @worlds(2)

@@ -25,7 +25,8 @@ from tests.support import tensor_parallel as tp
 from tests.support.compiled import with_fx
 from tests.support.compressing import compressing, feedback_of
 from tests.support.ranks import Ranks, worlds
-from zgraph.passes import LoCo
+from tests.support.tiers import slow
+from zgraph.passes import LoCo, presets
 
 BF16 = 4e-2  # gradients of a bf16 model against those of the same model in fp32, relative to the largest entry
 MLP: dict[str, Any] = {"build": tp.Mlp, "split": tp.split_mlp, "batch": tp.features}
@@ -64,6 +65,9 @@ CASES = {
 }
 
 
+BUDGET = 17_000  # bytes; with all kept, steps take 20_736, and 17_568 if activations are split along the sequence
+
+
 def run_case(name: str) -> float:
     return tp.compare(CASES[name])["gradients"]
 
@@ -78,6 +82,36 @@ def test_equals_the_whole_model_on_one_tensor_parallel_group(ranks: Ranks, name:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("mlp", "repeated_eager")])
 def test_equals_the_whole_model(ranks: Ranks, name: str) -> None:
     ranks.run(run_case, name)
+
+
+def gradients_within(budget_bytes: int | None, split: Callable[[nn.Module, DeviceMesh], None]) -> Any:
+    """This rank's parts of the gradients of one backward at stage 3, and what its plan chose."""
+    model, _ = tp.built(tp.Case(split=split), tp.mesh_of())
+    report = zgraph.Report()
+    target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"), budget_bytes=budget_bytes)
+    called = with_fx(model, pipeline=zgraph.Pipeline(presets.planned(), target=target), report=report)
+    tp.train_micro(tp.Case(), model, called, 0, waits=False)
+    grads = {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}  # pyright: ignore
+    return grads, "\n".join(note for note in report.notes if note.startswith("choose_lifetimes on joint"))
+
+
+def under_a_budget(split: Callable[[nn.Module, DeviceMesh], None]) -> str:
+    expected, unlimited = gradients_within(None, split)
+    found, chosen = gradients_within(BUDGET, split)
+    assert not unlimited
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+    return chosen
+
+
+@worlds(4)
+@pytest.mark.parametrize("split", [tp.split_llama, *slow(tp.split_sequence)])  # of which it gathers one
+def test_a_budget_changes_no_bits_of_gradients(ranks: Ranks, split: Any) -> None:
+    """Backward gathers parameters again that it would have kept."""
+    first, *others = ranks.run(under_a_budget, split)
+    assert others == [first] * len(others)
+    kept = re.search(r"keeps (\d+) of (\d+) gathered parameters", first)
+    assert kept and int(kept[1]) < int(kept[2]), first
 
 
 def split_loss(mode: str) -> None:

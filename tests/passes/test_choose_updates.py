@@ -16,11 +16,10 @@ from tests.support.graphs import KeepEach, fake_world
 from tests.support.hash_seeds import HashSeeds
 from tests.support.lazy_streams import late_gpu
 from tests.support.ranks import Ranks, every_world, worlds
-from tests.support.resting import HOST, STATE
+from tests.support.resting import HOST, STATE, machine
 from tests.support.tiers import slow
 from tests.support.whole_steps import Case, assert_same, train
 from zgraph.analysis.cost import CostModel
-from zgraph.analysis.hardware import Link
 from zgraph.analysis.liveness import curve_of, memory_curve
 from zgraph.analysis.storages import storages_of
 from zgraph.graph import meta
@@ -105,13 +104,6 @@ def test_a_choice_says_what_it_was_made_by() -> None:
 
 
 # --- plans: each schedules the copies of a step up to four times, which takes seconds ---------------------------------
-
-
-def machine(copies: float, updates: float, *, gpu: bool = True) -> zgraph.Hardware:
-    """With links to the host, and updates there, of so many bytes per microsecond, and fast in everything else."""
-    link = Link(latency_us=1.0, bytes_per_us=copies)
-    links: dict[str, Any] = {"host_to_device": link, "device_to_host": link}
-    return replace(H100, backend="nccl" if gpu else "gloo", host_memory_bytes_per_us=updates, **links)
 
 
 SLOW_UPDATES, SLOW_LINK, BALANCED = (20_000.0, 50.0), (100.0, 20_000.0), (500.0, 700.0)

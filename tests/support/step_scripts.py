@@ -141,9 +141,11 @@ class Script:
         return found
 
 
-def compare(setting: Setting) -> list[str]:
-    """Run a script both ways; the reasons of the graphs that the captured one needed."""
+def compare(setting: Setting, notes: list[str] | None = None) -> list[str]:
+    """Run a script both ways; the reasons of the graphs that the captured one needed, whose notes go to `notes`."""
     ours, report = _run(setting, captured=True)
+    if notes is not None:
+        notes += report.notes
     theirs, _ = _run(replace(setting, at_rest=None, activations=False), captured=False)
     assert list(ours) == list(theirs)
     for name, expected in theirs.items():

@@ -199,12 +199,12 @@ class CostModel:
         lane = meta.lane(node) or _copy_lane(node)
         if lane is not None:
             moved = self._copied_bytes(node)
-            links = {
-                HOST_TO_DEVICE: self.hardware.host_to_device,
-                DEVICE_TO_HOST: self.hardware.device_to_host,
-                DISK: self.hardware.disk,
-            }
-            return NodeCost(lane, links[lane].us(moved), 0, moved)
+            if lane == DISK:
+                us = self.hardware.disk_copy_us(moved, to_device=nodes.is_reload(node))
+            else:
+                links = {HOST_TO_DEVICE: self.hardware.host_to_device, DEVICE_TO_HOST: self.hardware.device_to_host}
+                us = links[lane].us(moved)
+            return NodeCost(lane, us, 0, moved)
         if meta.beside(node) is not None:
             moved = self._updated_bytes(node)
             return NodeCost(HOST_UPDATES, self.hardware.host_update_us(moved), 0, moved)

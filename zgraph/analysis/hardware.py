@@ -12,6 +12,8 @@ from typing import Any, cast
 import sympy
 import torch
 
+from zgraph.runtime.offload.staging import PIECE_BYTES
+
 GB = 10**9  # data sheets count in powers of ten
 GIB = 2**30
 _TERA_PER_US = 10**6  # 1 T/s in units per microsecond
@@ -120,6 +122,23 @@ class Hardware:
     def host_update_us(self, moved_bytes: Any) -> Any:
         """Microseconds of an update on the host, such as 28 bytes for each fp32 element that Adam steps."""
         return moved_bytes / (self.host_memory_bytes_per_us or self.memory_bytes_per_us)
+
+    def disk_copy_us(self, moved_bytes: Any, *, to_device: bool) -> Any:
+        """Microseconds of a copy between a disk and the device, alone.
+
+        On a GPU it passes through pinned memory piece by piece (`zgraph.runtime.offload.staging`): while one piece is
+        read, the one before is copied. With equal pieces that is the slower way's time for all of them, and the faster
+        one's for a single piece; a copy of one piece goes both ways in full.
+
+            disk      [read 1][read 2][read 3]
+            to device         [1]     [2]     [3]
+        """
+        if self.backend != "nccl":
+            return self.disk.us(moved_bytes)
+        way = self.host_to_device if to_device else self.device_to_host
+        piece_bytes = _least(moved_bytes, PIECE_BYTES)
+        ways_us = _pieces(moved_bytes) * way.latency_us + moved_bytes / way.bytes_per_us  # each piece is a copy
+        return _most(self.disk.us(moved_bytes) + way.us(piece_bytes), ways_us + self.disk.us(piece_bytes))
 
     def link_along(self, stride: int) -> Link:
         """The slowest link of a group whose neighbours are `stride` ranks apart."""
@@ -309,6 +328,13 @@ def _most(*values: Any) -> Any:
 
 def _least(*values: Any) -> Any:
     return sympy.Min(*values) if any(isinstance(value, sympy.Expr) for value in values) else min(values)
+
+
+def _pieces(moved_bytes: Any) -> Any:
+    """How many pieces such a copy between a disk and a GPU has."""
+    if isinstance(moved_bytes, sympy.Expr):
+        return sympy.ceiling(moved_bytes / PIECE_BYTES)
+    return math.ceil(moved_bytes / PIECE_BYTES)
 
 
 def _log2(count: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,9 +21,10 @@ from zgraph.graph import edits, nodes
 from zgraph.graph.lanes import Lane
 from zgraph.passes.schedule_overlap import order_by_rules
 from zgraph.runtime.chunks import MIB
-from zgraph.scheduling.builder import Score, choose, problem_of
+from zgraph.scheduling.beam_search import AHEAD, Bounds
+from zgraph.scheduling.builder import Builder, Score, choose, problem_of
 from zgraph.scheduling.plan_overlap import Plan, plan_overlap
-from zgraph.scheduling.plan_schedule import FRUGAL, STYLES, Greedy, Skyline
+from zgraph.scheduling.plan_schedule import FRUGAL, STYLES, Greedy, Search, Skyline, find_schedules
 from zgraph.scheduling.problem import Limits, Problem
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Sharing
@@ -246,6 +247,74 @@ def test_limits_of_a_budget_that_cannot_be_kept_are_approached() -> None:
     tight = Limits(budget_bytes=1, in_flight_bytes=64 * MIB)
     plan = plan_overlap(case.step.order, case.step.costs, Sharing(), case.storages, tight)
     assert plan.after.excess_bytes == plan.after.peak_bytes - 1 <= plan.before.peak_bytes - 1
+
+
+def least_us(state: Builder) -> float:
+    """The bound on a partial schedule's time, written down as its docstring says."""
+    problem, clock = state.problem, state.clock
+    work, compute = problem.work, problem.compute_order_at
+    found = [clock.now + problem.compute_at[-1] - state.compute_us]
+    todo = {link: clock.now for link in problem.queues.link_of.values()}
+    for lane, link in enumerate(work.links):
+        todo[link] = todo.get(link, clock.now) + clock.backlog_us(lane) / work.capacities[link]
+    free = dict(todo)
+    for queue, head in zip(problem.queues.queues, state.heads, strict=True):
+        link, capacity = problem.queues.link_of[queue[0]], problem.queues.capacity_of[queue[0]]
+        for last in range(head, min(len(queue), head + AHEAD)):
+            carried = sum(work.us[start] for start in queue[head : last + 1]) / capacity
+            found.append(free[link] + carried + compute[-1] - compute[problem.dependencies.use[queue[last]]])
+        todo[link] += sum(work.us[start] for start in queue[head:]) / capacity
+    return max(*found, *todo.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_promise_is_the_bound_that_it_says_it_is(seed: int) -> None:
+    """Also of a copy, whose original goes on."""
+    case = Case.draw(seed)
+    problem = problem_of(case.step.order, case.step.costs, SHARINGS[seed + 1], case.storages, case.limits)
+    bounds, whole = Bounds(problem), Greedy(problem, STYLES[seed]).run()
+    state = Builder(problem)
+    for number in whole.order:
+        before, promise, known = state.copy(), bounds.of(state), least_us(state)
+        assert promise.end_us == pytest.approx(known, rel=1e-12)
+        assert promise.end_us <= whole.score().step_us * (1 + 1e-9)
+        if not state.placed[number]:
+            state.issue(number, views_along=False)
+        assert bounds.of(before) == promise
+    assert state.score() == whole.score()
+
+
+def test_equal_problems_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of a graph and of its copy; any other number makes another problem."""
+    case, searched = Case.draw(3), list[Problem]()
+
+    def searching(problem: Problem) -> list[Builder]:
+        searched.append(problem)
+        return find_schedules(problem)
+
+    monkeypatch.setattr("zgraph.scheduling.plan_schedule.find_schedules", searching)
+    order = case.step.order
+    twin = dict(zip(order, edits.copy_of(case.step.gm).graph.nodes, strict=True))
+    storages = [
+        replace(one, first=twin[one.first], readers=tuple(twin[node] for node in one.readers)) for one in case.storages
+    ]
+    costs = {twin[node]: cost for node, cost in case.step.costs.items()}
+    problem = case.problem()
+    again = problem_of([twin[node] for node in order], costs, Sharing(), storages, case.limits)
+    search = Search()
+    first, second = search.schedules(problem), search.schedules(again)
+    assert searched == [problem]
+    assert [one.order for one in first] == [one.order for one in second]
+    assert [(one.score(), one.peaks) for one in first] == [(one.score(), one.peaks) for one in second]
+    assert all(node in costs or node.op != "call_function" for one in second for node in one.nodes())
+    others = [
+        replace(problem, limits=Limits(budget_bytes=case.limits.budget_bytes, in_flight_bytes=1)),
+        replace(problem, work=replace(problem.work, us=[us + 1 for us in problem.work.us])),
+        replace(problem, ledger=replace(problem.ledger, sizes=[size + 1 for size in problem.ledger.sizes])),
+    ]
+    for other in others:
+        search.schedules(other)
+    assert searched == [problem, *others]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33])

@@ -82,7 +82,7 @@ def plan_copies(order: Sequence[fx.Node], ctx: PassContext, in_flight_bytes: int
     storages = storages_of(order, inputs_die=ctx.direction == "backward", agreed=True)
     most = curve_of(order, storages).peak_bytes if ctx.plan_bytes is None else ctx.plan_bytes
     limits = Limits(budget_bytes=most, in_flight_bytes=in_flight_bytes)
-    return plan_overlap(order, costs, ctx.sharing, storages, limits, by_rules=order)
+    return plan_overlap(order, costs, ctx.sharing, storages, limits, search=ctx.search)
 
 
 def _rests_elsewhere(node: fx.Node) -> bool:

@@ -366,7 +366,7 @@ def _alive_bytes(sizes: Sequence[int], first: Sequence[int], last: Sequence[int]
     return list(accumulate(change[:calls]))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True)
 class Ledger:
     """The storages alive on the device while nodes are issued, by number, in any order.
 

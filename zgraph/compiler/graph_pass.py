@@ -14,6 +14,7 @@ from torch import fx
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.hardware import Hardware
 from zgraph.runtime.groups import group_stride, make_host_groups
+from zgraph.scheduling.plan_schedule import Search
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.groups import backend_of, resolve_group
@@ -59,6 +60,7 @@ class PassContext:
         hardware: of each rank, the same on all, by which plans are made; None: the pipeline has no `zgraph.Target`.
         cost_of: what a call costs there, in any graph; the same on all ranks, for plans follow from it. None: unknown.
         sharing: what the lanes of these costs take from one another.
+        search: for orders by costs; it knows those that it has found while this frame is compiled.
         plan_bytes: what a step may hold at any moment of what it allocates: the target's budget, or less where graphs
             that were planned for the budget itself hold more. None: no limit.
         host_budget_bytes: what a rank may keep on the host, at rest and in the step, as `zgraph.Offload` says, the same
@@ -78,6 +80,7 @@ class PassContext:
     hardware: Hardware | None = None
     cost_of: Callable[[fx.Node], NodeCost] | None = None
     sharing: Sharing = field(default_factory=Sharing)
+    search: Search = field(default_factory=Search)
     plan_bytes: int | None = None
     host_budget_bytes: int | None = None
     machine: Hardware | None = None

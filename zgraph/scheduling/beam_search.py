@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from zgraph.scheduling.builder import Builder, choose
 from zgraph.scheduling.problem import Problem
@@ -12,8 +12,7 @@ from zgraph.scheduling.problem import Problem
 AHEAD = 16  # collectives of each queue that a bound considers one by one
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+class Promise(NamedTuple):
     """Lower bound on the score of a partial schedule; less is better.
 
     Attributes:
@@ -29,35 +28,52 @@ class Promise:
     left_us: float
     alive_bytes: int
 
-    @classmethod
-    def of(cls, state: Builder) -> Promise:
-        problem, clock = state.problem, state.clock
-        work, queues, use = problem.work, problem.queues, problem.dependencies.use
+    @property
+    def frugal(self) -> tuple[float, ...]:
+        return (self.excess_bytes, self.end_us, self.alive_bytes, self.left_us)
+
+
+class Bounds:
+    """Promises of the partial schedules of one problem; what they share is computed once.
+
+    Attributes:
+        ahead: for each queue, and number of its starts that are issued, the next ones: their time on the link, and the
+            compute before their use.
+        todo: for each of these, the time that all starts to come take on the link.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        us, use, before = problem.work.us, problem.dependencies.use, problem.compute_order_at
+        self.ahead: list[list[list[tuple[float, float]]]] = []
+        self.todo: list[list[float]] = []
+        for queue in problem.queues.queues:
+            capacity = problem.queues.capacity_of[queue[0]]
+            each = [(us[start] / capacity, before[use[start]]) for start in queue]
+            heads = range(len(queue) + 1)
+            self.ahead.append([each[head : head + AHEAD] for head in heads])
+            self.todo.append([sum(us[start] for start in queue[head:]) / capacity for head in heads])
+        self.link_of = [problem.queues.link_of[queue[0]] for queue in problem.queues.queues]
+
+    def of(self, state: Builder) -> Promise:
+        problem, clock = self.problem, state.clock
+        work, compute_us = problem.work, problem.compute_order_at[-1]
         end = clock.now + problem.compute_at[-1] - state.compute_us
         free: dict[str, float] = {}
         for lane, link in enumerate(work.links):
             free[link] = free.get(link, clock.now) + clock.backlog_us(lane) / work.capacities[link]
         done = dict(free)
         left = 0.0
-        for queue, head in zip(queues.queues, state.heads, strict=True):
-            link = queues.link_of[queue[0]]
+        for link, ahead, todo, head in zip(self.link_of, self.ahead, self.todo, state.heads, strict=True):
             at = free.get(link, clock.now)
-            capacity = queues.capacity_of[queue[0]]
-            for start in queue[head : head + AHEAD]:
-                at += work.us[start] / capacity
-                end = max(end, at + problem.compute_order_at[-1] - problem.compute_order_at[use[start]])
-            todo = sum(work.us[start] for start in queue[head:]) / capacity
-            left += todo
-            done[link] = done.get(link, clock.now) + todo
-        return cls(state.excess_bytes(problem.limits), max(end, *done.values()), left, state.ledger.alive_bytes)
-
-    @property
-    def eager(self) -> tuple[float, ...]:
-        return (self.excess_bytes, self.end_us, self.left_us, self.alive_bytes)
-
-    @property
-    def frugal(self) -> tuple[float, ...]:
-        return (self.excess_bytes, self.end_us, self.alive_bytes, self.left_us)
+            for us, before_us in ahead[head]:
+                at += us
+                bound = at + compute_us - before_us
+                if bound > end:
+                    end = bound
+            left += todo[head]
+            done[link] = done.get(link, clock.now) + todo[head]
+        return Promise(state.excess_bytes(problem.limits), max(end, *done.values()), left, state.ledger.alive_bytes)
 
 
 class Beam:
@@ -71,6 +87,7 @@ class Beam:
 
     def __init__(self, problem: Problem, width: int) -> None:
         self.problem = problem
+        self.bounds = Bounds(problem)
         self.width = width
 
     def run(self) -> Builder:
@@ -89,13 +106,13 @@ class Beam:
 
     def _fill(self, states: list[Builder], slot: int, steps: int) -> list[Builder]:
         """Every state that results from up to `STEPS` options in the slot, followed by the node after the slot."""
-        filled: list[Builder] = []
         behind = self.problem.dependencies.compute_order[slot]
-        for _ in range(steps + 1):
-            filled += [_with(state, [behind]) for state in states]
+        filled = [_with(state, [behind]) for state in states]
+        for _ in range(steps):
             states = self._best([_with(state, option) for state in states for option in self._options(state, slot)])
             if not states:
                 break
+            filled += [_with(state, [behind]) for state in states]
         return self._best(filled)
 
     def _options(self, state: Builder, slot: int) -> Iterator[list[int]]:
@@ -121,10 +138,10 @@ class Beam:
     def _best(self, states: list[Builder]) -> list[Builder]:
         unique: dict[bytes, tuple[Promise, Builder]] = {}
         for state in states:
-            key, promise = bytes(state.placed), Promise.of(state)
-            if key not in unique or promise.eager < unique[key][0].eager:
+            key, promise = bytes(state.placed), self.bounds.of(state)
+            if key not in unique or promise < unique[key][0]:
                 unique[key] = (promise, state)
-        eager = sorted(unique.values(), key=lambda entry: entry[0].eager)
+        eager = sorted(unique.values(), key=lambda entry: entry[0])
         taken, rest = eager[: self.width // 2], eager[self.width // 2 :]
         taken += sorted(rest, key=lambda entry: entry[0].frugal)[: self.width - len(taken)]
         return [state for _, state in taken]

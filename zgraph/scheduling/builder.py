@@ -9,7 +9,6 @@ buffers, and the waits, with the copies out of them:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +84,8 @@ class Builder:
 
     def copy(self) -> Builder:
         """An independent copy of this state."""
-        new = copy.copy(self)
+        new = object.__new__(Builder)
+        new.__dict__.update(self.__dict__)  # faster than copy.copy, and searches copy often
         new.clock, new.ledger = self.clock.copy(), self.ledger.copy()
         new.order, new.peaks, new.placed = self.order.copy(), self.peaks.copy(), self.placed.copy()
         new.in_flight, new.heads = self.in_flight.copy(), self.heads.copy()

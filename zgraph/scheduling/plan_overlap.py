@@ -10,7 +10,7 @@ from torch import fx
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.storages import Storage
 from zgraph.scheduling.builder import Score, choose, problem_of, scheduled
-from zgraph.scheduling.plan_schedule import find_schedules
+from zgraph.scheduling.plan_schedule import Search
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
 
@@ -32,6 +32,7 @@ def plan_overlap(
     storages: Sequence[Storage],
     limits: Limits,
     by_rules: Sequence[fx.Node] | None = None,
+    search: Search | None = None,
 ) -> Plan:
     """The best order found, or the one given where none is better.
 
@@ -39,16 +40,18 @@ def plan_overlap(
         order, costs, sharing, storages: of the graph as it is.
         limits: of what the order may hold. It may have in flight what `by_rules` has there.
         by_rules: an order that the plan must not be worse than; None: the one given.
+        search: that knows the schedules of problems it has met; None: a new one.
     """
     base = order if by_rules is None else by_rules  # which may sink waits of the model's own collectives
     problem = problem_of(base, costs, sharing, storages, limits)
     present = scheduled(problem, order)
     known = present if by_rules is None else scheduled(problem, by_rules)
-    found = find_schedules(problem)
+    search = search or Search()
+    found = search.schedules(problem)
     least = min(schedule.peak_bytes for schedule in (*found, known))
     if limits.budget_bytes is not None and least > limits.budget_bytes:
         # Some moment needs more than the budget; all others may use as much.
-        found += find_schedules(problem_of(base, costs, sharing, storages, replace(limits, budget_bytes=least)))
+        found += search.schedules(replace(problem, limits=replace(limits, budget_bytes=least)))
     allowed = replace(limits, in_flight_bytes=max(limits.in_flight_bytes, known.most_in_flight))
     best = choose([present, *found, known], known, allowed)
     return Plan(

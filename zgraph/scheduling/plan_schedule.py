@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zgraph.scheduling.beam_search import Beam, Promise
-from zgraph.scheduling.builder import Builder, choose
+from zgraph.scheduling.beam_search import Beam, Bounds
+from zgraph.scheduling.builder import Builder, choose, scheduled
 from zgraph.scheduling.problem import Problem
 
 WIDTH = 24  # schedules that the beam search goes on with, 4 at the least
@@ -31,10 +31,31 @@ def find_schedules(problem: Problem) -> list[Builder]:
     return found
 
 
+class Search:
+    """Finds schedules, and those of equal problems once: a graph may be tried on copies before it is ordered itself.
+
+    What is kept refers to no graph: whatever tells two problems apart is in their numbers.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Problem, list[list[int]]]] = []
+
+    def schedules(self, problem: Problem) -> list[Builder]:
+        """What `find_schedules` returns."""
+        numbers = problem.by_numbers()
+        orders = next((orders for known, orders in self._known if known == numbers), None)
+        if orders is not None:
+            nodes = problem.work.nodes
+            return [scheduled(problem, [nodes[number] for number in order]) for order in orders]
+        found = find_schedules(problem)
+        self._known.append((numbers, [one.order for one in found]))
+        return found
+
+
 def _is_perfect(found: Builder) -> bool:
     """Whether nothing can be faster."""
     score = found.score()
-    least = Promise.of(Builder(found.problem)).end_us
+    least = Bounds(found.problem).of(Builder(found.problem)).end_us
     return not score.excess_bytes and math.isclose(score.step_us, least, rel_tol=1e-9)
 
 

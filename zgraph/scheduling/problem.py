@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from zgraph.analysis.liveness import Ledger
@@ -79,6 +79,10 @@ class Problem:
             compute_at=_compute_before(work, at_use, len(rank)),
             compute_order_at=_compute_before(work, rank, len(rank)),
         )
+
+    def by_numbers(self) -> Problem:
+        """The same without the nodes themselves; equal problems have equal schedules."""
+        return replace(self, work=replace(self.work, nodes=(), numbers={}))
 
 
 def _compute_before(work: Work, slot_of: Mapping[int, int], slots: int) -> list[float]:

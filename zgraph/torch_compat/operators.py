@@ -47,7 +47,7 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
     Fused updates declare that they write to gradients, too, but do so only to divide out a scale.
     """
     grads = None if argument_of(node, "grad_scale") is not None else argument_of(node, "grads")
-    kept = cast("list[fx.Node]", grads or [])
+    kept = frozenset(cast("list[fx.Node]", grads or []))
     return [one for one in written_arguments(node) if one not in kept]
 
 

@@ -101,7 +101,7 @@ def totals_of(graph: fx.Graph, ctx: PassContext) -> Totals:
         found.peak_bytes = memory_curve(graph, owned=owned).peak_bytes
         if ctx.cost_of is not None:
             costs = {node: ctx.cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
-            timeline = simulate(list(graph.nodes), costs, ctx.sharing)
+            timeline = simulate(list(graph.nodes), costs, ctx.sharing, storages=())  # the peak is known
             found.predicted_us = round(timeline.step_us, 3)
             found.exposed_us = round(sum(timeline.exposed_us.values()), 3)
     except Exception:  # of a graph that a pass has left half built, or of values nobody knows

@@ -53,7 +53,7 @@ WAYS = ("plain", "fsdp2", "deepspeed-cpu", "deepspeed-nvme", "zgraph")
 GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 SLOW_STEPS = 2  # the first two are compiled, and write blocks of the disk that were reserved only
-IN_FLIGHT_BYTES = 2**27
+IN_FLIGHT_BYTES, UPDATE_BYTES = 2**28, 2**27
 MEASURED_LAYERS = (4, 8)  # of models that are not on disk
 IN_FLIGHT = 3  # transfers of each direction where nothing computes
 
@@ -138,7 +138,7 @@ def on_disk(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Ten
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     # Two uses ahead, which takes memory that this limit has: where reading and computing take about as long, one use
     # ahead lets the disk rest whenever they differ.
-    ahead = zgraph.passes.StreamStates(prefetch=2, in_flight_bytes=IN_FLIGHT_BYTES, update_bytes=IN_FLIGHT_BYTES)
+    ahead = zgraph.passes.StreamStates(prefetch=2, in_flight_bytes=IN_FLIGHT_BYTES, update_bytes=UPDATE_BYTES)
     passes = [ahead if one.name == ahead.name else one for one in zgraph.passes.presets.default()]
     options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
     return model, zgraph.training_step(model, optimizer, options=options)(loop(model, optimizer))

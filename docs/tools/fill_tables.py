@@ -5,10 +5,10 @@
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py,
 pipeline_link.py and tensor_link.py write with `--json`, put into that folder under the name of the table; zoo.json is
-what zoo.py writes. report_page.json, cpu_adam.json, offload_overlap.json, offload_inference.json and
-offload_capacity.json are what the scripts of these names write, offload_states.json what offload_overlap.py writes with
-`--states`, and offload_delayed-8.json and offload_delayed-64.json what it writes with `--delayed` for sequences of
-these lengths. Needs nothing but Python.
+what zoo.py writes. pipeline_schedules.json, report_page.json, cpu_adam.json, offload_overlap.json,
+offload_inference.json and offload_capacity.json are what the scripts of these names write, offload_states.json what
+offload_overlap.py writes with `--states`, and offload_delayed-8.json and offload_delayed-64.json what it writes with
+`--delayed` for sequences of these lengths. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def table(name: str) -> str:
         return tensors(load(name))
     if name.startswith("pipeline_link"):
         return pipelines(load(name))
+    if name == "pipeline_schedules":
+        return schedules(load(name))
     return kinds.get(name, link)(load(name))
 
 
@@ -412,6 +414,20 @@ def adam(result: dict[str, Any]) -> str:
     return markdown(("", "M elements", "ms (quartiles)", "GB/s", "of the triad"), rows) + provenance([result])
 
 
+def schedules(result: dict[str, Any]) -> str:
+    """A step under each schedule of pipelines."""
+    rows = [
+        (
+            row["schedule"],
+            row["stages"],
+            f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
+            f"{result['predicted_ms'][row['schedule']]:.0f}" if row["stages"] == "zgraph" else "",
+        )
+        for row in result["rows"]
+    ]
+    return markdown(("schedule", "stages", "step ms (quartiles)", "predicted"), rows) + provenance([result])
+
+
 def capacity(results: Sequence[dict[str, Any]]) -> str:
     """The largest models that train in some memory."""
     names = {
@@ -448,23 +464,31 @@ def capacity(results: Sequence[dict[str, Any]]) -> str:
         "times plain PyTorch",
         *(["s a step"] if timed else []),
     )
-    steps = "".join(step_on_disk(result) for result in results if "step" in result)
+    steps = "".join(
+        step_on_disk(result["gib"], result[name])
+        for result in results
+        for name in ("step", "step_before")
+        if name in result
+    )
     return markdown(heads, rows) + "".join(map(provenance, [[one] for one in results])) + steps
 
 
-def step_on_disk(result: dict[str, Any]) -> str:
+def step_on_disk(gib: float, step: dict[str, Any]) -> str:
     """A step on disk in limited memory, beside its transfers alone and its computing alone."""
-    step = result["step"]
     seconds, alone = step["seconds"], step["transfers_alone_s"]
     longer = max(statistics.median(alone), step["compute_alone_s"])
+    cpu = [""] * 3
+    if "cpu_seconds" in step:
+        of_ways = (step["transfers_alone_cpu_s"], [step["compute_alone_cpu_s"]], step["cpu_seconds"])
+        cpu = [f"{statistics.median(one):.1f}" for one in of_ways]
     rows = [
-        ("its transfers alone", ranged(alone)),
-        ("its computing alone", f"{step['compute_alone_s']:.1f}"),
-        ("a step", ranged(seconds)),
-        ("a step, times the longer of the two", f"{statistics.median(seconds) / longer:.2f}"),
+        ("its transfers alone", ranged(alone), cpu[0]),
+        ("its computing alone", f"{step['compute_alone_s']:.1f}", cpu[1]),
+        ("a step", ranged(seconds), cpu[2]),
+        ("a step, times the longer of the two", f"{statistics.median(seconds) / longer:.2f}", ""),
     ]
-    where = f"zgraph on disk, {result['gib']} GiB"
-    return "\n" + markdown((where, "s (least-most)"), rows) + provenance([step])
+    where = f"zgraph on disk, {gib} GiB" + (f", {step['title']}" if "title" in step else "")
+    return "\n" + markdown((where, "s (least-most)", "s of processors"), rows) + provenance([step])
 
 
 def ranged(values: Sequence[float]) -> str:

@@ -99,8 +99,7 @@ def test_a_delayed_step_updates_on_the_host_of_a_gpu(ranks: Ranks, name: str) ->
 
 
 @worlds(2)
-@pytest.mark.slow  # the table above, with state on a disk
-@pytest.mark.parametrize("params", [None, "disk"])
+@pytest.mark.parametrize("params", [*slow(None), "disk"])  # seconds: alone has an update between a copy and its gather
 def test_gradients_wait_on_disk(ranks: Ranks, params: Any, tmp_path: Path) -> None:
     at_rest = zgraph.Offload(params=params, optimizer="disk", path=tmp_path, delayed_update_after=1)
     assert ranks.run(compare, Case(at_rest=at_rest, clip="torch", precision="bf16"))

@@ -179,7 +179,7 @@ def chosen_by(setting: Setting) -> tuple[list[str], list[str]]:
 def test_a_step_with_an_inf_changes_nothing_on_the_host_and_nothing_on_the_device(
     ranks: Ranks, script: type[Script], at_rest: zgraph.Offload
 ) -> None:
-    """Of a GPU whose costs let the first updates run on the host and the later ones on the device."""
+    """On a GPU whose costs let the first updates run on the host and the later ones on the device."""
     target = zgraph.Target(hardware=machine(*SLOW_BOTH))
     started = script is not FromTheStart
     setting = Setting(script, adamw_fused, steps=7, at_rest=at_rest, started=started, target=target)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import fx
 
 from zgraph.analysis.liveness import Placements
 from zgraph.analysis.storages import storage_bytes
-from zgraph.graph import dataflow, meta, nodes
+from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.passes.common.updates import Updates, lists_of
 from zgraph.torch_compat.operators import is_fused_update, overwritten, written_arguments
 
@@ -82,8 +83,20 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[f
     updates = _updates(order, {alias for known in aliases.values() for alias in known})
     position = {node: place for place, node in enumerate(order)}
     begins = position | _gathers_of_copies(order, position)
+    computed = list(accumulate(map(is_computing, order)))
     visits = [visit for node in resting for visit in _visits_of(node, aliases[node], updates, apart)]
-    return sorted(visits, key=lambda visit: (begins[visit.uses[0]], position[visit.resting]))
+
+    def place(visit: Visit) -> tuple[int, int, int]:
+        # A delayed update may stand between a copy and its gather: by gathers only where nothing computes in between.
+        first = visit.uses[0]
+        return computed[position[first]], begins[first], position[visit.resting]
+
+    return sorted(visits, key=place)
+
+
+def is_computing(node: fx.Node) -> bool:
+    """Whether a node computes, rather than carries, views or names values."""
+    return node.op == "call_function" and not (nodes.is_communication(node) or traits.is_free(node))
 
 
 def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

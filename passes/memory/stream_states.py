@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -16,7 +17,14 @@ from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wai
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE
 from zgraph.passes.common.updates import split_call
-from zgraph.passes.common.visits import Visit, bytes_of, most_bytes_of, plan_split, plan_visits
+from zgraph.passes.common.visits import (
+    Visit,
+    bytes_of,
+    is_computing,
+    most_bytes_of,
+    plan_split,
+    plan_visits,
+)
 from zgraph.passes.memory.host_updates import (
     HostUpdate,
     bring_to_host,
@@ -344,12 +352,7 @@ def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict
 def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:
     """Visits whose first uses no compute separates: those of a bucket's gathers, or of an update."""
     position = {node: place for place, node in enumerate(order)}
-    computes = [
-        not (node.op != "call_function" or nodes.is_communication(node) or traits.is_free(node)) for node in order
-    ]
-    before = [0]  # computing nodes before each position
-    for one in computes:
-        before.append(before[-1] + one)
+    before = [0, *accumulate(map(is_computing, order))]  # computing nodes before each position
     batch: list[Visit] = []
     known = (-1, False)
     for visit in visits:

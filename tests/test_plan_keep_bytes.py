@@ -15,7 +15,6 @@ from tests.support.pipelines import (
     kept_by,
     peak_for_real,
     plan_within,
-    skip_if_torch_cannot_run,
     within,
 )
 from tests.support.ranks import Ranks, worlds
@@ -105,7 +104,6 @@ def test_the_text_json_and_tables_of_a_budget() -> None:
 @pytest.mark.parametrize("schedule", ["1F1B", *slow("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")])
 def test_stages_that_keep_what_the_plan_says_stay_within_the_budget(ranks: Ranks, schedule: str) -> None:
     """Some stages keep a part; on each rank the figure of the plan is the real one."""
-    skip_if_torch_cannot_run(schedule)
     chunks, found = 1 if schedule == "1F1B" else 2, within(KEEPS[schedule], schedule)
     kept = kept_by(found)
     assert any(0 < count < stage.stage_3_bytes for count, stage in zip(kept, found.stages, strict=True)), kept

@@ -27,7 +27,6 @@ from tests.support.pipelines import (
     kept_by,
     peak_for_real,
     planned,
-    skip_if_torch_cannot_run,
     under,
     within,
 )
@@ -70,7 +69,6 @@ def sent_for_real(zero_stage: int, chunks: int, schedule: str, kept: Sequence[in
 def test_real_ranks_send_what_was_planned(
     ranks: Ranks, zero_stage: int, chunks: int, schedule: str, budget_bytes: int | None
 ) -> None:
-    skip_if_torch_cannot_run(schedule)
     found = within(budget_bytes, schedule, zero_stage)
     kept = None if budget_bytes is None else kept_by(found)
     wanted = [{axis: sent.sent_bytes for axis, sent in found.traffic_of(rank).items()} for rank in range(2)]
@@ -80,7 +78,6 @@ def test_real_ranks_send_what_was_planned(
 
 def assert_peaks(ranks: Ranks, schedule: str, chunks: int, zero_stage: int, micro_batches: int = MICRO_BATCHES) -> None:
     """Without what rests between steps: parameters, and buffers in which activations and gradients arrive."""
-    skip_if_torch_cannot_run(schedule)
     dp = ranks.world // 2
     axes = {"pp": 2, "dp": dp}
     found = planned(axes, 2 * chunks, zero_stage, schedule=schedule, micro_batches=micro_batches).pipeline

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from tests.support.memory.allocations import Count, counted, steady_rise
 from zgraph.passes import presets
 from zgraph.reporting.export.planned_step import Plan
 from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan
-from zgraph.torch_compat import release_of
 
 WIDTH, ROWS, MICRO_BATCHES = 64, 32, 4  # divides by the ranks, so that no padding is sent
 
@@ -136,11 +134,6 @@ class Pipeline:
             module.zero_grad()
         more: dict[str, Any] = {"target": self.y} if self.last in self.numbers else {}
         self.schedule.step(*((self.x,) if 0 in self.numbers else ()), **more)
-
-
-def skip_if_torch_cannot_run(schedule: str) -> None:
-    if schedule == "ZBVZeroBubble" and release_of(torch.__version__) < (2, 12):
-        pytest.skip("torch 2.11 sends to itself in this schedule, which gloo cannot do")
 
 
 def peak_for_real(

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from zgraph.torch_compat.dtensor import dtensor_like
-from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake
+from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_to_local
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -76,7 +76,7 @@ def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule
     """
     found: list[tuple[fx.GraphModule, fx.Node]] = []
     for user in node.users:
-        if _is_to_local(user):
+        if is_to_local(user):
             found.append((gm, user))
             continue
         body = _checkpointed_body(gm, user)
@@ -98,10 +98,6 @@ def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | No
     if len(gm.graph.find_nodes(op="get_attr", target=body.target)) > 1:
         return None
     return cast(fx.GraphModule, gm.get_submodule(cast(str, body.target)))
-
-
-def _is_to_local(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "to_local" and len(node.args) == 1 and not node.kwargs
 
 
 def local_shards(parameters: Sequence[DTensor]) -> list[Tensor]:

@@ -78,6 +78,20 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
 
 
+def is_to_local(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph is `DTensor.to_local()`, without arguments.
+
+    2.12 and 2.13: a call of the method. 2.11: of a function that Dynamo has made for it, which hides the arguments
+    (`to_local_fn_with_prim_types`).
+    """
+    if node.op == "call_method":
+        return node.target == "to_local" and len(node.args) == 1 and not node.kwargs
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "prim_to_local":
+        return False
+    hidden = inspect.getclosurevars(cast(Any, node.target)).nonlocals
+    return not hidden["args_as_value"] and not hidden["kwargs_as_value"]
+
+
 def dynamo_example(node: fx.Node) -> object:
     """The real value behind a placeholder of a Dynamo graph, or None once Dynamo has dropped it (2.11 - 2.13)."""
     return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example

@@ -118,6 +118,19 @@ def flight_recorder_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch"
 
 
+class NoMessageToItself:
+    """Base, before torch's `PipelineStage`, of a stage whose neighbour may lie on the same rank.
+
+    2.11: a schedule opens with a message between each pair of neighbours (`_get_init_p2p_neighbors_ops`), also where
+    both are on one rank, as in a V, and gloo refuses to send to itself. What stages of one rank hand each other is no
+    message in any version. 2.12 and 2.13 open otherwise, and do not ask.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        stage = cast(Any, super())
+        return [one for one in stage._get_init_p2p_neighbors_ops() if one.peer != dist.get_rank()]
+
+
 def default_store() -> Store:
     """The rendezvous store of the default group (2.11 - 2.13: there is no public getter)."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -18,9 +18,10 @@ from zgraph.sharding.pipeline.weight_backwards import WeightBackwards, input_gra
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.autograd import is_compiled
 from zgraph.torch_compat.dynamo import without_compile
+from zgraph.torch_compat.groups import NoMessageToItself
 
 
-class PipelineStage(TorchStage):
+class PipelineStage(NoMessageToItself, TorchStage):
     """A stage of `torch.distributed.pipelining` whose module `zgraph.shard` has sharded, compiled or not.
 
     Takes the place of torch's class; schedules are torch's:

@@ -25,10 +25,13 @@ class Way:
     Attributes:
         nodes: all of it.
         readers: compiled functions among them that also yield gradients of parameters.
+        begins: what it begins with. In torch 2.11 and 2.12 a node of a function written in Python lives no longer than
+            what leads to it, whoever holds it in Python; these edges do.
     """
 
     nodes: set[Node]
     readers: set[Node]
+    begins: tuple[GradientEdge, ...] = ()
 
 
 class WeightBackwards:
@@ -114,7 +117,8 @@ def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
         compiled functions on that way.
     """
     ends = {get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad}
-    begins = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
+    edges = [get_gradient_edge(one) for one in outputs if isinstance(one, Tensor) and one.grad_fn is not None]
+    begins = [edge.node for edge in edges]
     leads: dict[Node, bool] = {}  # to an input
     parameters: dict[Node, bool] = {}  # to a leaf that is none
     waiting = list(begins)
@@ -140,4 +144,4 @@ def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
         for node in way - ends
         if any(parameters[one] for one, _ in node.next_functions if one is not None and one not in way)
     }
-    return Way(way, readers) if all(map(is_compiled, readers)) else None
+    return Way(way, readers, tuple(edges)) if all(map(is_compiled, readers)) else None

@@ -117,6 +117,25 @@ def test_equal_stages_have_the_bubble_of_the_formula() -> None:
     assert seen == set(SCHEDULES) - set(SPLITTING)
 
 
+def test_each_action_begins_when_its_rank_and_its_input_are_there() -> None:
+    """Messages take less than any action, so that none waits for the one before it."""
+    send_us = 1.0
+    for ranks, chunks, _, run in runs(send_us=send_us):
+        ended = {one.action: one.end_us for one in run.actions}
+        places = ranks_of(run.schedule, ranks, ranks * chunks)
+        free, busy = [0.0] * ranks, [0.0] * ranks
+        for one in run.actions:
+            other = one.action.stage + {"forward": -1, "backward": 1, "weights": ranks * chunks}[one.action.kind]
+            begun = free[one.rank]
+            if 0 <= other < ranks * chunks:
+                sent_us = 0.0 if places[other] == one.rank else send_us
+                begun = max(begun, ended[replace(one.action, stage=other)] + sent_us)
+            assert one.start_us == begun, (run.schedule, one)
+            free[one.rank] = one.end_us
+            busy[one.rank] += one.end_us - one.start_us
+        assert max(free) == run.step_us and tuple(busy) == run.busy_us
+
+
 def test_gradients_of_weights_fill_the_bubble() -> None:
     """What is left is (p-1) (f + b - w), as of ZB-H1 (arXiv 2401.10241); whole backwards fill nothing."""
     cost = StageCost(forward_us=(2.0,) * 8, backward_us=(4.0,) * 8)

@@ -1,6 +1,8 @@
-"""The plan of a pipeline as text and as tables."""
+"""The plan of a pipeline as text, as tables, and as what the page of a report shows of it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from zgraph.reporting.tables import Table, duration, size
 from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan
@@ -111,3 +113,25 @@ def pipeline_tables(plan: PipelinePlan) -> list[Table]:
             ),
         ),
     ]
+
+
+def pipeline_document(plan: PipelinePlan) -> dict[str, Any]:
+    """What `pipeline.json` says beside its format: `PipelinePlan.as_json`, and when each rank does what.
+
+    Returns:
+        With `unkept`, the step with nothing kept, as the others; and columns of `actions`, with a row for each forward
+        and backward that takes time.
+    """
+    timed = [one for one in plan.run.actions if one.end_us > one.start_us]
+    return {
+        **plan.as_json(),
+        "unkept": None if plan.unkept is None else plan.run_as_json(plan.unkept),
+        "actions": {
+            "rank": [one.rank for one in timed],
+            "kind": [one.action.kind for one in timed],
+            "stage": [one.action.stage for one in timed],
+            "micro_batch": [one.action.micro_batch for one in timed],
+            "start_us": [one.start_us for one in timed],
+            "end_us": [one.end_us for one in timed],
+        },
+    }

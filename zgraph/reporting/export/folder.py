@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -15,9 +16,19 @@ from zgraph.reporting.export.dot import dot
 from zgraph.reporting.export.graphml import graphml
 from zgraph.reporting.export.model_explorer import model_explorer
 from zgraph.reporting.export.reading import line_text, load
-from zgraph.reporting.export.report_json import REPORT, TIMES, Document, document_of, times_of, to_json
+from zgraph.reporting.export.report_json import (
+    FORMAT,
+    PIPELINE,
+    REPORT,
+    TIMES,
+    VERSION,
+    Document,
+    document_of,
+    times_of,
+    to_json,
+)
 from zgraph.reporting.of_model import report_of
-from zgraph.reporting.page.write_page import PAGE, page_text
+from zgraph.reporting.page.write_page import PAGE, page_text, write_page
 from zgraph.reporting.summary import Report
 from zgraph.runtime.groups import rank_and_world
 from zgraph.torch_compat.dynamo import trace_artifact
@@ -76,6 +87,22 @@ def write_report(
         if not write_frame(directory, frame, found, about):
             break
     return directory / f"rank{rank}"
+
+
+def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
+    """Add the plan of a pipeline to a rank's folder, and a page that shows it above all frames of its stages.
+
+    A folder that cannot be written costs a warning.
+
+    Args:
+        folder: of a rank, as `write_report` returns it.
+        plan: by `pipeline_document`.
+    """
+    try:
+        _write(folder, [(PIPELINE, to_json({"format": f"{FORMAT}-pipeline", "version": VERSION, **plan}))])
+        write_page(load(folder), folder)
+    except Exception as error:
+        _log.warning("zgraph: cannot write the report to %s: %s", folder, error)
 
 
 def write_frame(directory: Path, frame: FrameData, found: Report, about: About | None = None) -> bool:

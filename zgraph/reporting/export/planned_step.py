@@ -12,8 +12,8 @@ from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.compiler.plan_memory import what_would_fit
-from zgraph.reporting.export.folder import write_report
-from zgraph.reporting.planned_pipeline import pipeline_lines, pipeline_tables
+from zgraph.reporting.export.folder import write_pipeline, write_report
+from zgraph.reporting.planned_pipeline import pipeline_document, pipeline_lines, pipeline_tables
 from zgraph.reporting.summary import Report
 from zgraph.reporting.tables import Table, as_html, duration, size
 from zgraph.scheduling.cluster.axes import Axes, AxisTraffic
@@ -167,10 +167,16 @@ class Plan:
     def report(self, directory: str | Path) -> Path:
         """Write the plan to a folder, as `zgraph.report` does for a compiled model; the folder of rank 0.
 
+        That of a pipeline has a page of its own, `index.html`: when each rank runs which micro-batch, what ranks,
+        stages and schedules take, and below it the graphs of each stage.
+
         Args:
             directory: where the folder of rank 0 goes.
         """
-        return write_report(Path(directory), self.compiled, self.moment_bytes, self.world_size)
+        folder = write_report(Path(directory), self.compiled, self.moment_bytes, self.world_size)
+        if self.pipeline is not None:
+            write_pipeline(folder, pipeline_document(self.pipeline))
+        return folder
 
     def __str__(self) -> str:
         capacity, device = self.hardware.memory_bytes / GIB, self._device

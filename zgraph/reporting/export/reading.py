@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zgraph.errors import ZgraphError
-from zgraph.reporting.export.report_json import FORMAT, REPORT, TIMES, VERSION, Document, at_rest
+from zgraph.reporting.export.report_json import FORMAT, PIPELINE, REPORT, TIMES, VERSION, Document, at_rest
 
 TEXTS = ("op", "target", "shape", "dtype", "stride", "module", "source", "parameters")
 TIMED = ("cost_us", "start_us", "end_us", "exposed_us")
@@ -18,8 +18,8 @@ TIMED = ("cost_us", "start_us", "end_us", "exposed_us")
 def load(path: Path) -> Document:
     """The document of a report: of one frame's folder, or of all frames and ranks below a directory.
 
-    Frames are those of the lowest rank. Every entry of `ranks` has the `times` of its rank, where there are any, and
-    the document those of the rank that is shown.
+    Frames are those of the lowest rank, and so is the plan of a pipeline, where there is one. Every entry of `ranks`
+    has the `times` of its rank, where there are any, and the document those of the rank that is shown.
 
     Raises:
         ZgraphError: a report is missing, or of a version that is not known here.
@@ -37,7 +37,8 @@ def load(path: Path) -> Document:
     first["ranks"] = [
         {**row, **({"times": each["times"]} if "times" in each else {})} for each in merged for row in each["ranks"]
     ]
-    return first
+    plans = sorted(path.rglob(PIPELINE), key=_by_numbers) if path.is_dir() else []
+    return first | ({"pipeline": _json_of(plans[0])} if plans else {})
 
 
 def _by_numbers(path: Path) -> list[Any]:
@@ -45,11 +46,15 @@ def _by_numbers(path: Path) -> list[Any]:
     return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", piece)] for piece in path.parts]
 
 
-def _load_one(file: Path) -> Document:
+def _json_of(file: Path) -> Document:
     try:
-        document: Document = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ZgraphError(f"zgraph: cannot read the report {file}: {error}") from error
+
+
+def _load_one(file: Path) -> Document:
+    document = _json_of(file)
     found = document.get("format"), str(document.get("version", "")).split(".")[0]
     if found != (FORMAT, VERSION.split(".")[0]):
         raise ZgraphError(

@@ -21,7 +21,7 @@ from zgraph.reporting.data.memory import CLASSES, FEEDBACK, OPTIMIZER, PARAMETER
 from zgraph.runtime.profiler import Measured
 
 FORMAT, VERSION = "zgraph-report", "1.0"
-REPORT, TIMES = "report.json", "times.json"
+REPORT, TIMES, PIPELINE = "report.json", "times.json", "pipeline.json"
 Document = dict[str, Any]
 
 

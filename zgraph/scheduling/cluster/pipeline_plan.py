@@ -162,21 +162,22 @@ class PipelinePlan:
             for axis in axes
         }
 
+    def run_as_json(self, run: PipelineRun) -> dict[str, Any]:
+        """What a step under one schedule takes, as plain values."""
+        return {
+            "step_us": run.step_us,
+            "bubble": run.bubble,
+            "peak_bytes": list(run.peak_bytes),
+            "in_flight": list(run.in_flight),
+            "fits": self.fits(run),
+        }
+
     def as_json(self) -> dict[str, Any]:
         """The same as plain values."""
         return {
             "micro_batches": self.micro_batches,
             "schedule": self.schedule,
-            "schedules": {
-                run.schedule: {
-                    "step_us": run.step_us,
-                    "bubble": run.bubble,
-                    "peak_bytes": list(run.peak_bytes),
-                    "in_flight": list(run.in_flight),
-                    "fits": self.fits(run),
-                }
-                for run in self.runs
-            },
+            "schedules": {run.schedule: self.run_as_json(run) for run in self.runs},
             "budget_bytes": self.budget_bytes,
             "step_us_unkept": None if self.unkept is None else self.unkept.step_us,
             "stages": [

@@ -85,12 +85,23 @@ class StageCost:
         return halves[action.micro_batch]
 
 
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """When a rank does what is next in its order, in microseconds from the beginning of the step."""
+
+    rank: int
+    action: Action
+    start_us: float
+    end_us: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineRun:
     """A step under one schedule.
 
     Attributes:
         schedule: its name.
+        actions: of all ranks; those of one rank in its order.
         step_us: until the last rank is done.
         busy_us: [ranks] time in which each runs forwards and backwards.
         peak_bytes: [ranks] most that each holds, with what rests there.
@@ -98,6 +109,7 @@ class PipelineRun:
     """
 
     schedule: str
+    actions: tuple[TimedAction, ...]
     step_us: float
     busy_us: tuple[float, ...]
     peak_bytes: tuple[int, ...]
@@ -125,6 +137,7 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
     free = [0.0] * ranks  # when each rank has done what it has begun
     links: dict[tuple[int, int], float] = {}  # when each has sent what it was given, by sender and receiver
     arrived: dict[Action, float] = {}
+    done: list[TimedAction] = []
     busy, position = [0.0] * ranks, [0] * ranks
     while any(position[rank] < len(order[rank]) for rank in range(ranks)):
         before = list(position)
@@ -136,7 +149,9 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
                     break
                 cost = costs[action.stage]
                 us = cost.us(action, splits=schedule in SPLITTING)
-                free[rank] = max(free[rank], 0.0 if needed is None else arrived[needed]) + us
+                begun = max(free[rank], 0.0 if needed is None else arrived[needed])
+                free[rank] = begun + us
+                done.append(TimedAction(rank, action, begun, free[rank]))
                 busy[rank] += us
                 position[rank] += 1
                 arrived[action] = _arrival(action, free[rank], places, costs, links)
@@ -144,6 +159,7 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
     found = [rank_memory(schedule, rank, ranks, costs) for rank in range(ranks)]
     return PipelineRun(
         schedule=schedule,
+        actions=tuple(done),
         step_us=max(free),
         busy_us=tuple(busy),
         peak_bytes=tuple(peak for peak, _ in found),

@@ -57,6 +57,12 @@ export function shapeOf(stack: Stack, params: CustomSeriesRenderItemParams, api:
   return { type: "zgraph-bars" as unknown as "rect", shape: { all } as never, style };
 }
 
+/** The label of one bar, in its middle. */
+export function labelOf(bar: Bar, api: CustomSeriesRenderItemAPI, fill: string) {
+  const [x, y] = api.coord([(bar.from + bar.to) / 2, bar.lane]);
+  return { type: "text" as const, silent: true, style: { text: bar.label, x, y, fill, font: "12px sans-serif", align: "center" as const, verticalAlign: "middle" as const } };
+}
+
 /** The bar at a time and a height, which counts lanes: the one drawn last. */
 export function barAt(bars: Bar[], us: number, lane: number, slack: number): Bar | undefined {
   const number = Math.round(lane);

@@ -2,7 +2,8 @@
 
 import type { FrameView, Place } from "./report.js";
 
-export type Kind = "compute" | "communication" | "copy" | "exposed" | "wait" | "measured" | "blocked";
+export const KINDS = ["compute", "communication", "copy", "exposed", "wait", "measured", "blocked", "forward", "backward", "weights"] as const;
+export type Kind = (typeof KINDS)[number];
 
 /** A bar; without a place it stands for several nodes, or for a whole graph. */
 export interface Bar {

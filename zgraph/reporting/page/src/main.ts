@@ -1,4 +1,4 @@
-// The page: reads the report that stands in it, and draws each section for the chosen frame.
+// The page: reads the report that stands in it, and draws each section for the chosen frame; a pipeline is of all.
 
 import type { Chart } from "./chart.js";
 import { drawDetails } from "./details.js";
@@ -7,6 +7,7 @@ import { drawGraph } from "./graph.js";
 import { drawMemory } from "./memory.js";
 import { drawParameters } from "./parameters.js";
 import { drawPasses } from "./passes.js";
+import { drawPipeline } from "./pipeline.js";
 import { drawRanks } from "./ranks.js";
 import { FrameView, type Report } from "./report.js";
 import { Selection } from "./selection.js";
@@ -19,6 +20,7 @@ function main(): void {
   let charts: (Chart | null)[] = [];
   let dispose = () => {};
   let shown = 0;
+  let schedule: Chart | null = null;
   let drawing = 0; // which of all the times a frame was drawn
 
   const draw = (number: number) => {
@@ -53,15 +55,22 @@ function main(): void {
     next();
   };
 
+  const drawSchedule = () => {
+    schedule?.dispose();
+    schedule = drawPipeline(report);
+  };
+
   document.title = `zgraph report, rank ${report.rank}`;
   if (!report.frames?.length) {
     document.querySelector("main")?.replaceChildren(el("p", {}, "Nothing was compiled: the report has no frames."));
     return;
   }
   if (report.frames.length > 1) chooser(report, draw);
+  drawSchedule();
   draw(0);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     const { place } = selection;
+    drawSchedule();
     draw(shown);
     if (place) selection.select(place);
   });

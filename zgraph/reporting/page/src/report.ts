@@ -141,6 +141,35 @@ export interface RankGraph extends Totals {
   direction: string;
 }
 
+/** A step of a pipeline under one schedule. */
+export interface PipelineRun {
+  step_us: number;
+  bubble: number;
+  peak_bytes: number[];
+  in_flight: number[];
+  fits: boolean;
+}
+
+/** The plan of a pipeline, which `pipeline.json` holds. */
+export interface Pipeline {
+  micro_batches: number;
+  schedule: string;
+  schedules: Record<string, PipelineRun>;
+  budget_bytes: number | null;
+  unkept: PipelineRun | null;
+  stages: {
+    rank: number;
+    forward_us: number;
+    backward_us: number;
+    parameter_bytes: number;
+    activation_bytes: number;
+    stage_3_bytes: number;
+    keep_bytes: number | null;
+    sent_to_next_bytes: number;
+  }[];
+  actions: Record<"rank" | "stage" | "micro_batch" | "start_us" | "end_us", number[]> & { kind: ("forward" | "backward" | "weights")[] };
+}
+
 export interface Report {
   version: string;
   made_with: Record<string, string>;
@@ -152,6 +181,7 @@ export interface Report {
   frames: Frame[];
   ranks: { rank: number; graphs: RankGraph[]; times?: Times }[];
   times?: Times;
+  pipeline?: Pipeline;
 }
 
 /** A node of the frame: position of its graph, and its position there. */

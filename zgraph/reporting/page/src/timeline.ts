@@ -1,19 +1,13 @@
 // When what runs: a lane for compute, each process group and copies, with what compute waits for.
 
-import type { CustomSeriesRenderItemAPI, CustomSeriesRenderItemParams } from "echarts";
-import { barAt, shapeOf, stacks } from "./bar_shapes.js";
-import { type Bar, type Kind, type Lanes, lanesOf, visible } from "./bars.js";
-import { axisStyle, Chart, tooltipStyle } from "./chart.js";
-import { bodyOf, bytes, color, el, few, percent, time } from "./dom.js";
+import { type Bar, type Kind, type Lanes, lanesOf } from "./bars.js";
+import type { Chart } from "./chart.js";
+import { bodyOf, bytes, el, few, percent, time } from "./dom.js";
 import { stepWith } from "./half_link.js";
+import { drawLanes } from "./lane_chart.js";
 import type { FrameView, Place } from "./report.js";
 import type { Selection } from "./selection.js";
 import { Table } from "./table.js";
-
-const LANE_PX = 44;
-const TOP = 8; // pixels above the lanes, and below
-const BOTTOM = 54;
-const KINDS: Kind[] = ["compute", "communication", "copy", "exposed", "wait", "measured", "blocked"];
 
 export function drawTimeline(view: FrameView, selection: Selection): Chart | null {
   const body = bodyOf("timeline");
@@ -25,101 +19,28 @@ export function drawTimeline(view: FrameView, selection: Selection): Chart | nul
     return null;
   }
   const lanes = lanesOf(view);
-  const height = lanes.names.length * LANE_PX + 84;
   body.append(legend(lanes));
-  if (lanes.total > 3 * view.stepUs) {
-    body.append(el("p", { class: "hint" }, `Measured, the step took ${time(lanes.total)}, predicted were ${time(view.stepUs)}, which is what is shown; zoom out to see all.`));
-  }
-  const label = `Timeline of ${time(view.stepUs)} in ${lanes.names.length} lanes: ${lanes.names.join(", ")}.`;
-  const whole = { from: 0, to: lanes.total };
-  let shown: Bar[] = [];
-  let least = 0; // microseconds of a pixel
-  let pointed: Bar | undefined; // at by the mouse
-  const chart = new Chart(body, "timeline-chart", height, whole, label, () => refresh());
-
   // A measured step that took far longer would leave nothing to be seen of the predicted one.
   const apart = lanes.total > 3 * view.stepUs;
-  if (apart) chart.range = { from: 0, to: view.stepUs * 1.05 };
-  const isSelected = ({ place }: Bar) => place?.graph === selection.place?.graph && place?.node === selection.place?.node && !!place;
-  const option = () => ({
-    animation: false,
-    grid: { left: 118, right: 16, top: TOP, bottom: BOTTOM },
-    tooltip: { ...tooltipStyle(), trigger: "item", formatter: () => tip(view, pointed) },
-    xAxis: {
-      ...axisStyle(),
-      type: "value",
-      min: 0,
-      max: lanes.total,
-      axisLabel: { color: color("quiet"), formatter: (value: number) => time(value), hideOverlap: true },
-    },
-    yAxis: {
-      ...axisStyle(),
-      type: "category",
-      inverse: true,
-      data: lanes.names.map(laneName),
-      axisTick: { show: false },
-      splitLine: { show: true, lineStyle: { color: color("faint") } },
-      axisLabel: { color: color("text"), width: 106, overflow: "truncate" },
-    },
-    dataZoom: chart.zooms(),
-    series: [series()],
-  });
-  const series = () => {
-    const { from, to } = chart.range;
-    const palette = new Map(KINDS.map((kind) => [kind, color(kind)]));
-    const outline = color("text");
-    least = (to - from) / Math.max(200, chart.chart.getWidth() - 134);
-    shown = visible(lanes, from, to, least);
-    const drawn = stacks(shown).map((stack) => ({ stack, outline: null as string | null }));
-    const selected = shown.find(isSelected); // of several the whole, before what marks a part of it
-    if (selected) drawn.push({ stack: { ...selected, bars: [selected] }, outline });
-    return {
-      id: "bars",
-      type: "custom",
-      clip: true,
-      renderItem: (params: CustomSeriesRenderItemParams, api: CustomSeriesRenderItemAPI) => {
-        const { stack, outline } = drawn[params.dataIndex];
-        return shapeOf(stack, params, api, outline ? "none" : palette.get(stack.kind), outline);
-      },
-      encode: { x: [1, 2], y: 0 },
-      data: drawn.map(({ stack }) => [stack.lane, 0, lanes.total]),
-      markLine: {
-        silent: true,
-        symbol: "none",
-        label: { show: true, color: color("quiet"), position: "start", rotate: 0, distance: 18, formatter: (mark: { name: string }) => mark.name },
-        lineStyle: { color: color("quiet"), type: "dotted" },
-        data: view.frame.graphs.slice(1).map((graph, number) => ({ name: graph.direction, xAxis: view.offsets[number + 1] })),
-      },
-    };
-  };
-  const refresh = () => chart.chart.setOption({ series: [series()] } as never);
-  const find = (event: { offsetX: number; offsetY: number }) => {
-    const [us] = chart.chart.convertFromPixel("grid", [event.offsetX, event.offsetY]);
-    pointed = barAt(shown, us, (event.offsetY - TOP) / laneHeight(chart, lanes) - 0.5, least);
-  };
-  // Before the tooltip listens, which shows what this has found.
-  chart.chart.getZr().on("mousemove", find);
-  chart.chart.setOption(option() as never);
-  chart.chart.getZr().on("click", (event) => {
-    find(event);
-    if (pointed?.place) selection.select(pointed.place);
-    else if (pointed && pointed.merged > 1) chart.zoomTo(around(pointed));
+  if (apart) {
+    body.append(el("p", { class: "hint" }, `Measured, the step took ${time(lanes.total)}, predicted were ${time(view.stepUs)}, which is what is shown; zoom out to see all.`));
+  }
+  const { chart, redraw } = drawLanes(body, lanes, {
+    id: "timeline-chart",
+    label: `Timeline of ${time(view.stepUs)} in ${lanes.names.length} lanes: ${lanes.names.join(", ")}.`,
+    laneName,
+    tip: (bar) => tip(view, bar),
+    choose: ({ place }) => place && selection.select(place),
+    isSelected: ({ place }) => place?.graph === selection.place?.graph && place?.node === selection.place?.node && !!place,
+    marks: view.frame.graphs.slice(1).map((graph, number) => ({ name: graph.direction, xAxis: view.offsets[number + 1] })),
+    ...(apart ? { range: { from: 0, to: view.stepUs * 1.05 } } : {}),
   });
   selection.follow((place) => {
     const [from, to] = view.span(place);
-    if (!chart.reveal(from, to)) refresh();
+    if (!chart.reveal(from, to)) redraw();
   });
   body.append(lanesTable(lanes), collectivesTable(view, selection).element, otherLinks(view));
   return chart;
-}
-
-function around(bar: Bar): { from: number; to: number } {
-  const width = bar.to - bar.from;
-  return { from: bar.from - width / 2, to: bar.to + width / 2 };
-}
-
-function laneHeight(chart: Chart, lanes: Lanes): number {
-  return (chart.chart.getHeight() - TOP - BOTTOM) / lanes.names.length;
 }
 
 function laneName(name: string): string {

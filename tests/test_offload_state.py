@@ -151,6 +151,34 @@ def test_any_two_features_step_as_the_plain_loop(ranks: Ranks, case: Case, tmp_p
     ranks.run(compare, replace(case, at_rest=under(tmp_path, case.at_rest)))
 
 
+# --- ranks of which the last one pads ---------------------------------------------------------------------------------
+
+
+# Pairs of what such ranks met in no other row, each from the host and from a disk at least once.
+UNEVEN = [
+    Case(at_rest=HOST, precision="autocast", optimizer="sgd", accumulation=2, no_sync=True, planned=True),
+    Case(at_rest=DISK, loco=True, accumulation=2, no_sync=True, optimizer="adam", planned=True),
+    Case(at_rest=DISK, lowering="inductor", precision="autocast", optimizer="sgd"),
+    Case(at_rest=HOST, lowering="inductor", loco=True, accumulation=2, optimizer="sgd", planned=True),
+]
+
+
+def beside_the_device(case: Case) -> list[int]:
+    """A captured step beside the same on the device, whose kernels round alike; this rank's rows of each parameter."""
+    on_device = replace(case, at_rest=None)
+    assert_same(train(case, whole_step=True), train(on_device, whole_step=True))
+    return [local(one).shape[0] for one in Loop(on_device).model.parameters() if one.ndim]
+
+
+@worlds(3)
+@pytest.mark.slow  # each compiles two graphs, some by Inductor
+@pytest.mark.parametrize("case", UNEVEN, ids=name_of)
+def test_ranks_that_pad_their_rows_step_as_on_the_device(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    case = replace(case, started=True, at_rest=under(tmp_path, case.at_rest))
+    first, second, last = ranks.run(beside_the_device, case)
+    assert first == second and any(more > less for more, less in zip(first, last, strict=True))
+
+
 # --- without a captured step ------------------------------------------------------------------------------------------
 
 

@@ -42,7 +42,8 @@ function across(kind: Kind): [number, number] {
   return kind === "exposed" || kind === "blocked" ? [0.53, 0.83] : [0.17, 0.83];
 }
 
-export function shapeOf(stack: Stack, params: CustomSeriesRenderItemParams, api: CustomSeriesRenderItemAPI, fill: string | undefined, outline: string | null) {
+/** The bars of a stack; wide ones leave so many pixels free behind them. */
+export function shapeOf(stack: Stack, params: CustomSeriesRenderItemParams, api: CustomSeriesRenderItemAPI, fill: string | undefined, outline: string | null, gap = 0) {
   const area = params.coordSys as unknown as Rectangle;
   const [zero, middle] = api.coord([0, stack.lane]);
   const [pixels, height] = api.size?.([1, 1]) as number[]; // of one microsecond, and of a lane
@@ -51,7 +52,8 @@ export function shapeOf(stack: Stack, params: CustomSeriesRenderItemParams, api:
   for (const bar of stack.bars) {
     const left = Math.max(area.x, zero + bar.from * pixels);
     const right = Math.min(area.x + area.width, zero + bar.to * pixels);
-    if (right >= left) all.push({ x: left, y: middle + (from - 0.5) * height, width: Math.max(1, right - left), height: (to - from) * height });
+    const width = right - left > 6 * gap ? right - left - gap : right - left;
+    if (right >= left) all.push({ x: left, y: middle + (from - 0.5) * height, width: Math.max(1, width), height: (to - from) * height });
   }
   const style = { fill, stroke: outline ?? undefined, lineWidth: outline ? 3 : 0 };
   return { type: "zgraph-bars" as unknown as "rect", shape: { all } as never, style };

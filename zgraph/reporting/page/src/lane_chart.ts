@@ -67,7 +67,6 @@ export function drawLanes(parent: HTMLElement, lanes: Lanes, options: LaneChartO
     const { from, to } = chart.range;
     const palette = new Map(KINDS.map((kind) => [kind, color(kind)]));
     const outline = color("text");
-    const edge = color("raised"); // parts neighbours that bear labels of their own
     least = (to - from) / Math.max(200, chart.chart.getWidth() - 134);
     shown = visible(lanes, from, to, least);
     const drawn = stacks(shown).map((stack) => ({ stack, outline: null as string | null }));
@@ -79,8 +78,8 @@ export function drawLanes(parent: HTMLElement, lanes: Lanes, options: LaneChartO
       clip: true,
       renderItem: (params: CustomSeriesRenderItemParams, api: CustomSeriesRenderItemAPI) => {
         const { stack, outline } = drawn[params.dataIndex];
-        const shape = shapeOf(stack, params, api, outline ? "none" : palette.get(stack.kind), outline);
-        return options.labels ? { ...shape, style: { ...shape.style, stroke: edge, lineWidth: 1 } } : shape;
+        const gap = options.labels ? 1 : 0; // between neighbours that bear labels of their own
+        return shapeOf(stack, params, api, outline ? "none" : palette.get(stack.kind), outline, gap);
       },
       encode: { x: [1, 2], y: 0 },
       data: drawn.map(({ stack }) => [stack.lane, 0, lanes.total]),

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support.torchrun import ROOT
+from zgraph.runtime.disk import transfer
+from zgraph.runtime.disk.buffers import Buffers
 from zgraph.runtime.disk.folder import DiskFolder
 from zgraph.runtime.disk.place import filesystem_of
 
@@ -36,11 +38,13 @@ def disk(tmp_path: Path) -> Iterator[DiskFolder]:
         yield folder
 
 
-@pytest.fixture(params=["direct", "buffered"])
+@pytest.fixture(params=["direct", "buffered", "small"])
 def either(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskFolder]:
-    """A folder with direct transfers, and one on a filesystem without them."""
+    """A folder with direct transfers, one on a filesystem without them, and one that leaves small tensors in memory."""
     if request.param == "buffered":
         refuse_opening(monkeypatch, os.O_DIRECT)
+    if request.param != "small":
+        monkeypatch.setattr(transfer, "SMALL_BYTES", 0)
     with DiskFolder(tmp_path) as folder:
         assert (folder._access.direct is None) == (request.param == "buffered")
         yield folder
@@ -148,6 +152,64 @@ def test_pages_are_dropped(either: DiskFolder) -> None:
         use()
         assert resident_pages(tensor) == 0
         assert tensor.eq(1).all()
+
+
+def test_pages_of_small_tensors_stay(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of its own for each would wait for the large ones before it."""
+    direct: list[int] = []
+
+    def logged(real: Callable[..., int]) -> Callable[..., int]:
+        def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+            direct.append(fd)
+            return real(fd, buffers, offset)
+
+        return call
+
+    small, large = (disk.empty((nbytes,), torch.uint8, "bias") for nbytes in (256 * KIB, 256 * KIB + 1))
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, logged(getattr(os, name)))
+    for tensor in (small, large):
+        direct.clear()
+        source = values(tuple(tensor.shape), torch.uint8)
+        disk.start_write(source, tensor).wait()
+        assert disk.start_read(tensor).wait().equal(source)
+        if disk._access.direct is not None:
+            assert (disk._access.direct in direct) == (tensor is large)
+    if filesystem_of(disk._space.fd) not in ("tmpfs", "ramfs", "overlay"):
+        assert (resident_pages(small), resident_pages(large)) == (64, 0)
+
+
+def test_memory_of_large_reads_is_used_again(disk: DiskFolder) -> None:
+    if disk._access.direct is None:
+        pytest.skip("only direct reads need memory of their own kind")
+    source = values((5 * MIB,), torch.uint8)
+    tensor, smaller, tiny = (filled(disk, source[:numel].clone()) for numel in (5 * MIB, 4 * MIB, 2 * MIB))
+    read = disk.start_read(tensor).wait()
+    address, part = read.data_ptr(), read[7:9]
+    other = disk.start_read(tensor).wait()
+    assert other.data_ptr() != address and read.equal(source)
+    del read
+    assert disk._access.buffers.free_bytes == 0  # a view keeps all of it
+    del part
+    assert disk._access.buffers.free_bytes == 5 * MIB
+    assert disk.start_read(tiny).wait().data_ptr() != address  # more than half of it would lie idle
+    read = disk.start_read(smaller).wait()
+    assert read.data_ptr() == address and read.equal(source[: 4 * MIB])
+    assert other.equal(source)
+
+
+def test_free_memory_of_reads_is_bounded() -> None:
+    buffers = Buffers(kept_bytes=6 * MIB)
+    taken = [buffers.take(nbytes) for nbytes in (2 * MIB, 3 * MIB, 4 * MIB, 7 * MIB)]
+    addresses = [one.data_ptr() for one in taken]
+    while taken:
+        del taken[0]
+        assert buffers.free_bytes <= 6 * MIB
+    assert buffers.free_bytes == 0  # the last has pushed all others out, and is too large itself
+    again = [buffers.take(2 * MIB) for _ in range(3)]
+    again.clear()
+    assert buffers.free_bytes == 6 * MIB
+    assert len(set(addresses)) == 4
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["new", "into"])
@@ -396,6 +458,8 @@ def test_a_process_ends_without_close(tmp_path: Path) -> None:
     """It waits for what it has started, and then ends. A process of its own: it loads torch, which takes seconds."""
     script = f"""
 import torch
+from zgraph.runtime.disk import transfer
+from zgraph.runtime.disk.buffers import Buffers
 from zgraph.runtime.disk.folder import DiskFolder
 disk = DiskFolder({str(tmp_path)!r}, rate=1e7)
 tensor = disk.empty((1000000,), torch.uint8, "weight")

@@ -19,14 +19,18 @@ import torch
 from torch import Tensor
 
 import zgraph
+from zgraph.runtime.disk import transfer
 from zgraph.runtime.disk.folder import DiskFolder
 
 MIB = 2**20
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in memory:zgraph.ZgraphWarning")
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[DiskFolder]:
+@pytest.fixture(params=["small", "large"])
+def disk(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskFolder]:
+    """Tensors of these tests are small, and stay in the page cache; or are taken for large ones."""
+    if request.param == "large":
+        monkeypatch.setattr(transfer, "SMALL_BYTES", 0)
     with DiskFolder(tmp_path, rank=3) as folder:
         yield folder
 
@@ -193,6 +197,26 @@ def test_an_error_of_the_disk_names_the_tensor(
         with pytest.raises(zgraph.DiskError, match=r"reading layers.0.weight .* Input/output error"):
             disk.start_read(tensor).wait()
     assert disk.start_read(tensor).wait().eq(2).all()  # a failed read spoils nothing
+
+
+def test_what_the_kernel_could_not_write_later_fails_the_next_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its page may be gone, and the disk has the values before."""
+    with DiskFolder(tmp_path, rank=3) as disk:
+        tensor = filled(disk)
+        asked: list[tuple[int, int]] = []
+
+        def failed(fd: int, offset: int, nbytes: int) -> None:
+            asked.append((fd, nbytes))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(transfer, "check_written", failed)
+            with pytest.raises(zgraph.DiskError, match=r"rank 3: reading layers.0.weight .* Input/output error"):
+                disk.start_read(tensor).wait()
+        assert asked == [(disk._space.fd, 20_000)]
+        assert disk.start_read(tensor).wait().eq(1).all()
 
 
 @pytest.mark.parametrize("failing_half", [0, 1])

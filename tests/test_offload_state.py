@@ -102,6 +102,21 @@ def test_a_step_on_state_of_a_disk_equals_the_plain_loop(ranks: Ranks, name: str
     assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))
 
 
+ALONE = {
+    "fp32": Case(optimizer="adamw_fused"),
+    "bf16, accumulation": Case(optimizer="adamw_fused", precision="bf16", accumulation=2, no_sync=True, clip="torch"),
+    "autocast, planned": Case(optimizer="sgd", precision="autocast", frugal=True, schedule=True),
+    "resumed, foreach": Case(optimizer="adamw_foreach", resume=True, frozen=True, checkpointed=True),
+}
+
+
+@worlds(1)
+@pytest.mark.parametrize("name", ALONE)
+def test_updates_of_one_rank_write_to_what_backward_has_read(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
+    assert ranks.run(compare, replace(ALONE[name], at_rest=at_rest, streamed=True))
+
+
 # --- any two features -------------------------------------------------------------------------------------------------
 
 

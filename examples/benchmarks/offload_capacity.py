@@ -157,7 +157,8 @@ def in_memory(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[T
 def transfer_alone(model: nn.Module) -> tuple[float, float]:
     """Seconds, and of processors, of a step's transfers with nothing beside them, which leave parameters as they are.
 
-    A step reads each parameter for forward, backward and the update, and two moments; it writes the last three.
+    A step reads each parameter for forward and for backward, whose copy the update writes to, and two moments; it
+    writes the last three.
     """
     from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
 
@@ -176,9 +177,9 @@ def transfer_alone(model: nn.Module) -> tuple[float, float]:
             writing.popleft().wait()
 
     began, cpu_began = time.perf_counter(), time.process_time()
-    for turn in range(5):
+    for turn in range(4):
         for shard in shards:
-            reading.append((lanes.reload(shard), shard, turn >= 2))
+            reading.append((lanes.reload(shard), shard, turn >= 1))
             if len(reading) > IN_FLIGHT:
                 finish_read()
     while reading:

@@ -49,6 +49,7 @@ class StreamStates(GraphPass):
     Inputs of a whole step say where they rest (`zgraph.Offload`). A gather, or an update, reads a copy that was started
     some uses before and dies right after; copies that were only read are dropped, those that an update has written to
     are stored over the input, which is waited for when later ones have started, at the latest at the end of the step.
+    An update writes to the copy that backward has read, where its own would have been on its way by then.
     State that the first step of an optimizer makes goes where it is to rest. Values are copied, never recomputed:
     results are the same bits.
     Put it behind what orders updates and gathers; with costs, `ScheduleCopies` comes after it. In forward, backward and
@@ -156,6 +157,8 @@ class StreamStates(GraphPass):
         apart = dict.fromkeys(one.update for one in on_host) if is_elsewhere else on_device
         planned = plan_visits(order, placed, apart)
         visits = [visit for visit in planned if not (stays and _stays(visit, on_host, on_device, is_elsewhere))]
+        joined = _join_updates(order, visits, self.prefetch, self.in_flight_bytes)
+        visits, planned = ([visit for visit in some if visit not in joined] for some in (visits, planned))
         made = plan_new_state(order, placed)
         if not planned and not made and not kept:
             ctx.note(self, "everything rests on the device")
@@ -335,6 +338,37 @@ def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, 
             # What was stored before is read again right at its use, behind the wait for that store.
             if visit.is_first and anchor < reload:
                 edits.move_before(reload, anchor)
+
+
+def _join_updates(
+    order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int
+) -> list[Visit]:
+    """Let updates write to the copy that backward has read, where their own would have been on its way by then.
+
+    Returns:
+        The visits of updates that earlier ones now contain.
+    """
+    batches = list(_batches(order, visits))
+    sizes = [sum(most_bytes_of(visit.resting) for visit in batch) for batch in batches]
+    reductions = _last_reductions(order, {batch[0].uses[0] for batch in batches})
+    reads: dict[fx.Node, tuple[int, Visit]] = {}  # the last, by what rests
+    joined: list[Visit] = []
+    for number, batch in enumerate(batches):
+        for visit in batch:
+            if not visit.is_update:
+                reads[visit.resting] = number, visit
+                continue
+            begun, read = reads.pop(visit.resting, (-1, visit))
+            if read is visit or not (number - begun <= 1 or sum(sizes[begun : number + 1]) <= in_flight_bytes):
+                continue
+            floor = reductions[batch[0].uses[0]]
+            # A reduction in between would have the copy held while it travels.
+            if number - begun > prefetch or (floor and floor > read.uses[0]):
+                continue
+            read.uses += visit.uses
+            read.last_write = visit.last_write
+            joined.append(visit)
+    return joined
 
 
 def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:

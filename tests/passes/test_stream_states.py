@@ -43,10 +43,12 @@ def steps_of(
     clips: bool = False,
     updates: int = 1,
     optimizer_options: dict[str, bool] | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> tuple[list[fx.GraphModule], nn.Module, torch.optim.Optimizer]:
     """The final graphs of a first and of later steps of three layers; what they were called on."""
     torch.manual_seed(0)
-    model = zgraph.shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))), offload=at_rest)
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    model = zgraph.shard(layers, offload=at_rest, param_dtype=param_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **(optimizer_options or {"fused": True}))
     found: list[fx.GraphModule] = []
     *rules, last = presets.default(bucket_bytes=1)
@@ -123,6 +125,36 @@ def test_a_fused_update_that_no_reduction_splits_is_split_by_bytes() -> None:
     fused = [[node for node in graphs[-1].graph.nodes if "_fused_" in str(node.target)] for graphs in (whole, split)]
     assert list(map(len, fused)) == [1, 2]  # of two layers, and of one
     assert len(list(nodes.call_functions(split[-1].graph, nodes.is_store))) == 9
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("prefetch", "in_flight_bytes", "joined"),
+    [(0, 2**20, 0), (1, 1, 1), (2, 1, 1), (2, 2**20, 2)],
+)
+def test_an_update_writes_to_what_backward_has_read_if_it_would_be_on_its_way_by_then(
+    prefetch: int, in_flight_bytes: int, joined: int, clips: bool
+) -> None:
+    """Backward reads the third and then the second layer, one and two uses ahead of the update."""
+    stream = StreamStates(prefetch=prefetch, in_flight_bytes=in_flight_bytes, updates="streamed")
+    graphs, _, _ = steps_of(HOST, stream, clips=clips)
+    graph = graphs[-1].graph
+    reloads = list(nodes.call_functions(graph, nodes.is_reload))
+    assert len(reloads) == 3 + 2 + 3 * 3 - joined
+    copies = dict.fromkeys(nodes.wait_of(reload) for reload in reloads)
+    stores = list(nodes.call_functions(graph, nodes.is_store))
+    assert len({store.args[1] for store in stores}) == len(stores) == 3 * 3
+    (update,) = (node for node in graph.nodes if "_fused_" in str(node.target))
+    assert all(store.args[0] in copies and update in store.args[0].users for store in stores)  # pyright: ignore
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_no_copy_is_held_while_its_gradient_is_reduced(param_dtype: torch.dtype | None) -> None:
+    stream = StreamStates(prefetch=2, updates="streamed")
+    graphs, _, _ = steps_of(HOST, stream, param_dtype=param_dtype)
+    reloads = list(nodes.call_functions(graphs[-1].graph, nodes.is_reload))
+    assert len(reloads) == 3 + 2 + 3 * 3
 
 
 UPDATE_BYTES = 3 * 64  # a weight and two moments of a layer

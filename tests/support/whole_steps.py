@@ -75,7 +75,7 @@ class Case:
     frugal: bool = False  # by costs, under a budget that nothing fits
     offload: bool = False  # every activation; if frugal what costs choose
     at_rest: zgraph.Offload | None = None  # of parameters and optimizer state
-    streamed: bool = False  # updates of what rests on the host run on copies
+    streamed: bool = False  # updates of what rests on the host run on copies, which are read well ahead
     gated: bool = False  # a model of which backward can compute much again at no cost
     started: bool = False  # the first step is a plain one: the captured one finds the state, and is compiled once
 
@@ -94,7 +94,7 @@ class Case:
             free = P.RecomputeActivations(least_bytes=0)
             passes = [free if isinstance(one, P.RecomputeActivations) else one for one in passes]
         if self.streamed:
-            streamed = P.StreamStates(updates="streamed")
+            streamed = P.StreamStates(updates="streamed", prefetch=4)
             passes = [streamed if isinstance(one, P.StreamStates) else one for one in passes]
         if compression is not None:
             place = next(i for i, one in enumerate(passes) if isinstance(one, P.LowerReductions))

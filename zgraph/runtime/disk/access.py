@@ -11,13 +11,14 @@ import contextlib
 import ctypes
 import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from zgraph.runtime.disk.buffers import Buffers
 from zgraph.runtime.disk.space import Space
-from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, take_huge_pages, view
+from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, view
 
 # Memory that devices transfer from: torch allocates at multiples of 64 bytes, old kernels and many devices ask for 512.
 _ALIGNMENTS = (64, 512, BLOCK)
@@ -31,24 +32,25 @@ class Access:
         buffered: takes any range and memory.
         direct: takes blocks from and to aligned memory; None where the filesystem has no direct transfers.
         alignment: of that memory, in bytes.
+        buffers: memory of large reads.
     """
 
     buffered: int
     direct: int | None
     alignment: int = 1
+    buffers: Buffers = field(default_factory=Buffers)
 
     def buffer(self, nbytes: int) -> Tensor:
         """Make a [nbytes] uint8 tensor in memory, aligned for direct transfers and with room up to the next block.
 
-        Large ones consist of huge pages where the system has them. A direct read into fresh memory makes its pages one
-        by one, and a request holds a few hundred of them at most: with pages of 4 KiB that took longer than the disk.
+        Large ones consist of huge pages where the system has them, and use memory of earlier ones again.
         """
         if self.direct is None:
             return torch.empty(nbytes, dtype=torch.uint8)
-        alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else self.alignment
-        memory = torch.empty(blocks(nbytes) + alignment, dtype=torch.uint8)
-        first = -memory.data_ptr() % alignment
-        take_huge_pages(memory.data_ptr() + first, blocks(nbytes))
+        if nbytes >= HUGE_PAGE:
+            return self.buffers.take(nbytes)
+        memory = torch.empty(blocks(nbytes) + self.alignment, dtype=torch.uint8)
+        first = -memory.data_ptr() % self.alignment
         return memory[first : first + nbytes]
 
 

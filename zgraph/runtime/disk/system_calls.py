@@ -19,7 +19,7 @@ BLOCK = 4096  # bytes: what offsets, lengths and memory of direct transfers are 
 HUGE_PAGE = 2**21  # bytes, of x86 and of ARM with pages of 4 KiB
 _PROT_READ_WRITE, _MAP_SHARED, _MADV_DONTNEED, _MADV_HUGEPAGE = 3, 1, 4, 14
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
-_SYNC_WRITE_AND_WAIT = 7
+_SYNC_WAIT_BEFORE, _SYNC_WRITE_AND_WAIT = 1, 7
 _FICLONERANGE = 0x4020940D
 # A filesystem that lacks one of the calls below says so by one of these.
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EXDEV, errno.ENOTTY})
@@ -87,12 +87,25 @@ def drop_pages(fd: int, offset: int, nbytes: int, address: int | None = None) ->
     # Pages in use by a mapping stay in the cache; taking them out of the mapping also passes their dirtiness on.
     if address is not None:
         _libc.madvise(address, nbytes, _MADV_DONTNEED)
-    if _libc.sync_file_range(fd, offset, nbytes, _SYNC_WRITE_AND_WAIT) != 0:
+    _sync(fd, offset, nbytes, _SYNC_WRITE_AND_WAIT)
+    with contextlib.suppress(OSError):  # advice
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def check_written(fd: int, offset: int, nbytes: int) -> None:
+    """Wait for what the kernel is writing of a range of a file, and see whether it failed to write any of the file.
+
+    Raises:
+        OSError: it did, since this was last asked of this descriptor.
+    """
+    _sync(fd, offset, nbytes, _SYNC_WAIT_BEFORE)
+
+
+def _sync(fd: int, offset: int, nbytes: int, flags: int) -> None:
+    if _libc.sync_file_range(fd, offset, nbytes, flags) != 0:
         number = ctypes.get_errno()
         if number not in _UNSUPPORTED:
             raise OSError(number, os.strerror(number))
-    with contextlib.suppress(OSError):  # advice
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def reflink(source: int, offset: int, nbytes: int, target: int, target_offset: int) -> bool:

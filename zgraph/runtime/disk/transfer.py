@@ -15,13 +15,16 @@ from types import MappingProxyType
 from zgraph.errors import DiskError
 from zgraph.runtime.disk.access import Access
 from zgraph.runtime.disk.space import Slot, Space
-from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, drop_pages, view
+from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, check_written, drop_pages, view
 
 MIB = 2**20
 REQUEST_BYTES = 64 * MIB  # in place, which takes no memory: the larger the faster
 STAGING_BYTES = 8 * MIB  # beyond, staged transfers gain nothing
 # In place, two halves of a read are under way at once: a disk that gets one request at a time rests between them.
 HALVED_BYTES = 8 * MIB
+# Tensors up to this size, such as biases, stay in the page cache, which gives them up where memory is short: a request
+# of its own for each would wait for the large ones before it.
+SMALL_BYTES = 2**18
 _HINTS = MappingProxyType(
     {
         errno.ENOSPC: "free space on it",
@@ -87,11 +90,15 @@ class Mover:
             self.space.check(part.slot)
             if part.nbytes == 0:  # and no address
                 return
+            if _is_small(part):
+                # What the kernel could not write would be read from the disk, old, once its page is gone.
+                check_written(self.access.buffered, part.offset, part.nbytes)
             if self._is_direct(part):
                 self._read_directly(part, address, room)
             else:
                 repeat(os.preadv, self.access.buffered, address, part.nbytes, part.offset)
-            self.drop(part)
+            if not _is_small(part):
+                self.drop(part)
         except OSError as error:
             raise self._failed("reading", part, error) from error
         self._pace(begun, part.nbytes)
@@ -111,7 +118,8 @@ class Mover:
                 self._write_directly(part, address)
             else:
                 repeat(os.pwritev, self.access.buffered, address, part.nbytes, part.offset)
-            self.drop(part)
+            if not _is_small(part):
+                self.drop(part)
         except OSError as error:
             raise self._failed("writing", part, error) from error
         self._pace(begun, part.nbytes)
@@ -131,7 +139,7 @@ class Mover:
         return address_of(self._staging)
 
     def _is_direct(self, part: Part) -> bool:
-        return self.access.direct is not None and part.in_blocks
+        return self.access.direct is not None and part.in_blocks and not _is_small(part)
 
     def _read_directly(self, part: Part, address: int, room: int) -> None:
         assert self.access.direct is not None
@@ -182,6 +190,10 @@ class Mover:
             f"{self.space.who}: {doing} {part.slot.name} ({part.nbytes} bytes at {part.offset} of the file in "
             f"{self.space.path}) failed: {error.strerror}; {hint}"
         )
+
+
+def _is_small(part: Part) -> bool:
+    return part.slot.nbytes <= SMALL_BYTES
 
 
 def steps(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:

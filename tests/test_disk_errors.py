@@ -74,6 +74,9 @@ def test_a_path_must_be_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest
         DiskFolder(tmp_path / "file")
     with pytest.raises(zgraph.DiskError, match=r"/file/new cannot be used: Not a directory; give a folder, or the"):
         DiskFolder(tmp_path / "file" / "new")
+    refused = r"/proc/new cannot be used: (No such file or directory|Permission denied); give a folder"
+    with pytest.raises(zgraph.DiskError, match=refused):  # the first of them to root
+        DiskFolder("/proc/new")  # in a folder that exists, and makes none
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(zgraph.DiskError, match=rf"/link cannot be made: there is no folder {tmp_path}/gone;"):
         DiskFolder(tmp_path / "link")

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 import zgraph
+from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import long
 from tests.support.whole_tensors import whole
@@ -357,3 +358,15 @@ def copied() -> str:
 def test_the_first_replica_can_be_copied_to_the_others(ranks: Ranks) -> None:
     first, other = ranks.run(copied)
     assert first == other
+
+
+@pytest.mark.parametrize("one", [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Parameter(torch.ones(2, 2))])
+def test_a_replica_that_is_not_in_a_list_is_refused(one: Any) -> None:
+    """Its layers, or rows, are no replicas of one another."""
+    with fake_world(2), pytest.raises(ValueError, match=r"'time' is a \w+, and not a list of this rank's replicas"):
+        zgraph.Replicas(init_device_mesh("cpu", (2,)), {"time": one}, copy_first=True)
+
+
+def test_a_mesh_of_several_axes_is_refused() -> None:
+    with fake_world(4), pytest.raises(ValueError, match=r"the mesh has 2 axes \('pp', 'dp'\); pass .* mesh\[\"pp\"\]"):
+        zgraph.Replicas(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), {"time": [nn.Linear(2, 2)]})

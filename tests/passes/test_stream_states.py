@@ -398,6 +398,7 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], text: str) -> 
             "rests on disk, and comes to the device for each update",
         ),
         ({"optimizer": "disk"}, 'optimizer="disk" without a path'),
+        ({"params": "disk", "path": ""}, 'params="disk" with an empty path; write path='),
         ({"optimizer": "host", "path": "/tmp"}, "nothing rests on disk"),
         ({"optimizer": "host", "host_budget_bytes": 0}, "host_budget_bytes=0 holds nothing"),
     ],

@@ -71,6 +71,7 @@ class Replicas:
             an error.
 
     Raises:
+        ValueError: the mesh has several axes, or a name has a module or parameter in place of a list.
         ZgraphError: on all ranks, if names, parameters, their layouts, or without `copy_first` their values differ; or
             if there are no values yet.
 
@@ -85,6 +86,7 @@ class Replicas:
         *,
         copy_first: bool = False,
     ) -> None:
+        _check_arguments(group, replicas)
         self._group = group.get_group() if isinstance(group, DeviceMesh) else group
         parts = {name: [_parameters_of(part) for part in copies] for name, copies in replicas.items()}
         described = self._on_all_ranks(_described(parts))
@@ -223,6 +225,21 @@ class Replicas:
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, own, group=self._group)
         return found
+
+
+def _check_arguments(group: DeviceMesh | ProcessGroup, replicas: Mapping[str, object]) -> None:
+    if isinstance(group, DeviceMesh) and group.ndim != 1:
+        raise ValueError(
+            f"zgraph.Replicas: the mesh has {group.ndim} axes {group.mesh_dim_names}; pass the one along which the "
+            'stages of a pipeline lie, such as mesh["pp"].'
+        )
+    for name, copies in replicas.items():
+        # A Sequential could be iterated: its layers would be taken for replicas of one another, and made equal.
+        if isinstance(copies, nn.Module | Tensor):
+            raise ValueError(
+                f"zgraph.Replicas: {name!r} is a {type(copies).__name__}, and not a list of this rank's replicas; "
+                f"write {{{name!r}: [...]}}, with one for each chunk."
+            )
 
 
 def _parameters_of(part: nn.Module | nn.Parameter) -> dict[str, nn.Parameter]:

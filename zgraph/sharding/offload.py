@@ -83,10 +83,11 @@ class Offload:
                 'zgraph.Offload: neither params nor optimizer rests elsewhere; write optimizer="host", for example, or '
                 "leave offload out."
             )
-        if "disk" in (self.params, self.optimizer) and self.path is None:
+        if "disk" in (self.params, self.optimizer) and (self.path is None or not os.fspath(self.path)):
             named = "params" if self.params == "disk" else "optimizer"
+            lacking = "without a path" if self.path is None else "with an empty path"
             raise ValueError(
-                f'zgraph.Offload: {named}="disk" without a path; write path="/local/folder", on a disk of this machine.'
+                f'zgraph.Offload: {named}="disk" {lacking}; write path="/local/folder", on a disk of this machine.'
             )
         if "disk" not in (self.params, self.optimizer) and self.path is not None:
             raise ValueError(

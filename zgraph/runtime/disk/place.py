@@ -46,13 +46,13 @@ def ensure(folder: Path, who: str) -> None:
         with contextlib.suppress(FileExistsError):  # another rank's, perhaps of this moment
             folder.mkdir()
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
-    except FileNotFoundError as error:
-        above = folder.resolve() if folder.is_symlink() else folder.absolute().parent
-        raise DiskError(
-            f"{who}: {folder} cannot be made: there is no folder {above}; make that, or mount the disk that is to be "
-            "used"
-        ) from error
     except OSError as error:
+        above = folder.resolve() if folder.is_symlink() else folder.absolute().parent
+        if isinstance(error, FileNotFoundError) and not above.exists():  # /proc, which exists, says ENOENT as well
+            raise DiskError(
+                f"{who}: {folder} cannot be made: there is no folder {above}; make that, or mount the disk that is to "
+                "be used"
+            ) from error
         raise DiskError(
             f"{who}: {folder} cannot be used: {error.strerror}; give a folder, or the path of a new one in a folder, "
             f"which this process (user id {os.geteuid()}) may write to"

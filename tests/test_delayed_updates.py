@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,50 @@ def in_between() -> list[str]:
 def test_what_waits_is_applied_once_and_before_what_comes_later(ranks: Ranks) -> None:
     for (error,) in ranks.run(in_between):
         assert "call flush() of the training step first" in error
+
+
+def failing(after: int) -> list[Tensor]:
+    """Parameters of four steps of which the last failed once, without and with a return to those before it."""
+    torch.manual_seed(0)
+    model = zgraph.shard(nn.Embedding(7, 5), zero_stage=2, offload=late(after))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def lines(tokens: Tensor) -> None:
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(lines)
+    tokens = torch.arange(4)
+    for _ in range(3):
+        step(tokens)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+    step(tokens)
+    step.flush()
+    expected = whole(next(model.parameters()).detach()).clone()
+
+    def load() -> None:
+        for one, state in zip((model, optimizer, step), copy.deepcopy(saved), strict=True):
+            one.load_state_dict(state)
+
+    load()
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        step(tokens + 7)
+    if after < 3:  # gradients were waiting
+        for going_on in (lambda: step(tokens), step.flush, step.state_dict):
+            with pytest.raises(zgraph.ZgraphError, match=r"the last call failed .* load model and optimizer from a"):
+                going_on()
+        load()
+    step(tokens)
+    step.flush()
+    return [expected, whole(next(model.parameters()).detach())]
+
+
+@worlds(2)
+@pytest.mark.parametrize("after", [1, 9])
+def test_a_call_that_failed_applies_nothing_twice(ranks: Ranks, after: int) -> None:
+    for expected, found in ranks.run(failing, after):
+        assert torch.equal(found, expected)
 
 
 # --- loss scale -------------------------------------------------------------------------------------------------------

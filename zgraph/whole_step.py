@@ -179,28 +179,40 @@ class TrainingStep(Generic[P, R]):
         self._variants: list[_Variant] = []
         self._lifted: Lifted | None = None
         self.calls = 0
+        self._may_be_half_applied = False
 
     def flush(self) -> None:
         """Apply the gradients of the last call if updates are delayed, as before the weights are exported.
 
         The next call then applies none. Every rank calls it. Without pending gradients it does nothing.
+
+        Raises:
+            ZgraphError: the last call failed while it may have been applying gradients.
         """
+        self._check_applied()
         for optimizer in self._optimizers:
             pending_gradients.apply_pending(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training needs besides model and optimizer: {"calls": int}. Gradients are the optimizer's."""
+        """What a resumed training needs besides model and optimizer: {"calls": int}. Gradients are the optimizer's.
+
+        Raises:
+            ZgraphError: the last call failed while it may have been applying gradients.
+        """
+        self._check_applied()
         return {"calls": self.calls}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting where the saved training was."""
+        """Go on counting where the saved training was, whose model and optimizer have been loaded."""
         self.calls = int(state_dict["calls"])
+        self._may_be_half_applied = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(Any, self)._call(args, kwargs)
 
     @torch.compiler.disable
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_applied()
         lifted = self._current()
         leaves, tree = tree_flatten((list(args), kwargs))
         for scope in self._scopes:
@@ -229,8 +241,12 @@ class TrainingStep(Generic[P, R]):
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [*tensors, *options.values, *given]
         del state, tensors  # the program alone holds its inputs
-        with torch.no_grad():
-            outputs = variant.program(inputs)
+        try:
+            with torch.no_grad():
+                outputs = variant.program(inputs)
+        except BaseException:
+            self._may_be_half_applied = self._gradients_wait()
+            raise
         result = self._finish(lifted, variant.captured, list(outputs))
         if variant.captured.state:
             lifted.settle()
@@ -300,7 +316,7 @@ class TrainingStep(Generic[P, R]):
             ZgraphError: there are such gradients, and updates are not to be delayed.
         """
         after = None if lifted.resting is None else lifted.resting.options.delayed_update_after
-        waits = any(pending_gradients.GRADIENT in layout.keys for layout in self._states)
+        waits = self._gradients_wait()
         if after is None and waits:
             raise ZgraphError(
                 "zgraph.training_step: gradients wait in the optimizer's state, left by a training with "
@@ -308,6 +324,20 @@ class TrainingStep(Generic[P, R]):
                 "applies them, or write the option."
             )
         return waits or (after is not None and self.calls >= after)
+
+    def _gradients_wait(self) -> bool:
+        """Whether this call was given gradients of the one before to apply."""
+        return any(pending_gradients.GRADIENT in layout.keys for layout in self._states)
+
+    def _check_applied(self) -> None:
+        # Updates of the call before run beside its forward: a call that fails has applied some of them, nobody knows
+        # which, and their gradients still wait.
+        if self._may_be_half_applied:
+            raise ZgraphError(
+                "zgraph.training_step: the last call failed while it was applying gradients of the one before "
+                "(zgraph.Offload, delayed_update_after), and would apply some of them twice; load model and optimizer "
+                "from a checkpoint, and then the state of this step by its load_state_dict."
+            )
 
     # --- compile ------------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@
         values = reading.wait()                                                       # in memory
         disk.start_write(values.mul_(0.9), moment).wait()
 
-Plain preadv and pwritev in a thread each, and one for second halves of large reads, past the page cache: of the
-libraries in examples/benchmarks/disk_io.py only DeepSpeed's aio leaves the page cache alone as well, and none brings
-reserved space, order and errors.
+Plain preadv and pwritev in a thread each, and one for second halves of large reads, past the page cache, in which small
+tensors stay: of the libraries in examples/benchmarks/disk_io.py only DeepSpeed's aio leaves the page cache alone as
+well, and none brings reserved space, order and errors.
 
 Rule: nobody reads or writes a tensor through its mapping while a transfer of it is under way, that is from `start_read`
 or `start_write` until `wait`; nor a buffer that is being read into or written. Transfers of one tensor keep their order
@@ -93,7 +93,8 @@ class DiskFolder:
         rank: named in errors.
         rate: bytes per second that reads, and writes, are slowed down to, for tests and simulations; None: what comes.
         staging_bytes: most memory for transfers from and to buffers that are not aligned; at least 8 KiB. Results of
-            `start_read` come beside it: as many are in memory as are started.
+            `start_read` come beside it: as many are in memory as are started, and up to 128 MiB of memory of earlier
+            ones waits to be used again.
 
     Raises:
         DiskError: the path cannot be made, is not a directory, not writable, or its disk is full.

@@ -458,8 +458,6 @@ def test_a_process_ends_without_close(tmp_path: Path) -> None:
     """It waits for what it has started, and then ends. A process of its own: it loads torch, which takes seconds."""
     script = f"""
 import torch
-from zgraph.runtime.disk import transfer
-from zgraph.runtime.disk.buffers import Buffers
 from zgraph.runtime.disk.folder import DiskFolder
 disk = DiskFolder({str(tmp_path)!r}, rate=1e7)
 tensor = disk.empty((1000000,), torch.uint8, "weight")
@@ -470,6 +468,15 @@ print("started")
     done = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
     assert os.listdir(tmp_path) == []
+
+
+def test_finish_waits_for_all_that_was_started(tmp_path: Path) -> None:
+    with DiskFolder(tmp_path, rate=4e6) as disk:
+        tensor, other = (disk.empty((MIB,), torch.uint8, "weight") for _ in range(2))
+        transfers = [disk.start_write(torch.ones(MIB, dtype=torch.uint8), tensor), disk.start_read(other)]
+        disk.finish()
+        assert all(one.done() for one in transfers)
+    disk.finish()
 
 
 def test_a_rate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Generator
 from dataclasses import replace
@@ -155,8 +156,8 @@ def test_threads_that_copy_and_update_yield_the_same_bits(ranks: Ranks, at_rest:
     ranks.run(on_threads, Case(at_rest=at_rest, stage=2, clip="zgraph", schedule=True))
 
 
-def averaged(offload: zgraph.Offload | None, twice: bool) -> dict[str, Tensor]:
-    """Averages of parameters right behind their update, and a second update in the same call."""
+def averaged(offload: zgraph.Offload | None, twice: bool, together: bool = False) -> dict[str, Tensor]:
+    """Averages of parameters right behind their update, one by one or at once, and a second update in a call."""
     torch.manual_seed(0)
     model = zgraph.shard(Net(), zero_stage=2, offload=offload)
     average = {name: torch.zeros_like(local(one)) for name, one in model.named_parameters()}
@@ -168,7 +169,9 @@ def averaged(offload: zgraph.Offload | None, twice: bool) -> dict[str, Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            for name, one in model.named_parameters():
+            if together:
+                torch._foreach_lerp_([*average.values()], [local(one) for one in model.parameters()], 0.5)
+            for name, one in model.named_parameters() if not together else ():
                 average[name].lerp_(local(one), 0.5)
 
     run: Any = step
@@ -179,10 +182,10 @@ def averaged(offload: zgraph.Offload | None, twice: bool) -> dict[str, Tensor]:
     return average | {f"{name} itself": local(one).clone() for name, one in model.named_parameters()}
 
 
-def averaged_on_late_streams(offload: zgraph.Offload, twice: bool) -> int:
-    expected = averaged(None, twice)
+def averaged_on_late_streams(offload: zgraph.Offload, twice: bool, together: bool = False) -> int:
+    expected = averaged(None, twice, together)
     with late_gpu() as lanes:
-        found = averaged(offload, twice)
+        found = averaged(offload, twice, together)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     return lanes.late.done
@@ -194,6 +197,12 @@ def test_what_reads_parameters_behind_their_update_waits_for_it(
     ranks: Ranks, offload: zgraph.Offload, twice: bool
 ) -> None:
     assert min(ranks.run(averaged_on_late_streams, offload, twice)) > 0
+
+
+@worlds(1)
+@pytest.mark.parametrize("twice", [False, True])
+def test_what_backward_has_read_is_not_what_the_host_has_updated_since(ranks: Ranks, twice: bool) -> None:
+    assert min(ranks.run(averaged_on_late_streams, HOST, twice, True)) > 0
 
 
 def compared_on_late_streams(setting: Setting) -> int:
@@ -326,3 +335,22 @@ def test_nothing_is_touched_while_the_host_updates_it(
         "by the first call, which updates on the device"
     )
     assert (kinds.count("reload") > 0) == (offload == HOST)
+
+
+def test_the_host_waits_for_threads_that_copy_and_update(tmp_path: Path) -> None:
+    """As after a step that failed: what it had started would write over what is loaded next."""
+    lanes = ThreadLanes(bytes_per_us=1.0)  # copies of a tenth of a second
+    folder = lanes.disks.at(str(tmp_path))
+    source, kept, filed = torch.ones(25_000), torch.zeros(25_000), folder.empty((25_000,), torch.float32, "weight")
+    begun = threading.Event()
+
+    def update(moment: Tensor) -> None:
+        begun.wait(0.1)
+        moment.fill_(2.0)
+
+    moment = torch.zeros(3)
+    done = lanes.update(update, (moment,), {})
+    lanes.store(source, kept)
+    lanes.store(source, filed)
+    lanes.drain()
+    assert done.done() and moment.eq(2.0).all() and kept.eq(1.0).all() and filed.eq(1.0).all()

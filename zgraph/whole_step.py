@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from zgraph.optimizers import pending_gradients, rounded_adam
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.runtime.offload.copy_lanes import lanes_of
 from zgraph.step import guards
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
@@ -246,6 +248,9 @@ class TrainingStep(Generic[P, R]):
                 outputs = variant.program(inputs)
         except BaseException:
             self._may_be_half_applied = self._gradients_wait()
+            if lifted.resting is not None:  # what was started goes on, and would write over what is loaded next
+                with contextlib.suppress(Exception):
+                    lanes_of(lifted.resting.device).drain()
             raise
         result = self._finish(lifted, variant.captured, list(outputs))
         if variant.captured.state:

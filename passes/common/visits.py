@@ -26,6 +26,7 @@ class Visit:
         is_update: whether the uses are an update's.
         last_write: the last use that writes; None: the copy is dropped.
         is_first: whether nothing was stored to the input before.
+        previous: the stay of its values before this one.
         reload, ready, store: the copies, once they are there.
     """
 
@@ -35,6 +36,7 @@ class Visit:
     is_update: bool = False
     last_write: fx.Node | None = None
     is_first: bool = True
+    previous: Visit | None = None
     reload: fx.Node | None = None
     ready: fx.Node | None = None
     store: fx.Node | None = None
@@ -134,7 +136,7 @@ def _visits_of(
             if visit is not None:
                 yield visit
                 stored = stored or visit.last_write is not None
-            visit, known = Visit(resting, aliases, [], kind[1] == "update", is_first=not stored), kind
+            visit, known = Visit(resting, aliases, [], kind[1] == "update", is_first=not stored, previous=visit), kind
         visit.uses.append(use)
         if writes:
             visit.last_write = use

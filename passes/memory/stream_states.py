@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,7 +170,7 @@ class StreamStates(GraphPass):
         for value, last in made:
             outgoing.append((last, _move_out(graph, value, last, placed)))
         outgoing += kept
-        _prefetch(order, visits, self.prefetch, self.in_flight_bytes)
+        _prefetch(order, visits, joined, self.prefetch, self.in_flight_bytes)
         _write_behind(graph, outgoing, planned, self.stores_in_flight)
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
         bring_to_host(graph, on_host)
@@ -317,10 +318,18 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
     return start
 
 
-def _prefetch(order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int) -> None:
+def _prefetch(
+    order: Sequence[fx.Node], visits: Sequence[Visit], joined: Sequence[Visit], prefetch: int, in_flight_bytes: int
+) -> None:
     """Start the copies of each use while earlier uses are waited for."""
     batches = list(_batches(order, visits))
-    sizes = [sum(most_bytes_of(visit.resting) for visit in batch) for batch in batches]
+    held: Counter[fx.Node] = Counter()  # by updates, of copies that backward has read
+    for visit in joined:
+        held[visit.uses[0]] += most_bytes_of(visit.resting)
+    sizes = [
+        sum(most_bytes_of(visit.resting) for visit in batch) + sum(held[use] for use in {one.uses[0] for one in batch})
+        for batch in batches
+    ]
     anchors = [min(cast(fx.Node, visit.ready) for visit in batch) for batch in batches]
     top = next(node for node in order if node.op != "placeholder")
     top = min(top, anchors[0]) if anchors else top
@@ -351,23 +360,20 @@ def _join_updates(
     batches = list(_batches(order, visits))
     sizes = [sum(most_bytes_of(visit.resting) for visit in batch) for batch in batches]
     reductions = _last_reductions(order, {batch[0].uses[0] for batch in batches})
-    reads: dict[fx.Node, tuple[int, Visit]] = {}  # the last, by what rests
+    place = {visit: number for number, batch in enumerate(batches) for visit in batch}
     joined: list[Visit] = []
     for number, batch in enumerate(batches):
+        floor = reductions[batch[0].uses[0]]
         for visit in batch:
-            if not visit.is_update:
-                reads[visit.resting] = number, visit
+            read = visit.previous
+            if not visit.is_update or read is None or read.is_update or read not in place:
                 continue
-            begun, read = reads.pop(visit.resting, (-1, visit))
-            if read is visit or not (number - begun <= 1 or sum(sizes[begun : number + 1]) <= in_flight_bytes):
-                continue
-            floor = reductions[batch[0].uses[0]]
+            is_ahead = number - place[read] <= 1 or sum(sizes[place[read] : number + 1]) <= in_flight_bytes
             # A reduction in between would have the copy held while it travels.
-            if number - begun > prefetch or (floor and floor > read.uses[0]):
-                continue
-            read.uses += visit.uses
-            read.last_write = visit.last_write
-            joined.append(visit)
+            if number - place[read] <= prefetch and is_ahead and not (floor and floor > read.uses[0]):
+                read.uses += visit.uses
+                read.last_write = visit.last_write or read.last_write
+                joined.append(visit)
     return joined
 
 

@@ -235,7 +235,7 @@ def _check_arguments(group: DeviceMesh | ProcessGroup, replicas: Mapping[str, ob
         )
     for name, copies in replicas.items():
         # A Sequential could be iterated: its layers would be taken for replicas of one another, and made equal.
-        if isinstance(copies, nn.Module | Tensor):
+        if isinstance(copies, nn.Module | Tensor) and not isinstance(copies, nn.ModuleList | nn.ParameterList):
             raise ValueError(
                 f"zgraph.Replicas: {name!r} is a {type(copies).__name__}, and not a list of this rank's replicas; "
                 f"write {{{name!r}: [...]}}, with one for each chunk."

@@ -249,6 +249,12 @@ class DiskFolder:
 
         return self._start_writing("start_write_in_pieces", part, tensor, write)
 
+    def finish(self) -> None:
+        """Wait for all transfers that have been started; errors stay with those who wait for them."""
+        with self._lock:
+            ends = [] if self._closed else [self._reader.submit(int), self._writer.submit(int)]
+        wait(ends)
+
     def drop_pages(self, tensor: Tensor) -> None:
         """Write what was stored through the mapping of a tensor, and take its pages out of memory.
 

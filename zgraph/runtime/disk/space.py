@@ -53,12 +53,14 @@ class Space:
     Attributes:
         fd: descriptor for buffered transfers.
         path: the folder, for errors.
+        lost: what the kernel said when it could not write pages of the file; None: it has not said so.
     """
 
     def __init__(self, path: Path, who: str) -> None:
         self.fd = open_anonymous(path, who)
         self.path, self.who = path, who
         self.peak_bytes = 0
+        self.lost: OSError | None = None
         self._slots: dict[int, Slot] = {}  # by address
         self._end = 0
         self._freed: collections.deque[tuple[int, int]] = collections.deque()  # (span, offset), to be used again

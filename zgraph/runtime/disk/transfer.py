@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -91,8 +92,7 @@ class Mover:
             if part.nbytes == 0:  # and no address
                 return
             if _is_small(part):
-                # What the kernel could not write would be read from the disk, old, once its page is gone.
-                check_written(self.access.buffered, part.offset, part.nbytes)
+                self._check_written(part)
             if self._is_direct(part):
                 self._read_directly(part, address, room)
             else:
@@ -128,7 +128,26 @@ class Mover:
         """Take pages of a part out of memory, after what is dirty has been written."""
         first = part.start // BLOCK * BLOCK
         nbytes = blocks(part.start + part.nbytes - first)
-        drop_pages(self.access.buffered, part.slot.offset + first, nbytes, part.slot.address + first)
+        with self._noting_lost():
+            drop_pages(self.access.buffered, part.slot.offset + first, nbytes, part.slot.address + first)
+
+    def _check_written(self, part: Part) -> None:
+        """Refuse what the kernel may not have written: it would be read from the disk, old, once its page is gone.
+
+        The kernel says so once, of the whole file, to whoever asks first: from then on no small tensor can be trusted.
+        """
+        if self.space.lost is not None:
+            raise self.space.lost
+        with self._noting_lost():
+            check_written(self.access.buffered, part.offset, part.nbytes)
+
+    @contextlib.contextmanager
+    def _noting_lost(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.space.lost = OSError(error.errno, error.strerror)
+            raise
 
     def staging(self, nbytes: int) -> int:
         """Address of memory for staged transfers of so many bytes in all, which takes at most `STAGING_BYTES`."""

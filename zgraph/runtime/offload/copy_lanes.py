@@ -74,6 +74,16 @@ class CopyLanes(Protocol):
         """
         ...
 
+    def drain(self) -> None:
+        """Let the host wait for all that has been started: from then on it may read and write what rests there.
+
+        As after a program that failed, whose copies and updates go on.
+
+        Raises:
+            DiskError: a write failed that nobody has waited for, on a GPU.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _InThread:
@@ -147,6 +157,12 @@ class ThreadLanes:
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         return self._updates.submit(operator, *args, **kwargs)
+
+    def drain(self) -> None:
+        for lane in (self._updates, self._out, self._back):
+            lane.submit(int).result()
+        for folder in [*self.disks.by_path.values()]:
+            folder.finish()
 
     @contextlib.contextmanager
     def limited(self, bytes_per_us: float) -> Generator[None]:
@@ -332,6 +348,10 @@ class StreamLanes:
             write.wait()
         self.out.synchronize()
         self.back.synchronize()
+
+    def drain(self) -> None:
+        self.updates.submit(int).result()
+        self.finish()
 
     def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
         """The pinned memory through which tensors of a folder pass, from it and to it."""

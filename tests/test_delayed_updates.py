@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
 from tests.support.whole_tensors import whole
 from zgraph.optimizers.pending_gradients import GRADIENT, SKIP, apply_pending, has_pending
+from zgraph.runtime.offload.copy_lanes import ThreadLanes
 from zgraph.whole_step import TrainingStep
 
 P = zgraph.passes
@@ -288,8 +291,21 @@ def failing(after: int) -> list[Tensor]:
             one.load_state_dict(state)
 
     load()
-    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+    begun: list[Future[Any]] = []
+    update = ThreadLanes.update
+
+    def slowly(lanes: ThreadLanes, operator: Any, args: Any, kwargs: Any) -> Future[Any]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            time.sleep(0.1)
+            operator(*args, **kwargs)
+
+        begun.append(update(lanes, run, args, kwargs))
+        return begun[-1]
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((IndexError, RuntimeError), match="out of range"):
+        patch.setattr(ThreadLanes, "update", slowly)
         step(tokens + 7)
+    assert len(begun) == (after < 3) and all(one.done() for one in begun), "it would write over what is loaded next"
     if after < 3:  # gradients were waiting
         for going_on in (lambda: step(tokens), step.flush, step.state_dict):
             with pytest.raises(zgraph.ZgraphError, match=r"the last call failed .* load model and optimizer from a"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from zgraph.errors import ZgraphError
 from zgraph.reporting.data.frame import FrameData
 from zgraph.reporting.export.chrome_trace import chrome_trace
 from zgraph.reporting.export.dot import dot
@@ -101,7 +102,7 @@ def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
     try:
         _write(folder, [(PIPELINE, to_json({"format": f"{FORMAT}-pipeline", "version": VERSION, **plan}))])
         write_page(load(folder), folder)
-    except Exception as error:
+    except (OSError, ZgraphError) as error:
         _log.warning("zgraph: cannot write the report to %s: %s", folder, error)
 
 

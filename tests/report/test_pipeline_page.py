@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import zgraph
 from tests.support.browser import chromium, opened, rows_of
 from tests.support.pipelines import KEEPS, MICRO_BATCHES, kept_by, plan_within
 from tests.support.reports import large_report
@@ -57,6 +58,14 @@ def test_a_frame_alone_has_no_pipeline(planned: Plan, tmp_path: Path) -> None:
     folder = planned.report(tmp_path)
     for report in folder.rglob("report.json"):
         assert "pipeline" not in load(report.parent)
+
+
+def test_a_plan_of_another_version_is_refused(planned: Plan, tmp_path: Path) -> None:
+    file = planned.report(tmp_path) / "pipeline.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(document | {"version": "0.0"}), encoding="utf-8")
+    with pytest.raises(zgraph.ZgraphError, match=r"pipeline.json is a zgraph-report-pipeline of version 0.0, and this"):
+        load(tmp_path)
 
 
 def test_a_folder_without_room_costs_a_warning(planned: Plan, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,7 +38,7 @@ def load(path: Path) -> Document:
         {**row, **({"times": each["times"]} if "times" in each else {})} for each in merged for row in each["ranks"]
     ]
     plans = sorted(path.rglob(PIPELINE), key=_by_numbers) if path.is_dir() else []
-    return first | ({"pipeline": _json_of(plans[0])} if plans else {})
+    return first | ({"pipeline": _document_of(plans[0], f"{FORMAT}-pipeline")} if plans else {})
 
 
 def _by_numbers(path: Path) -> list[Any]:
@@ -46,21 +46,22 @@ def _by_numbers(path: Path) -> list[Any]:
     return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", piece)] for piece in path.parts]
 
 
-def _json_of(file: Path) -> Document:
+def _document_of(file: Path, wanted: str) -> Document:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        document: Document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ZgraphError(f"zgraph: cannot read the report {file}: {error}") from error
+    found = document.get("format"), str(document.get("version", "")).split(".")[0]
+    if found != (wanted, VERSION.split(".")[0]):
+        raise ZgraphError(
+            f"zgraph: {file} is a {found[0]} of version {document.get('version')}, and this zgraph reads {wanted} of "
+            f"version {VERSION}; write it anew."
+        )
+    return document
 
 
 def _load_one(file: Path) -> Document:
-    document = _json_of(file)
-    found = document.get("format"), str(document.get("version", "")).split(".")[0]
-    if found != (FORMAT, VERSION.split(".")[0]):
-        raise ZgraphError(
-            f"zgraph: {file} is a {found[0]} of version {document.get('version')}, and this zgraph reads {FORMAT} of "
-            f"version {VERSION}; write it anew."
-        )
+    document = _document_of(file, FORMAT)
     times = file.with_name(TIMES)
     if times.exists():
         document["times"] = json.loads(times.read_text(encoding="utf-8"))

@@ -13,10 +13,12 @@ from torch import Tensor, fx
 from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.shorten_calls import shorten_calls
 from zgraph.dialect.grouped_gathers import cast_each
+from zgraph.errors import ZgraphError
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.collective_dispatch import dispatcher_of
 from zgraph.runtime.collective_error import collective_error
-from zgraph.runtime.collectives import bind, finish_group
+from zgraph.runtime.exchanges.collectives import bind, finish_group
+from zgraph.runtime.exchanges.identity import CalledFor
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.offload.copy_lanes import Copy, CopyLanes, StreamLanes, lanes_of
 from zgraph.runtime.profiler import Probe, Program, Runner
@@ -51,22 +53,23 @@ def lower_fx(
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}
     _update_beside_compute(gm.graph)
     _copy_beside_compute(gm.graph)
+    called_for = CalledFor()
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_collective)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
             wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
-        start.target = dispatcher_of(start, number, ranks_per_host)
+        start.target = dispatcher_of(start, number, ranks_per_host, called_for)
     _call_cast_kernels(gm.graph)
     for node in nodes.call_functions(gm.graph, nodes.is_cast_shards):
         node.target = cast_each
     shorten_calls(gm.graph)
-    program = _program(gm, guarded)
+    program = _program(gm, guarded, called_for)
     if recorded is not None:
         program = recorded.of(program, gm)
     if runner_of is None:
         return boxed(program)
 
     def build(probe: Probe, watch_memory: bool) -> Program:
-        return _program(_instrumented(gm, probe, starts if watch_memory else [], waits), guarded)
+        return _program(_instrumented(gm, probe, starts if watch_memory else [], waits), guarded, called_for)
 
     def run(args: list[Any]) -> Any:
         runner = runner_of(args)
@@ -168,7 +171,7 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
     return lazy_graph_module(gm, graph)
 
 
-def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
+def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: CalledFor) -> Program:
     """The generated code of a graph, in which errors of collectives name the collective."""
     gm.graph.set_codegen(BoxedCodeGen())
     # The class's forward, not the module's __call__, which would print its own report of a failing line.
@@ -183,10 +186,11 @@ def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded]) -> Program:
 
     def run(args: list[Any]) -> Any:
         handles = {name: args[position] for name, position in handle_positions.items()}
+        called_for.begin(handles)
         try:
             return forward(gm, args)
-        except torch.OutOfMemoryError:
-            raise  # the error has nothing to do with peers
+        except (torch.OutOfMemoryError, ZgraphError):
+            raise  # has nothing to do with peers, or says itself what is wrong
         except RuntimeError as error:
             failed = guarded.get(_failed_line(error, forward))
             if failed is None:

@@ -19,7 +19,7 @@ from tests.support.ranks import Ranks
 from zgraph.analysis import measured_links
 from zgraph.analysis.hardware import Hardware, Link
 from zgraph.analysis.measured_links import compute_share, fit_link, in_a_stream
-from zgraph.runtime.collectives import start_all_gather, start_all_to_all
+from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all
 from zgraph.torch_compat.collectives import wait
 
 

@@ -22,7 +22,7 @@ from zgraph.compiler.agreement import Signature
 from zgraph.graph.collective_dispatch import order_of_waits
 from zgraph.graph.traffic import transfers
 from zgraph.passes import presets
-from zgraph.runtime.collectives import (
+from zgraph.runtime.exchanges.collectives import (
     finish_group,
     is_hierarchical,
     start_all_gather,
@@ -210,7 +210,7 @@ def trained_by_host() -> int:
         return start_hierarchical_gather(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zgraph.runtime.collectives.start_hierarchical_gather", counted)
+        patch.setattr("zgraph.runtime.exchanges.collectives.start_hierarchical_gather", counted)
         for is_compiled in (False, True):
             torch.manual_seed(0)
             model: Any = zgraph.shard(models.Uneven(), zero_stage=3)
@@ -235,7 +235,7 @@ def test_a_compiled_step_gathers_by_host_where_its_hardware_says_so(ranks: Ranks
 
 def test_ranks_agree_on_where_gathers_by_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """gather a, gather b, wait a, exchange, wait b: anybody who waited otherwise would wait forever."""
-    monkeypatch.setattr("zgraph.runtime.collectives.uses_point_to_point", lambda group, device: True)
+    monkeypatch.setattr("zgraph.runtime.exchanges.collectives.uses_point_to_point", lambda group, device: True)
     with fake_world(4):
         drawing = Drawing()
         starts = [drawing.start_gather(drawing.input(name, 4), name) for name in "ab"]

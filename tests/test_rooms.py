@@ -20,6 +20,7 @@ ROOMS = (
     "zgraph.runtime.disk",
     "zgraph.runtime.offload",
     "zgraph.runtime",
+    "zgraph.runtime.exchanges",
     "zgraph.compression",
     "zgraph.dialect",
     "zgraph.graph",

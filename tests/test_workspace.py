@@ -16,7 +16,7 @@ from tests.support.memory.allocations import counted
 from tests.support.ranks import Ranks
 from zgraph.analysis.workspace import remaining_bytes, staging_bytes, workspace_bytes
 from zgraph.graph import meta
-from zgraph.runtime.collectives import start_all_gather, start_all_to_all
+from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all
 from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, reduce_scatter_op, wait
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -218,7 +218,7 @@ class TrainingStep(Generic[P, R]):
         lifted = self._current()
         leaves, tree = tree_flatten((list(args), kwargs))
         for scope in self._scopes:
-            if scope.opened:
+            if scope.accumulation.opened:
                 raise ZgraphError(
                     "zgraph.training_step: the step begins while a window of zgraph.no_sync is open; close the window "
                     "with a forward and backward outside of no_sync first."
@@ -252,6 +252,9 @@ class TrainingStep(Generic[P, R]):
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
             raise
+        for scope in self._scopes:
+            for model in scope.models:
+                model.end_step()
         result = self._finish(lifted, variant.captured, list(outputs))
         if variant.captured.state:
             lifted.settle()

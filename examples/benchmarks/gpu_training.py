@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from workload import LanguageModel, ModelConfig, make_batch
 
 import zgraph
-from zgraph.runtime.collectives import start_all_gather, start_all_to_all, start_grouped_gather
+from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all, start_grouped_gather
 from zgraph.torch_compat.collectives import reduce_scatter_op, wait
 
 

@@ -19,7 +19,7 @@ from zgraph.graph import meta, traits
 from zgraph.graph.lanes import HOST_TO_DEVICE
 from zgraph.passes.common.build_reduction import ReductionBuilder
 from zgraph.runtime.chunks import Chunk, chunk_rows
-from zgraph.runtime.collectives import hosts_of
+from zgraph.runtime.exchanges.collectives import hosts_of
 from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, wait_op
 from zgraph.torch_compat.groups import resolve_group
 

@@ -91,7 +91,7 @@ def test_where_waits_block_a_groups_failure_is_named(monkeypatch: pytest.MonkeyP
     def fail(started: Any) -> Any:
         raise dist.DistBackendError("Watchdog caught collective operation timeout")
 
-    monkeypatch.setattr("zgraph.runtime.collectives.wait", fail)
+    monkeypatch.setattr("zgraph.runtime.exchanges.collectives.wait", fail)
     with fake_world(2):
         drawing = Drawing()
         starts = [drawing.start_gather(drawing.input(name, 4, 8), name) for name in ("w", "v")]

@@ -173,7 +173,7 @@ class Hardware:
         if stride in self.links:
             is_hierarchical = kind == "all_gather_into_tensor" and self.backend == "gloo" and isinstance(size, int)
             if is_hierarchical and 1 < local < size and size % local == 0:
-                sent_bytes = sent_bytes / local  # crosses to each other host once: zgraph.runtime.collectives
+                sent_bytes = sent_bytes / local  # crosses to each other host once: zgraph.runtime.exchanges.collectives
             return over(self.links[stride])
         halves = self.backend == "nccl" and not kind.startswith("all_to_all")
         if local == 1:

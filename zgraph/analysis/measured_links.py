@@ -19,7 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.analysis.hardware import Link
 from zgraph.runtime.chunks import MIB
-from zgraph.runtime.collectives import is_hierarchical, start_all_gather, start_all_to_all, uses_point_to_point
+from zgraph.runtime.exchanges.collectives import (
+    is_hierarchical,
+    start_all_gather,
+    start_all_to_all,
+    uses_point_to_point,
+)
 from zgraph.torch_compat.collectives import all_gather, wait
 from zgraph.torch_compat.groups import backend_of
 

@@ -55,7 +55,7 @@ def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None 
 def staging_bytes(started: fx.Node) -> int:
     """Bytes that the backend allocates for a collective in flight, in addition to its result.
 
-    gloo's reduce_scatter copies its input; point-to-point transfers (`zgraph.runtime.collectives`) copy nothing.
+    gloo's reduce_scatter copies its input; point-to-point transfers (`zgraph.runtime.exchanges`) copy nothing.
 
     Args:
         started: the start, or one result of a start that has several.

@@ -27,6 +27,7 @@ from zgraph.errors import AgreementError
 from zgraph.graph import meta
 from zgraph.graph.text import dtype_text
 from zgraph.graph.traffic import Transfer
+from zgraph.runtime.exchanges.watch import ADVICE, Watch, watch_of
 from zgraph.runtime.groups import OF_GATHERS, OF_REDUCTIONS
 from zgraph.torch_compat.groups import default_store, is_fake_world, resolve_group
 from zgraph.torch_compat.operators import is_fused_update
@@ -112,7 +113,8 @@ def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None
     talking = [signature for signature in signatures if signature.entries and len(signature.ranks) > 1]
     if not talking or (store is None and is_fake_world()):
         return
-    board = _Board(PrefixStore("zgraph/agreement", store or default_store()), dist.get_rank())
+    store = store or default_store()
+    board = _Board(PrefixStore("zgraph/agreement", store), dist.get_rank(), watch_of(store))
     for signature in talking:
         board.publish(signature)
     for signature in talking:
@@ -128,6 +130,9 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
         while pending := board.missing(pending, signature):
             board.wait_with(signature)
             for rank in pending:
+                text = board.end_wait(rank, signature)
+                if text:
+                    raise AgreementError(text)
                 other = board.waiting_with(rank)
                 # The peer waits for this rank, which has never published the like and cannot while it waits itself; and
                 # the peer has not published ours, looked at again because it may have done so just before.
@@ -152,9 +157,10 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
 class _Board:
     """What ranks tell each other through the store."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, watch: Watch | None = None) -> None:
         self.store = store
         self.rank = rank
+        self.watch = watch
 
     def publish(self, signature: Signature) -> None:
         self.store.set(f"published/{self.rank}/{signature.digest}", "1")
@@ -167,6 +173,19 @@ class _Board:
         if self.store.check([f"published/{rank}/{signature.digest}" for rank in ranks]):
             return []
         return [rank for rank in ranks if not self.has_published(rank, signature)]
+
+    def end_wait(self, rank: int, signature: Signature) -> str:
+        """End the wait of a peer for an exchange that this rank cannot start while it waits itself; why, or ""."""
+        stuck = None if self.watch is None else self.watch.stuck(rank)
+        if self.watch is None or stuck is None or self.has_published(rank, signature):
+            return ""
+        text = (
+            f"zgraph: rank {self.rank} compiles a {signature.direction} graph that begins with {_entry(signature, 0)}, "
+            f"while rank {rank} waits for {stuck['about']}, which rank {self.rank} has not started. Nothing of it was "
+            f"used. {ADVICE}"
+        )
+        self.watch.tell(rank, stuck, text)
+        return text
 
     def wait_with(self, signature: Signature | None) -> None:
         self.store.set(f"waiting/{self.rank}", signature.to_json() if signature is not None else "")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zgraph.runtime.collectives import start_all_gather
+from zgraph.runtime.exchanges.collectives import start_all_gather
 from zgraph.runtime.window_state import state_behind
 from zgraph.torch_compat.collectives import wait
 from zgraph.torch_compat.groups import resolve_group

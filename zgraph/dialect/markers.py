@@ -20,7 +20,8 @@ from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dty
 from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import chunk_rows, pad_rows
 from zgraph.runtime.collective_error import collective_error
-from zgraph.runtime.collectives import start_all_gather, start_all_to_all
+from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all
+from zgraph.runtime.exchanges.identity import about
 from zgraph.runtime.groups import group_size
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.shard_layout import ShardLayout
@@ -71,8 +72,8 @@ def unshard(
         if layout.keeps_gathered(window):
             unsharded = wait(all_gather_kept(chunk, handle, layout.world, window, group_name))
         else:
-            unsharded = wait(start_all_gather(chunk, layout.world, group_name))
-    except torch.OutOfMemoryError:
+            unsharded = wait(start_all_gather(chunk, layout.world, group_name, about=about("all_gather", handle)))
+    except (torch.OutOfMemoryError, ZgraphError):
         raise
     except RuntimeError as error:
         raise collective_error("all_gather", [name_of(handle)], group_name, error) from error
@@ -150,13 +151,13 @@ def reduce_grad(
     pieces = _padded(wire if layout.is_sharded else wire.reshape(-1), world)
     try:
         if layout.num_replicas == 1:
-            total = _exchange_and_sum(pieces, group, divisor, travels)
+            total = _exchange_and_sum(pieces, group, divisor, travels, handle)
         else:
-            partial = _exchange_and_sum(pieces, group, 1, accumulate_dtype(pieces.dtype))
-            total = _all_reduce(partial, replica_group, divisor, wire_dtype, travels)
+            partial = _exchange_and_sum(pieces, group, 1, accumulate_dtype(pieces.dtype), handle)
+            total = _all_reduce(partial, replica_group, divisor, wire_dtype, travels, handle)
         if not layout.is_sharded:
-            return _gather_pieces(total, group, grad.numel()).to(dtype).view(grad.shape)
-    except torch.OutOfMemoryError:
+            return _gather_pieces(total, group, grad.numel(), handle).to(dtype).view(grad.shape)
+    except (torch.OutOfMemoryError, ZgraphError):
         raise
     except RuntimeError as error:
         raise collective_error("reduce_grad", [name_of(handle)], group_name, error) from error
@@ -168,30 +169,35 @@ def _padded(pieces: Tensor, world: int) -> Tensor:
     return pad_rows(pieces, world * chunk_rows(pieces.shape[0], world))
 
 
-def _exchange_and_sum(pieces: Tensor, group_name: str, divisor: int, dtype: torch.dtype) -> Tensor:
+def _exchange_and_sum(pieces: Tensor, group_name: str, divisor: int, dtype: torch.dtype, handle: Tensor) -> Tensor:
     """[N * n, ...] of every rank -> the sum of this rank's [n, ...] pieces."""
     world = group_size(group_name)
     if world > 1:
         splits = [pieces.shape[0] // world] * world
-        pieces = wait(start_all_to_all(pieces, splits, splits, group_name))
+        pieces = wait(start_all_to_all(pieces, splits, splits, group_name, about=about("reduction", handle)))
     return sum_ranks(pieces, world, divisor, dtype)
 
 
-def _gather_pieces(piece: Tensor, group_name: str, numel: int) -> Tensor:
+def _gather_pieces(piece: Tensor, group_name: str, numel: int, handle: Tensor) -> Tensor:
     """[n] of every rank -> [numel], without the padding at the end."""
     world = group_size(group_name)
     if world == 1:
         return piece[:numel]
-    return wait(start_all_gather(piece, world, group_name))[:numel]
+    return wait(start_all_gather(piece, world, group_name, about=about("reduction", handle)))[:numel]
 
 
 def _all_reduce(
-    partial: Tensor, group_name: str, divisor: int, wire_dtype: torch.dtype | None, dtype: torch.dtype
+    partial: Tensor,
+    group_name: str,
+    divisor: int,
+    wire_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    handle: Tensor,
 ) -> Tensor:
     """The sum of a partial sum over the replicas of this shard, in rank order."""
     flat = partial.reshape(-1).to(wire_dtype_of(partial.dtype, wire_dtype))
-    mean = _exchange_and_sum(_padded(flat, group_size(group_name)), group_name, divisor, dtype)
-    return _gather_pieces(mean, group_name, partial.numel()).view(partial.shape)
+    mean = _exchange_and_sum(_padded(flat, group_size(group_name)), group_name, divisor, dtype, handle)
+    return _gather_pieces(mean, group_name, partial.numel(), handle).view(partial.shape)
 
 
 @reduce_grad.register_fake

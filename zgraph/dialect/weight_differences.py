@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import pad_rows
-from zgraph.runtime.collectives import start_all_gather
+from zgraph.runtime.exchanges.collectives import start_all_gather
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.weight_copy import WeightCopy
 from zgraph.runtime.window_state import state_behind

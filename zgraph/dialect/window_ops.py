@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zgraph.runtime.collectives import start_all_gather
+from zgraph.runtime.exchanges.collectives import start_all_gather
+from zgraph.runtime.exchanges.identity import about
 from zgraph.runtime.window_state import OPEN, state_behind
 
 
@@ -25,14 +26,14 @@ def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, grou
     Returns:
         [N * n, ...], shared by all forwards of the window.
     """
-    kept = state_behind(handle).kept
-    unsharded = kept.get(chunk.dtype)
+    state = state_behind(handle)
+    unsharded = state.gathered(chunk.dtype)
     if unsharded is None:
-        unsharded = start_all_gather(chunk, world, group_name)
+        unsharded = start_all_gather(chunk, world, group_name, about=about("all_gather", handle))
     if window == OPEN:
-        kept[chunk.dtype] = unsharded
+        state.keep(unsharded)
     else:
-        kept.clear()
+        state.release()
     return unsharded.view(unsharded.shape)  # a new tensor: autograd writes to what an operator returns
 
 
@@ -53,7 +54,7 @@ def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage
         rows: rows of this rank's shard; 0 at stage 0.
 
     Returns:
-        What goes into `.grad` until then: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
+        What autograd adds to `.grad`: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
     """
     return state_behind(handle).add(grad, dtype, zero_stage)
 

@@ -1,34 +1,43 @@
-"""Collective dispatch: which function of `zgraph.runtime.collectives` runs in place of each functional collective."""
+"""Collective dispatch: which function of the room of exchanges runs in place of each functional collective."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
 
 from zgraph.graph import meta, nodes
-from zgraph.runtime import collectives
+from zgraph.runtime.exchanges import collectives
+from zgraph.runtime.exchanges.identity import About, CalledFor
 from zgraph.torch_compat.groups import resolve_group
 
 
-def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1) -> Any:
+def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_for: CalledFor | None = None) -> Any:
     """A function of the node's arguments that starts the collective, or the operator itself if the backend runs it.
 
     Args:
         start: start of a collective.
         number: its number among the starts of its graph.
         ranks_per_host: of the machine, the same on all ranks.
+        called_for: knows which parameters a call is for; None: nobody does, and exchanges have no identity.
     """
+    about = None if called_for is None else _about(start, called_for)
     if nodes.is_all_gather(start):
         if _is_hierarchical(start, ranks_per_host):
             return _dispatch_hierarchical_gather(number, ranks_per_host)
-        return collectives.bind(collectives.start_all_gather, number)
+        return collectives.bind(collectives.start_all_gather, number, about=about)
     if nodes.is_grouped_gather(start):
-        return collectives.bind(collectives.start_grouped_gather, number)
+        return collectives.bind(collectives.start_grouped_gather, number, about=about)
     if nodes.is_all_to_all(start):
-        return collectives.bind(collectives.start_all_to_all, number)
+        return collectives.bind(collectives.start_all_to_all, number, about=about)
     return start.target
+
+
+def _about(start: fx.Node, called_for: CalledFor) -> Callable[[], About | None]:
+    kind = "all_gather" if nodes.is_gather(start) else "reduction"
+    return partial(called_for.about, kind, meta.handles(start))
 
 
 def _dispatch_hierarchical_gather(number: int, ranks_per_host: int) -> Callable[[Tensor, int, str], Tensor]:

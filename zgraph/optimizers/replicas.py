@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.optimizers.gradients import clip_by_stages
 from zgraph.runtime.collective_error import collective_error
-from zgraph.runtime.collectives import start_all_gather, start_all_to_all
+from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all
 from zgraph.torch_compat.collectives import wait
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 

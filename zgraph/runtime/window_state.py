@@ -6,7 +6,8 @@ the parameter's handle, the one object that reaches a marker's kernel both in ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
@@ -32,7 +33,57 @@ Defer = Callable[[Gradients, Callable[[], Gradients]], None]
 # Position of a forward in its window; an argument of the markers of the forward and of its backward.
 ALONE: Final = "alone"  # a window of its own: nothing is kept
 OPEN: Final = "open"  # under no_sync: its gathers are kept, its gradients wait
-CLOSING: Final = "closing"  # the last one: uses what was kept; its backward reduces what has waited
+CLOSING: Final = "closing"  # a last one: uses what was kept; its backward reduces what has waited
+
+# What each waiting gradient adds to each element of `.grad` at stage 1. Not zero, which clearing leaves; a power
+# of two, so that sums of it are exact; small, for those who look at norms; and a normal number in each dtype.
+PLACEHOLDER: Final = 2.0**-14
+
+
+@dataclass(eq=False)
+class Accumulation:
+    """What the parameters of one scope hold between the forwards of their windows.
+
+    Attributes:
+        opened: whether a forward has run under `no_sync` whose window may still be open. Each parameter closes its own
+            window; once none is left, all are closed. A plain attribute: compiled frames are guarded by it.
+        pending: parameters with gathered copies, or with gradients that wait.
+    """
+
+    opened: bool = False
+    pending: dict[ParameterState, None] = field(default_factory=dict["ParameterState", None])
+
+    def note(self, state: ParameterState) -> None:
+        """Note whether a parameter holds anything, after that has changed."""
+        if state.waiting or state.kept:
+            self.pending[state] = None
+        elif self.pending.pop(state, state) is None and not self.pending:
+            self.opened = False
+
+    def check_step(self, stepping: Container[int]) -> None:
+        """Check that an optimizer may step on parameters, and drop their gathered copies, which its step makes stale.
+
+        Args:
+            stepping: ids of the sharded parameters.
+
+        Raises:
+            ZgraphError: gradients of one of them have not been reduced.
+        """
+        for state in [one for one in self.pending if id(one.parameter) in stepping]:
+            if state.has_waiting_gradients:
+                raise ZgraphError(
+                    f"zgraph.no_sync: optimizer.step() on {state.name}, whose gradients from forwards under no_sync "
+                    "are not reduced: no backward of a forward outside of no_sync has reached it since. Run the last "
+                    "micro-batch outside of no_sync, through all parts that the others went through; or clear the "
+                    "gradients by zero_grad()."
+                )
+            state.forget()
+            state.release()
+        self.settle()
+
+    def settle(self) -> None:
+        """Close the window of which nothing is left, such as one whose backwards have not run."""
+        self.opened = bool(self.pending)
 
 
 @dataclass(eq=False)
@@ -41,10 +92,17 @@ class ParameterState:
 
     Attributes:
         owner, attribute: where the sharded parameter is found.
+        name: name of the parameter, for people.
+        accumulation: shared by all parameters of a scope.
         kept: gathered copies by dtype, [N * chunk, ...], padding included.
+        version: of the sharded parameter when these were gathered.
         waiting: whether a backward of the open window has left gradients.
         accumulated: stage 1: sum of this rank's own unsharded gradients, [*shape].
-        earlier: stage 0: the `.grad` from before the window, already reduced; what waits is in `.grad` meanwhile.
+        placeholder: stage 1: what each element of `.grad` is while gradients wait, unless the user edits it; 0-d.
+        earlier: the `.grad` from before the window, already reduced. Meanwhile `.grad` holds what waits at stage 0, and
+            the placeholder at stage 1.
+        begun: the tensor that took its place in `.grad`.
+        writes: version of that tensor if only backwards have written to it; at most.
         tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
         feedbacks: error feedback of its compressed reductions.
         ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
@@ -54,15 +112,38 @@ class ParameterState:
 
     owner: nn.Module
     attribute: str
+    name: str = "?"
+    accumulation: Accumulation = field(default_factory=Accumulation)
     kept: dict[torch.dtype, Tensor] = field(default_factory=dict[torch.dtype, Tensor])
+    version: int = 0
     waiting: bool = False
     accumulated: Tensor | None = None
+    placeholder: Tensor | None = None
     earlier: Tensor | None = None
+    begun: weakref.ref[Tensor] | None = None
+    writes: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
     weight_copy: WeightCopy | None = None
     ahead: Tensor | None = None
     defer: Defer | None = None
+
+    def keep(self, unsharded: Tensor) -> None:
+        """Keep a gathered copy for the other forwards of the window."""
+        self.kept[unsharded.dtype] = unsharded
+        self.version = _version(self.parameter)
+        self.accumulation.note(self)
+
+    def gathered(self, dtype: torch.dtype) -> Tensor | None:
+        """The copy that the window has gathered, if the parameter has not been written to since."""
+        if self.kept and self.version != _version(self.parameter):
+            self.kept.clear()
+        return self.kept.get(dtype)
+
+    def release(self) -> None:
+        """Drop the gathered copies."""
+        self.kept.clear()
+        self.accumulation.note(self)
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Let a gradient wait for the closing backward.
@@ -78,59 +159,148 @@ class ParameterState:
         if zero_stage == 0:
             self.wait_in_grad()
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        if self._sharded().grad is None:
-            self._forget()
-        self.waiting = True
+        if self._is_cleared():
+            self.forget()
+        if not self.waiting:
+            self._put_aside(torch.zeros_like(self.parameter))
+            self.placeholder = _local(self.parameter).new_zeros(())
+        self._follow_edits()
+        self._wait()
         if self.accumulated is None:
             self.accumulated = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         else:
             self.accumulated += grad
-        return torch.zeros_like(_local(self._sharded()), device=grad.device)
+        assert self.placeholder is not None and self.parameter.grad is not None
+        # Here and now, not by autograd, which adds to `.grad` only after all readers of a tied parameter.
+        _local(self.parameter.grad).add_(PLACEHOLDER)
+        self.placeholder = self.placeholder + PLACEHOLDER
+        return torch.zeros_like(_local(self.parameter), device=grad.device)
 
     def wait_in_grad(self) -> None:
         """At stage 0, let `.grad` hold nothing but what waits; a gradient of the window is about to be added to it."""
-        sharded = self._sharded()
-        if sharded.grad is None:
-            self._forget()  # the user has cleared the gradients, and with them the open window
+        grad = self.parameter.grad
+        if grad is None:
+            self.forget()  # the user has cleared the gradients, and with them the open window
         elif not self.waiting:
             # Zeros, not None: should autograd add nothing (it broke off, or was asked for other gradients), what was
             # there before must not look as if the user had cleared it.
-            self.earlier, sharded.grad = sharded.grad, torch.zeros_like(sharded.grad)
-        self.waiting = True
+            self._put_aside(torch.zeros_like(grad))
+        self._follow_clearing()
+        self._wait()
 
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Return the sum of all gradients of the window, `grad` being the last; nothing waits afterwards."""
-        sharded = self._sharded()
-        if sharded.grad is None:
-            self._forget()
+        if self._is_cleared():
+            self.forget()
+        self._follow_clearing() if zero_stage == 0 else self._follow_edits()
         if not self.waiting:
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if zero_stage == 0:
-            assert sharded.grad is not None
-            total = _local(sharded.grad).to(grad.device)  # from the host where the parameter rests there
-            sharded.grad = self.earlier  # to which autograd adds the mean
+            total = _local(cast(Tensor, self.parameter.grad)).to(grad.device)  # from the host where it rests there
         else:
             assert self.accumulated is not None
             total = self.accumulated
+        self.parameter.grad = self.earlier  # to which autograd adds the mean
         total += grad
-        self._forget()
+        self.forget()
         return total
 
-    def _forget(self) -> None:
-        self.waiting = False
-        self.accumulated = self.earlier = None
+    def _wait(self) -> None:
+        self.waiting = True
+        self.writes += 1
+        self.accumulation.note(self)
 
-    def _sharded(self) -> Tensor:
+    def _is_cleared(self) -> bool:
+        """Whether the user has set `.grad` to None, and so has discarded what waited."""
+        return self.waiting and self.parameter.grad is None
+
+    def _put_aside(self, zeros: Tensor) -> None:
+        """Put the reduced gradient from before the window aside; `.grad` begins anew."""
+        self.earlier, self.parameter.grad = self.parameter.grad, zeros
+        self.begun, self.writes = weakref.ref(zeros), zeros._version
+
+    def _is_edited(self, grad: Tensor) -> bool:
+        """Whether something other than a backward has replaced `.grad`, or written to it in place, past `.data`."""
+        return self.begun is None or self.begun() is not grad or grad._version > self.writes
+
+    def _follow_clearing(self) -> None:
+        """At stage 0, drop the gradient that was put aside, too, if the user has set `.grad` to zero in place."""
+        grad = self.parameter.grad
+        if self.earlier is None or grad is None or not self._is_edited(grad):
+            return
+        if bool(_local(grad).any()):
+            raise _edited(self.name, "it was reduced before this window began, and that part of it was put aside")
+        self.earlier = None
+
+    def _follow_edits(self) -> None:
+        """At stage 1, do to the sum what the user has done to its placeholder in `.grad`: set to zero, or scale."""
+        grad, held = self.parameter.grad, self.placeholder
+        if not self.waiting or grad is None or held is None:
+            return
+        marks = _local(grad).detach()
+        if not marks.numel():
+            self._follow_others(grad)
+            return
+        found = marks.flatten()[0].clone()
+        factor, is_even = found / held.to(found.device), (marks == found).all()
+        self.placeholder = found
+        if found.device.type == "cpu":
+            if not is_even:
+                raise _edited(self.name, "at stage 1 the sum itself is kept elsewhere")
+            if factor == 1:
+                return
+        # On a device nothing is read, which would stop the host: an edit that cannot be followed becomes NaN.
+        sums = [self.accumulated, None if self.earlier is None else _local(self.earlier)]
+        for part in (one for one in sums if one is not None):
+            scaled = torch.where(factor.to(part.device) == 0, 0, part * factor.to(part.device, part.dtype))
+            part.copy_(torch.where(is_even.to(part.device), scaled, torch.nan))
+
+    def _follow_others(self, grad: Tensor) -> None:
+        """On a rank without rows of the parameter an edit shows in the version, and its kind in other gradients."""
+        if not self._is_edited(grad):
+            return
+        others = (_local(one.parameter.grad) for one in self.accumulation.pending if one.parameter.grad is not None)
+        if any(bool(other.any()) for other in others):
+            raise _edited(self.name, "this rank has no rows of it in which the edit could be seen")
+        self.forget()
+        self.parameter.grad = None
+
+    @property
+    def has_waiting_gradients(self) -> bool:
+        """Whether gradients wait that the user has not cleared."""
+        return self.waiting and self.parameter.grad is not None
+
+    @property
+    def parameter(self) -> Tensor:
+        """The sharded parameter."""
         return cast(Tensor, local_parameters(self.owner)[self.attribute])
+
+    def forget(self) -> None:
+        """Drop what waits."""
+        self.waiting = False
+        self.accumulated = self.placeholder = self.earlier = self.begun = None
+        self.accumulation.note(self)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return local_of(cast(DTensor, tensor))
 
 
-def attach_state(handle: Tensor, owner: nn.Module, attribute: str) -> None:
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to, past `.data` and kernels on local shards; 0 where nothing counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _edited(name: str, why: str) -> ZgraphError:
+    return ZgraphError(
+        f"zgraph.no_sync: the .grad of {name} was changed in place between the forwards of a window, which cannot be "
+        f"followed: {why}. Change it after the backward of a forward outside of no_sync, when it has been reduced."
+    )
+
+
+def attach_state(handle: Tensor, owner: nn.Module, attribute: str, accumulation: Accumulation | None = None) -> None:
     """Give a handle the state of its parameter, `owner.attribute`."""
-    setattr(handle, _STATE, ParameterState(owner, attribute))
+    setattr(handle, _STATE, ParameterState(owner, attribute, name_of(handle), accumulation or Accumulation()))
 
 
 def state_behind(handle: Tensor) -> ParameterState:

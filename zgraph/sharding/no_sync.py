@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Generator
-from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zgraph.errors import ZgraphError
-from zgraph.sharding.scope import Scope, state_of
+from zgraph.sharding.scope import Scope, scopes_of, state_of
 from zgraph.torch_compat.dynamo import without_compile
 
 
@@ -29,16 +24,18 @@ def no_sync(module: nn.Module) -> Generator[None]:
     These forwards and the next one without `no_sync` form a window. What it saves depends on the stage: at stages 0
     and 1 gradients are summed on each rank and reduced once; at stages 1 and 2 parameters are gathered once, and the
     copies are kept until the closing backward ends; at stage 3 nothing is kept, and nothing changes. What counts is
-    where the forward runs; its backward may run outside. All backwards of a window run before the closing one. Until
-    then `.grad` holds this rank's own sum at stage 0, and zeros at stage 1. `optimizer.zero_grad()` discards the
-    gradients that wait.
+    where the forward runs; its backward may run outside. Each parameter closes its window by itself, in the first
+    backward of such a forward that reaches it; so parts of a model may be called one by one, in any order. All other
+    backwards of the window run before that. Until then `.grad` holds this rank's own sum at stage 0, and a placeholder
+    at stage 1: each of its elements is `runtime.window_state.PLACEHOLDER`, once for each backward. `zero_grad()`
+    discards the gradients that wait, also by zeros in place; a `.grad` that is scaled in place scales them.
 
     Args:
         module: what `zgraph.shard` returned, compiled or not.
 
     Raises:
         ValueError: nothing in the module is sharded, or its parameters are of several stages.
-        ZgraphError: from `optimizer.step()`, when the window has not been closed.
+        ZgraphError: from `optimizer.step()`, where gradients of one of its parameters still wait.
     """
     module = without_compile(module)
     scopes = _scopes(module)
@@ -46,7 +43,6 @@ def no_sync(module: nn.Module) -> Generator[None]:
     before = [scope.accumulating for scope in scopes]
     for scope in scopes:
         scope.accumulating = True
-        refuse_early_steps(scope, module)
     try:
         yield
     finally:
@@ -55,13 +51,13 @@ def no_sync(module: nn.Module) -> Generator[None]:
 
 
 def _scopes(module: nn.Module) -> list[Scope]:
-    scopes = [state.scope for part in module.modules() if (state := state_of(part)) is not None]
+    scopes = scopes_of(module)
     if not scopes:
         raise ValueError(
             f"zgraph.no_sync: nothing in this {type(module).__name__} is sharded, so nothing is reduced; call "
             "zgraph.shard first, or leave no_sync out."
         )
-    return list(dict.fromkeys(scopes))
+    return scopes
 
 
 def _check_one_stage(module: nn.Module) -> None:
@@ -78,27 +74,3 @@ def _check_one_stage(module: nn.Module) -> None:
             f"zgraph.no_sync: the module mixes ZeRO stages ({found}), whose gradients would be reduced at different "
             "times; use no_sync on the parts of one stage each, or shard all at one stage."
         )
-
-
-def refuse_early_steps(scope: Scope, module: nn.Module) -> None:
-    """Refuse an optimizer step while the window is open, which would use unreduced gradients; once per scope."""
-    if scope.guards_steps:
-        return
-    scope.guards_steps = True
-    watched_scope, watched_module = weakref.ref(scope), weakref.ref(module)
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        open_scope, owner = watched_scope(), watched_module()
-        if open_scope is None or owner is None or not open_scope.opened:
-            return
-        own = {id(parameter): name for name, parameter in owner.named_parameters()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in own:
-                    raise ZgraphError(
-                        f"zgraph.no_sync: optimizer.step() on {own[id(parameter)]} while its window is open, so its "
-                        "gradient is not reduced; run the last forward and backward outside of no_sync first, or the "
-                        "pipeline's step again after zero_grad() if it has failed."
-                    )
-
-    weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)

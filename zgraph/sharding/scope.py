@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zgraph.analysis.hardware import Hardware
 from zgraph.errors import ZgraphError
+from zgraph.runtime.exchanges.collectives import end_together
+from zgraph.runtime.exchanges.identity import About, Exchanges
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.shard_layout import ShardLayout
-from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, ParameterState, state_behind
+from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, Accumulation, ParameterState, state_behind
 from zgraph.sharding.codes import Codes
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.sharding.meshes.same_batch import SameBatch
@@ -71,6 +75,31 @@ class ParamSpec:
         return self.layout.shape if self.split is None else self.split.shape
 
 
+@dataclass(frozen=True, eq=False)
+class Model:
+    """What one call of `zgraph.shard` has sharded.
+
+    Attributes:
+        exchanges: count of its exchanges.
+        group_names: names of the groups of the mesh's axes.
+        params: its parameters.
+    """
+
+    exchanges: Exchanges
+    group_names: tuple[str, ...]
+    params: tuple[ShardedParam, ...]
+
+    def end_step(self) -> None:
+        """Wait until all ranks end the step, each with as many exchanges.
+
+        Raises:
+            AgreementError: a rank has had others.
+        """
+        about = self.exchanges.end_of_step()
+        for group_name in self.group_names if about is not None else ():
+            end_together(group_name, cast(About, about))
+
+
 class Scope:
     """State shared by all modules under one `shard` root: whether a forward is running, and what it has gathered.
 
@@ -78,7 +107,7 @@ class Scope:
         active: whether a forward is running.
         has_windows: whether some parameter is at a stage where `no_sync` changes anything (0 to 2).
         accumulating: whether `no_sync` is active.
-        opened: whether a forward has run under `no_sync` since the last one without.
+        accumulation: what its parameters hold in open windows.
         given: position of the next forward in its window, where a stage of a pipeline knows it; None: it is counted.
         window: position of the running forward in its window.
         last: position of the last forward that recorded gradients.
@@ -86,7 +115,7 @@ class Scope:
         splitting_forwards: how many compiled forwards have run whose backwards can do that.
         repeats: whether a backward is running through what an uncompiled forward has returned. Compiled parts that
             activation checkpointing repeats cannot ask autograd; they are compiled a second time for this case.
-        guards_steps: whether optimizers are watched for steps in an open window.
+        models: of each call of `zgraph.shard`: its parameters, which all ranks of its groups step on together.
         report: `zgraph.Report` of what was compiled for these modules, only stored here; None: nothing was.
         machine: hardware of all ranks, as far as the names of GPUs tell; None: unknown.
         resting: memory of what these modules offload; None: everything rests on the device.
@@ -101,14 +130,14 @@ class Scope:
         self.active = False
         self.has_windows = False
         self.accumulating = False
-        self.opened = False
+        self.accumulation = Accumulation()
         self.given: str | None = None
         self.window: str = ALONE
         self.last: str = ALONE
         self.is_staged = False
         self.splitting_forwards = 0
         self.repeats = False
-        self.guards_steps = False
+        self.models: list[Model] = []
         self.report: object = None
         self.machine: Hardware | None = None
         self.resting: Resting | None = None
@@ -121,6 +150,7 @@ class Scope:
         # do in the replicated model. In a compiled graph the pass dedupe_gathers does this.
         self.gathered: dict[ShardedParam, Tensor] | None = None
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        _guard_steps(self)
 
     @no_frames_inside
     def check_batch(self, inputs: Any) -> None:
@@ -152,12 +182,13 @@ class Scope:
         if self.repeats or (not torch.compiler.is_compiling() and is_in_backward()):
             return self.last  # activation checkpointing repeats a forward that already has its position
         if self.accumulating:
-            self.opened = True
+            self.accumulation.opened = True
             self.last = OPEN
         elif self.given is not None:
             self.last = self.given
-        elif self.opened:
-            self.opened = False
+        elif self.accumulation.opened:
+            # Each parameter closes its own window, so it does not matter which parts of the model are called, or in
+            # which order: what has nothing open does the same as alone.
             self.last = CLOSING
         else:
             self.last = ALONE
@@ -205,7 +236,29 @@ class Scope:
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
-        return memo.setdefault(id(self), Scope())
+        if id(self) not in memo:
+            memo[id(self)] = copied = Scope()
+            copied.has_windows = self.has_windows
+            copied.accumulation = copy.deepcopy(self.accumulation, memo)
+            copied.models = copy.deepcopy(self.models, memo)
+        return memo[id(self)]
+
+
+def _guard_steps(scope: Scope) -> None:
+    """Refuse steps of optimizers on gradients that wait; let ranks step together, each after as many exchanges."""
+    watched = weakref.ref(scope)
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = watched()
+        if alive is None:
+            return
+        stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        alive.accumulation.check_step(stepping)
+        for model in alive.models:
+            if any(id(param.sharded) in stepping for param in model.params):
+                model.end_step()
+
+    weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
 
 
 def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
@@ -338,8 +391,13 @@ def sharded_parameters(module: nn.Module) -> dict[str, ShardedParam]:
 
 def window_is_open(module: nn.Module) -> bool:
     """Whether some part of a model has gradients, or gathered parameters, waiting for a closing forward."""
+    return any(scope.accumulation.opened for scope in scopes_of(module))
+
+
+def scopes_of(module: nn.Module) -> list[Scope]:
+    """The scopes of a module's parts; several where parts were sharded that lie under no sharded root."""
     states = (state_of(part) for part in module.modules())
-    return any(state is not None and state.scope.opened for state in states)
+    return list(dict.fromkeys(state.scope for state in states if state is not None))
 
 
 def scope_behind(handle: object) -> Scope | None:

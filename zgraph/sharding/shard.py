@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zgraph.runtime.exchanges.identity import Exchanges, identify
 from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.shard_layout import ShardLayout
@@ -24,7 +25,7 @@ from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.meshes.same_machine import agreed_machine
 from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
 from zgraph.sharding.offload import Offload, Resting
-from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
+from zgraph.sharding.scope import STATE, Model, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import lies_inside, outermost_units, unit_class
 from zgraph.torch_compat.dtensor import local_of
@@ -140,8 +141,13 @@ def shard(
                 scope.replaced.extend(known.scope.replaced)
                 known.scope.replaced = []
                 scope.same_gradients += known.scope.same_gradients
+                scope.models += known.scope.models
+                known.scope.models = []
             scope.has_windows = scope.has_windows or known.scope.has_windows
             known.scope = scope  # parts sharded before now share the root's scope
+            for param in known.by_attribute.values():
+                param.state.accumulation = scope.accumulation
+                scope.accumulation.note(param.state)
             continue
         object.__setattr__(part, STATE, ModuleState(scope=scope))
         follow_state_dicts(part)
@@ -149,6 +155,8 @@ def shard(
     if zero_stage > 0 and found:
         gather_group = _separate_reductions(mesh)
     replica_group = mesh.get_group(0).group_name if mesh.ndim > 1 else ""
+    exchanges = Exchanges.of(gather_group) if found and mesh.size() > 1 else None
+    params: list[ShardedParam] = []
     replicated: list[tuple[str, nn.Module, str]] = []
     for entry in found:
         is_ignored = id(entry.parameter) in ignored_ids
@@ -176,9 +184,12 @@ def shard(
         scope.has_windows = scope.has_windows or (stage < 3 and not is_ignored)
         _place(entry, spec, mesh, at_rest, scope.resting)
         scope.replaced.append((entry.name, weakref.ref(entry.parameter)))
-        _assign_to_unit(entry, spec, module, unit_names)
+        params.append(_assign_to_unit(entry, spec, module, unit_names, exchanges))
         if split is not None and split.dim is None and not is_ignored:
             replicated.append((entry.name, *entry.sites[0][1:]))
+    if exchanges is not None:
+        names = tuple(group.group_name for group in mesh.get_all_groups())
+        scope.models.append(Model(exchanges, names, tuple(params)))
     if axis is not None:
         scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():
@@ -353,11 +364,14 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh
         replace_parameter(part, attribute, sharded)
 
 
-def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...]) -> None:
+def _assign_to_unit(
+    entry: _Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...], exchanges: Exchanges | None
+) -> ShardedParam:
     """Choose the module that gathers it: the named unit around all its readers, else their closest common parent."""
     sites = tuple((part, attribute) for _, part, attribute in entry.sites)
     handle = make_handle(entry.name)
-    attach_state(handle, *sites[0])
+    attach_state(handle, *sites[0], _state(root).scope.accumulation)
+    identify(handle, exchanges)
     param = ShardedParam(entry.name, spec, handle, sites)
     prefixes = [prefix for prefix, _, _ in entry.sites]
     unit = next((name for name in unit_names if all(lies_inside(prefix, name) for prefix in prefixes)), None)
@@ -370,6 +384,7 @@ def _assign_to_unit(entry: _Found, spec: ParamSpec, root: nn.Module, unit_names:
     owner.params += (param,)
     for _, part, attribute in entry.sites:
         _state(part).by_attribute[attribute] = param
+    return param
 
 
 def _common_parent(prefixes: Sequence[str]) -> str:

@@ -114,7 +114,7 @@ def _accept(
     state = state_of(module)
     if state is None:
         return
-    if state.scope.opened:  # the dry run comes here first, so nothing was loaded yet
+    if state.scope.accumulation.opened:  # the dry run comes here first, so nothing was loaded yet
         raise ZgraphError(
             f"zgraph: load_state_dict in an open no_sync window (at {prefix or type(module).__name__}). What it has "
             "gathered would hide the new values, and its gradients are of the old ones; run the last forward and "

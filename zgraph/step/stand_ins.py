@@ -11,7 +11,8 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
-from zgraph.sharding.scope import Scope, ShardedParam
+from zgraph.runtime.window_state import Accumulation
+from zgraph.sharding.scope import ShardedParam
 from zgraph.step.lifted import Held, Lifted
 from zgraph.step.refusals import refusal
 from zgraph.step.traced_optimizer import TracedOptimizer
@@ -19,7 +20,7 @@ from zgraph.step.watch import Watch
 from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.modules import local_buffers, replace_parameter
 
-_WINDOW = ("opened", "window", "last", "repeats", "active", "gathered")  # of a Scope, as a forward leaves it
+_WINDOW = ("accumulation", "window", "last", "repeats", "active", "gathered")  # of a Scope, as a forward leaves it
 
 
 @dataclass
@@ -66,10 +67,10 @@ class StandIns:
         parameters = [_leaf(shard, one.tensor) for shard, one in zip(shards, lifted.parameters, strict=True)]
         handles = {param: next(given) for param in lifted.handles.values()}
         buffers = [next(given) for _ in lifted.buffers]
-        scopes, numbers = lifted.scopes(), iter(options)
+        numbers = iter(options)
         drawn = lifted.drawn()
         optimizers = [
-            TracedOptimizer.of(one, watch, parameters, shards, scopes, given, numbers, delays=delays, drawn=drawn)
+            TracedOptimizer.of(one, watch, parameters, shards, given, numbers, delays=delays, drawn=drawn)
             for one in lifted.optimizers
         ]
         others = [
@@ -94,6 +95,7 @@ class StandIns:
             _put_buffer(one, buffer)
         for scope in scopes:
             scope.handle_of = self._handle_of
+            scope.accumulation = Accumulation()  # of the trace; what waits is known to its graph alone
         model_zero_grad = lifted.model.__dict__.get("zero_grad")
         object.__setattr__(lifted.model, "zero_grad", self._zero_grad_of_model)
         try:
@@ -101,7 +103,7 @@ class StandIns:
                 for optimizer in self.optimizers:
                     stack.enter_context(optimizer.in_place(self._clear))
                 yield
-            self._check_after(scopes)
+            self._check_after()
         finally:
             for one in lifted.parameters:
                 _put_parameter(one, one.tensor)
@@ -163,12 +165,7 @@ class StandIns:
             self.parameters[position].grad = None
         self._clears = False
 
-    def _check_after(self, scopes: Sequence[Scope]) -> None:
-        if any(scope.opened for scope in scopes):
-            raise ZgraphError(
-                "zgraph.training_step: the step ends while the window of zgraph.no_sync is open; run its last forward "
-                "and backward outside of no_sync."
-            )
+    def _check_after(self) -> None:
         for one, buffer in zip(self.lifted.buffers, self.buffers, strict=True):
             part, attribute = one.sites[0]
             if local_buffers(part)[attribute] is not buffer:

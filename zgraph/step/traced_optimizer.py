@@ -18,7 +18,6 @@ from zgraph.graph import meta
 from zgraph.optimizers import pending_gradients
 from zgraph.optimizers.local_step import SCALARS
 from zgraph.optimizers.rounded_adam import Drawn, rounded_step
-from zgraph.sharding.scope import Scope
 from zgraph.step.lifted import LiftedOptimizer, local
 from zgraph.step.option_inputs import with_inputs
 from zgraph.step.redirect import with_numbers
@@ -37,7 +36,6 @@ class TracedOptimizer:
         lifted: the optimizer.
         parameters, shards: of the model, as they are traced.
         groups: the optimizer's, with traced parameters and options.
-        scopes: of the model.
         state: by what it steps on, see `stepped_on`; what the step adds is new.
         stepped: whether it has taken a step.
         skip: [] bool, whether that step changes nothing; None if it is always taken.
@@ -53,7 +51,6 @@ class TracedOptimizer:
     parameters: Sequence[Tensor]
     shards: Sequence[Tensor]
     groups: list[dict[str, Any]]
-    scopes: Sequence[Scope]
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     stepped: bool = False
     skip: Tensor | None = None
@@ -70,7 +67,6 @@ class TracedOptimizer:
         watch: Watch,
         parameters: Sequence[Tensor],
         shards: Sequence[Tensor],
-        scopes: Sequence[Scope],
         state: Iterator[Tensor],
         options: Iterator[Any],
         *,
@@ -82,7 +78,7 @@ class TracedOptimizer:
             {**with_inputs(group, options), "params": [parameters[position] for position in positions]}
             for group, positions in zip(lifted.optimizer.param_groups, lifted.groups, strict=True)
         ]
-        found = cls(lifted, watch, parameters, shards, groups, scopes, delays=delays, drawn=drawn)
+        found = cls(lifted, watch, parameters, shards, groups, delays=delays, drawn=drawn)
         for position, key, value in lifted.state_entries():
             entry = next(state) if isinstance(value, Tensor) else value
             if isinstance(value, DTensor) and not found.is_element_wise:
@@ -189,11 +185,6 @@ class TracedOptimizer:
         Args:
             found_inf: [] of this call's gradients, not 0 where the step is to change nothing; None: nobody asks.
         """
-        if any(scope.opened for scope in self.scopes):
-            raise refusal(
-                "calls optimizer.step() while the window of zgraph.no_sync is open, so gradients are not reduced",
-                "run the last forward and backward outside of no_sync first",
-            )
         fresh = self._gradients()
         if self.delays:
             self._step_late(fresh, found_inf)

@@ -17,11 +17,10 @@ aten = torch.ops.aten
 def resolve_windows(graph: fx.Graph) -> None:
     """Replace a window's state between calls by sums in the graph; every marker then stands alone.
 
-    The sum has the order and the dtypes of `zgraph.runtime.window_state`. A window that is open at the end of a step
-    has been refused before.
+    The sum has the order and the dtypes of `zgraph.runtime.window_state`. Each parameter has a window of its own.
 
     Raises:
-        ZgraphError: gradients are read while they are still this rank's own.
+        ZgraphError: gradients are read while they are still this rank's own, or are so at the end.
     """
     for marker in nodes.call_functions(graph, nodes.is_unshard):
         _stand_alone(marker)
@@ -46,9 +45,9 @@ def resolve_windows(graph: fx.Graph) -> None:
             _stand_alone(marker)
     for handle in sums:
         raise ZgraphError(
-            f"zgraph.training_step: the last forward of a window of zgraph.no_sync does not read the parameter of "
-            f"{handle.name}, whose gradients would wait for the next step; let it read all parameters, or leave out "
-            "no_sync."
+            "zgraph.training_step: the step ends while gradients from forwards under zgraph.no_sync are not reduced: "
+            f"no backward of a forward outside of no_sync reaches the parameter of {handle.name} afterwards. Run the "
+            "last micro-batch outside of no_sync, through all parts that the others go through, or leave out no_sync."
         )
     _drop_placeholders(graph, waiting)
 

@@ -12,7 +12,6 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import CLOSING, OPEN
-from zgraph.sharding.no_sync import refuse_early_steps
 from zgraph.sharding.pipeline.kept_parameters import keep_gathered, may_be_kept
 from zgraph.sharding.pipeline.weight_backwards import WeightBackwards, input_gradients, way_through
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
@@ -97,8 +96,6 @@ class PipelineStage(NoMessageToItself, TorchStage):
         self._checks = [one for scope in self._scopes if (one := scope.same_batch) is not None and one.is_due]
         for check in self._checks:
             check.is_due = False
-        for scope in self._windows:
-            refuse_early_steps(scope, module)
 
     def clear_runtime_states(self) -> None:
         """Begin a step; what one that has failed has gathered is no longer valid."""
@@ -122,7 +119,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
         self._checks.clear()
         for scope in self._windows:
             scope.given = position
-            scope.opened = scope.opened or position == OPEN
+            scope.accumulation.opened = scope.accumulation.opened or position == OPEN
         before = sum(scope.splitting_forwards for scope in self._scopes)
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -215,7 +212,8 @@ class PipelineStage(NoMessageToItself, TorchStage):
         if last:
             self._is_open = False
             for scope, held_open in zip(self._scopes, before, strict=True):
-                scope.opened = scope.opened and held_open
+                if not held_open:
+                    scope.accumulation.settle()
 
     def _wrong_order(self, chunk: int) -> ZgraphError:
         asked, other = ("first", "last") if self._closes_first else ("last", "first")
@@ -228,7 +226,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
 
     def _release(self) -> None:
         for param in self._params:
-            param.state.kept.clear()
+            param.state.release()
 
 
 def _check_keep_bytes(params: Iterable[ShardedParam], keep_bytes: object) -> None:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zgraph.runtime.exchanges.identity import About, tag_of
+from zgraph.runtime.exchanges.watch import Exchange, Message
 from zgraph.torch_compat.collectives import (
     all_gather_into,
     all_gather_op,
@@ -63,12 +65,15 @@ class Route(NamedTuple):
         return cls(group, backend, point_to_point, rank, others)
 
 
-def bind(function: Callable[..., Any], *more: Any) -> Callable[..., Any]:
+def bind(
+    function: Callable[..., Any], *more: Any, about: Callable[[], About | None] | None = None
+) -> Callable[..., Any]:
     """Bind one of this module's functions to one node of a compiled program; its route is found in the first call.
 
     Args:
         function: takes tensors of one device first, the group's name last, then `more`, then `route=`.
         more: arguments that are the same in every call.
+        about: says which exchange a call is, for functions that take `about=`; None: the function takes none.
 
     Returns:
         A function without `more` and `route`. It notices when the name has come to mean another group.
@@ -80,23 +85,31 @@ def bind(function: Callable[..., Any], *more: Any) -> Callable[..., Any]:
         group = resolve_group(others[-1])
         if known is None or known.group is not group:
             known = Route.of(group, (tensors if isinstance(tensors, Tensor) else tensors[0]).device)
-        return function(tensors, *others, *more, route=known)
+        if about is None:
+            return function(tensors, *others, *more, route=known)
+        return function(tensors, *others, *more, route=known, about=about())
 
     run.__name__ = function.__name__  # what the generated program calls it
     return run
 
 
 def start_all_gather(
-    shard: Tensor, world: int, group_name: str, number: int = 0, *, route: Route | None = None
+    shard: Tensor,
+    world: int,
+    group_name: str,
+    number: int = 0,
+    *,
+    route: Route | None = None,
+    about: About | None = None,
 ) -> Tensor:
-    """[n, ...] of every rank -> [world * n, ...], usable after a wait; `number` as in `_start`."""
+    """[n, ...] of every rank -> [world * n, ...], usable after a wait; `number` and `about` as in `_start`."""
     route = route or Route.of(resolve_group(group_name), shard.device)
     if route.backend != "gloo":
         return all_gather_op()(shard.contiguous(), world, group_name)
     unsharded = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
     if not route.point_to_point:
         return all_gather_into(unsharded, shard, group_name)
-    _start(unsharded.chunk(world), [shard.contiguous()] * world, route, unsharded, number)
+    _start(unsharded.chunk(world), [shard.contiguous()] * world, route, unsharded, number, about)
     return unsharded
 
 
@@ -160,7 +173,13 @@ class _PassOn(dist.Work):
 
 
 def start_grouped_gather(
-    shards: Sequence[Tensor], world: int, group_name: str, number: int = 0, *, route: Route | None = None
+    shards: Sequence[Tensor],
+    world: int,
+    group_name: str,
+    number: int = 0,
+    *,
+    route: Route | None = None,
+    about: About | None = None,
 ) -> list[Tensor]:
     """Start several all_gathers, as one launch on NCCL and one by one elsewhere; `finish_group` waits for them.
 
@@ -168,7 +187,7 @@ def start_grouped_gather(
 
     Args:
         shards: at least one; [n, ...] each.
-        world, group_name, number: as in `start_all_gather`.
+        world, group_name, number, about: as in `start_all_gather`.
     """
     route = route or Route.of(resolve_group(group_name), shards[0].device)
     if route.backend not in ("gloo", "nccl"):
@@ -179,7 +198,7 @@ def start_grouped_gather(
         return every
     for unsharded, shard in zip(every, shards, strict=True):
         if route.point_to_point:
-            _start(unsharded.chunk(world), [shard.contiguous()] * world, route, every[0], number)
+            _start(unsharded.chunk(world), [shard.contiguous()] * world, route, every[0], number, about)
         else:
             all_gather_into(unsharded, shard, group_name)
     return every
@@ -201,15 +220,26 @@ def start_all_to_all(
     number: int = 0,
     *,
     route: Route | None = None,
+    about: About | None = None,
 ) -> Tensor:
-    """Rows for each rank -> [sum of output_splits, ...] of each, usable after a wait; `number` as in `_start`."""
+    """Rows for each rank -> [sum of output_splits, ...], usable after a wait; `number`, `about` as in `_start`."""
     route = route or Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point:
         return all_to_all_op()(pieces, list(output_splits), list(input_splits), group_name)
     received = pieces.new_empty((sum(output_splits), *pieces.shape[1:]))
     parts, own = received.split(list(output_splits)), pieces.contiguous().split(list(input_splits))
-    _start(parts, own, route, received, number)
+    _start(parts, own, route, received, number, about)
     return received
+
+
+def end_together(group_name: str, about: About) -> None:
+    """Wait until all ranks of a group have come to the same exchange, with as many before it; only point-to-point.
+
+    Elsewhere, where exchanges carry no identity, it does nothing.
+    """
+    group = resolve_group(group_name)
+    if uses_point_to_point(group, torch.device("cpu")):
+        wait(start_all_gather(torch.zeros(1, dtype=torch.uint8), group.size(), group_name, about=about))
 
 
 def uses_point_to_point(group: ProcessGroup, device: torch.device) -> bool:
@@ -235,7 +265,14 @@ def is_hierarchical(group: ProcessGroup, ranks_per_host: int) -> bool:
     return len(hosts) > 1 and len(hosts[0]) > 1 and len({len(members) for members in hosts}) == 1
 
 
-def _start(to_fill: Sequence[Tensor], to_send: Sequence[Tensor], route: Route, result: Tensor, number: int) -> None:
+def _start(
+    to_fill: Sequence[Tensor],
+    to_send: Sequence[Tensor],
+    route: Route,
+    result: Tensor,
+    number: int,
+    about: About | None,
+) -> None:
     """Exchange parts with every rank; waiting for `result` waits for all receives and sends.
 
     Args:
@@ -243,12 +280,22 @@ def _start(to_fill: Sequence[Tensor], to_send: Sequence[Tensor], route: Route, r
         route: the group, and this rank's place in it.
         result: tensor with which the work is registered.
         number: number of the collective, the same on all ranks. Given several interfaces, gloo chooses one by the tag.
+        about: which exchange it is, so that it meets no other one; None: whichever the peers start in the same order.
     """
     group, rank, others = route.group, route.rank, route.others
-    tag = _TAGS[0] + number % _NUMBERS
+
+    def tag(nbytes: int) -> int:
+        return _TAGS[0] + number % _NUMBERS if about is None else tag_of(about.key, number, nbytes)
+
     # Receives first: announced before anything is sent, they queue behind no data.
-    started = [group.recv([to_fill[peer]], peer, tag) for peer in reversed(others) if to_fill[peer].numel()]
-    started += [group.send([to_send[peer]], peer, tag) for peer in others if to_send[peer].numel()]
+    filled = [(to_fill[peer], peer) for peer in reversed(others) if to_fill[peer].numel()]
+    started = [group.recv([part], peer, tag(part.nbytes)) for part, peer in filled]
+    sent = [(to_send[peer], peer) for peer in others if to_send[peer].numel()]
+    started += [group.send([part], peer, tag(part.nbytes)) for part, peer in sent]
     to_fill[rank].copy_(to_send[rank])
-    for work in started:
-        register_work(result, work)
+    if about is None:
+        for work in started:
+            register_work(result, work)
+    elif started:
+        messages = [Message(peer, to_send[peer].nbytes, to_fill[peer].nbytes) for peer in others]
+        register_work(result, Exchange(started, about, number, group, messages))

@@ -1,0 +1,158 @@
+"""Identity of exchanges: which parameters a collective is for, so that it never meets another one.
+
+A gather of one parameter and a gather of another of the same shape look alike on the wire. Where ranks differ in what
+they call (layers dropped at random, experts without tokens, an evaluation on one rank), the wrong two would meet and
+mix their data. So each exchange between pairs of ranks has a tag of its own, computed from
+
+- the model, as `zgraph.shard` has numbered it, and how many exchanges it has had;
+- the names of the parameters, and the bytes of the message.
+
+Exchanges of different tags never meet: they wait, and `zgraph.runtime.exchanges.watch` finds out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zgraph.runtime.handle import name_of
+from zgraph.torch_compat.groups import default_store, is_fake_world
+
+_IDENTITY = "zgraph_identity"  # attribute of a handle
+_FIRST_TAG = 1 << 30  # far from tags that users choose; gloo's are positive 32-bit integers
+_BITS, _PLACES = 24, 64  # bits of a hash; and values of the rest, which is the place: see `tag_of`
+
+
+@dataclass(eq=False)
+class Exchanges:
+    """The count of the exchanges of what one call of `zgraph.shard` has sharded.
+
+    Attributes:
+        group_name: name of its process group.
+        model: number of the call among those on that group; equal on all ranks, which shard in one order.
+        failures: how often ranks have found that they do not exchange the same; all that do begin to count anew.
+        count: exchanges since.
+        ended: how many of these the steps had that have ended.
+    """
+
+    group_name: str
+    model: int
+    failures: int = 0
+    count: int = 0
+    ended: int = 0
+
+    @classmethod
+    def of(cls, group_name: str) -> Exchanges | None:
+        """Those of a new model; None in a world in which nothing is sent. The store counts each rank's models."""
+        if is_fake_world():
+            return None
+        return cls(group_name, default_store().add(f"zgraph/models/{group_name}/{dist.get_rank()}", 1))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Exchanges | None:
+        return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a model of its own
+
+    def next(self, numbers: Sequence[int]) -> int:
+        """Key of the next exchange of the parameters with these numbers, or, with none, of a graph's next call."""
+        self.count += 1
+        return hash((self.model, self.failures, self.count, *numbers))  # of integers: the same in each process
+
+    def end_of_step(self) -> About | None:
+        """The exchange that ends a step, so that all ranks have had as many in it; None where it has had none."""
+        if self.count == self.ended:
+            return None
+        found = About(self.next(()), "optimizer.step()", (), self)
+        self.ended = self.count
+        return found
+
+    def restart(self) -> None:
+        """Begin anew after ranks have failed to agree, so that a loop which catches the error can go on."""
+        self.failures, self.count, self.ended = self.failures + 1, 0, 0
+
+
+class About(NamedTuple):
+    """Which exchange this is.
+
+    Attributes:
+        key: equal on all ranks that take part, and different from that of any other exchange.
+        kind: what is done, for people.
+        handles: handles of the parameters it is for.
+        exchanges: of the model that has counted it.
+    """
+
+    key: int
+    kind: str
+    handles: tuple[Tensor, ...]
+    exchanges: Exchanges
+
+    def __str__(self) -> str:
+        names = [name_of(handle) for handle in self.handles]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return f"{self.kind} of {', '.join(names[:4])}{more}" if names else self.kind
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which parameter a handle stands for: the count of its model's exchanges, and a number of its name."""
+
+    exchanges: Exchanges
+    number: int
+
+
+def identify(handle: Tensor, exchanges: Exchanges | None) -> None:
+    """Give a handle its identity; None: nobody counts exchanges."""
+    if exchanges is not None:
+        setattr(handle, _IDENTITY, Identity(exchanges, zlib.crc32(name_of(handle).encode())))
+
+
+def about(kind: str, handle: Tensor) -> About | None:
+    """The next exchange for one parameter; None where nobody counts exchanges."""
+    found: Identity | None = getattr(handle, _IDENTITY, None)
+    if found is None:
+        return None
+    return About(found.exchanges.next((found.number,)), kind, (handle,), found.exchanges)
+
+
+class CalledFor:
+    """The parameters that a compiled graph is called for: equal blocks share it, and only handles tell them apart.
+
+    One for each program, which says at the beginning of a call which handles it was given.
+    """
+
+    def __init__(self) -> None:
+        self._handles: Mapping[str, Tensor] = {}
+        self._numbers: dict[str, int] = {}
+        self._exchanges: Exchanges | None = None
+        self._key = 0
+
+    def begin(self, handles: Mapping[str, Tensor]) -> None:
+        """A call begins, with these handles by the names of their placeholders."""
+        pairs = ((name, getattr(handle, _IDENTITY, None)) for name, handle in handles.items())
+        found: dict[str, Identity] = {name: one for name, one in pairs if one is not None}
+        self._handles, self._numbers = handles, {name: one.number for name, one in found.items()}
+        self._exchanges = next((one.exchanges for one in found.values()), None)
+        if self._exchanges is not None:
+            self._key = self._exchanges.next(())
+
+    def about(self, kind: str, names: Sequence[str]) -> About | None:
+        """An exchange of this call, for the parameters of these placeholders; None where nobody counts exchanges."""
+        if self._exchanges is None:
+            return None
+        known = [name for name in names if name in self._numbers]
+        key = hash((self._key, *map(self._numbers.__getitem__, known)))
+        return About(key, kind, tuple(map(self._handles.__getitem__, known)), self._exchanges)
+
+
+def tag_of(key: int, place: int, nbytes: int) -> int:
+    """Tag of a message of an exchange.
+
+    Args:
+        key: of the exchange, or of the call of the graph that it is in.
+        place: number of the exchange in its graph. Given several interfaces, gloo chooses one by the tag.
+        nbytes: size of the message. Messages of different sizes never meet either: gloo would end the process.
+    """
+    return _FIRST_TAG | (hash((key, place, nbytes)) % (1 << _BITS)) * _PLACES | place % _PLACES

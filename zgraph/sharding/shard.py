@@ -198,9 +198,12 @@ def shard(
         if part is module and param_dtype is not None:
             state.input_dtype = param_dtype
         own = tuple(dict.fromkeys([*getattr(type(part), "_zgraph_attributes", ()), *state.by_attribute]))
-        if own or state.params or part is module:
+        has_own_forward = "forward" in part.__dict__ and not _is_tensor_parallel(part)
+        if own or state.params or part is module or has_own_forward:
             base = getattr(type(part), "_zgraph_base", type(part))
             part.__class__ = unit_class(base, own)
+        if has_own_forward:
+            part.forward = part.__dict__["forward"]  # which the new class wraps
     _broadcast_buffers(module, at_rest)
     return module
 
@@ -266,10 +269,10 @@ def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
                     f"zgraph.shard: {name} is complex, and gradients are summed as real numbers; store its real and "
                     "imaginary part (torch.view_as_real) and join them in forward."
                 )
-            if "forward" in part.__dict__ and (not isinstance(parameter, DTensor) or part is module):
+            if "forward" in part.__dict__ and isinstance(parameter, DTensor) and part is module:
                 raise ValueError(
-                    f"zgraph.shard: the module of {name} has a forward of its own as an instance attribute, which a "
-                    "sharded class cannot replace; call zgraph.shard before whatever wraps it."
+                    f"zgraph.shard: the module of {name} is tensor-parallel, and its forward is an attribute of the "
+                    "instance, which computes on parts of parameters; call zgraph.shard on a module around it."
                 )
             if parameter.device.type != mesh.device_type and not parameter.is_meta:
                 raise ValueError(
@@ -378,13 +381,19 @@ def _assign_to_unit(
     if unit is None:
         unit = _common_parent(prefixes)
         # Hugging Face's tensor parallelism replaces a layer's forward in the instance: what calls that gathers for it.
-        while unit and "forward" in root.get_submodule(unit).__dict__:
+        while unit and _is_tensor_parallel(root.get_submodule(unit)) and "forward" in root.get_submodule(unit).__dict__:
             unit = unit.rpartition(".")[0]
     owner = _state(root.get_submodule(unit))
     owner.params += (param,)
     for _, part, attribute in entry.sites:
         _state(part).by_attribute[attribute] = param
     return param
+
+
+def _is_tensor_parallel(part: nn.Module) -> bool:
+    """Whether a module's own parameters are split, so that a forward of its own computes on parts of them."""
+    state = state_of(part)
+    return state is not None and any(one.spec.split is not None for one in state.by_attribute.values())
 
 
 def _common_parent(prefixes: Sequence[str]) -> str:

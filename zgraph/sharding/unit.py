@@ -7,8 +7,11 @@ so reads that depend on the data cannot make ranks issue different collectives.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -200,6 +203,9 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     # Dynamo caches what it compiles, and counts recompiles against its limit, by code object: each class needs its own.
     forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
 
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        base.__setattr__(self, name, gathering(self, value) if name == "forward" else value)
+
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -208,6 +214,7 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     body: dict[str, Any] = {attribute: _read_property(attribute) for attribute in attributes}
     body |= {
         "forward": functools.wraps(base.forward)(forward),
+        "__setattr__": functools.wraps(base.__setattr__)(set_attribute),
         "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
         "_zgraph_attributes": attributes,
         "__module__": base.__module__,
@@ -215,6 +222,32 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
         "_zgraph_base": base,
     }
     return type(base.__name__, (base,), body)
+
+
+def gathering(module: nn.Module, own: Any) -> Any:
+    """What to put into a module in place of a forward of its own, such as a loss fused with the head, or autocast.
+
+    It gathers first, as that of the module's class does, and is copied and inspected like the method that it replaces.
+    """
+    is_method = isinstance(own, MethodType) and own.__self__ is module
+    if not callable(own) or (is_method and own.__func__ is type(module).forward):
+        return own
+    function = own.__func__ if is_method else lambda module, *args, **kwargs: own(*args, **kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _run_unit(function, self, args, kwargs)
+
+    forward.__code__ = forward.__code__.replace(co_qualname=f"{type(module).__qualname__}.own_forward")
+    functools.update_wrapper(forward, own.__func__ if is_method else own, updated=())
+    if not is_method:
+        del forward.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        with contextlib.suppress(TypeError, ValueError):  # of what has none
+            found = inspect.signature(own)
+            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            forward.__signature__ = found.replace(  # pyright: ignore[reportFunctionMemberAccess]
+                parameters=[first, *found.parameters.values()]
+            )
+    return MethodType(forward, module)
 
 
 def outermost_units(module: nn.Module, units: Iterable[nn.Module | type[nn.Module]] | None) -> tuple[str, ...]:

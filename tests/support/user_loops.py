@@ -1,0 +1,234 @@
+"""Training loops as users write them: each runs unchanged on the plain model and on a sharded one.
+
+The truth is the plain model, which every rank trains on the batches of all ranks, joined; the loss is a mean over rows.
+A sharded run has to log the same losses (as means over the ranks), gradients and parameters, or to end with an error
+of zgraph's own, on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+import zgraph
+from tests.support.compiled import with_fx
+from tests.support.whole_tensors import whole
+
+FEATURES, WIDTH, CLASSES, ROWS = 5, 7, 3, 4
+STEPS = 3
+TOLERANCE = 2e-5  # of the largest entry: a batch of all ranks' rows is summed in another order than theirs
+MODES = ("eager", "fx", "inductor", "step")
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Block(nn.Module):
+    """A residual layer; the model has two equal ones, which share compiled graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Parts that loops call alone, two heads, a scalar parameter, and a number that loops change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.other = nn.Linear(WIDTH, CLASSES)
+        self.gain = nn.Parameter(torch.tensor(1.25))
+        self.depth = 2
+
+    def features(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.enter(x))
+        for number in range(self.depth):
+            h = self.blocks[number % 2](h)
+        return h
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.features(x)
+        return self.head(h) * self.gain, self.other(h)
+
+
+def draw(seed: int, *shape: int, classes: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if classes is not None:
+        return torch.randint(classes, shape, generator=generator)
+    return torch.randn(*shape, generator=generator)
+
+
+def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
+    """With an epsilon that keeps rounding in gradients near zero as small as it is."""
+    return torch.optim.AdamW(parameters, lr=1e-2, **{"eps": 1e-3, "foreach": False, **options})
+
+
+def ce(outputs: tuple[Tensor, Tensor] | Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(outputs if isinstance(outputs, Tensor) else outputs[0], y)
+
+
+@dataclass
+class Log:
+    """What a loop did, in the order in which it says so; of sharded tensors this rank's rows."""
+
+    entries: list[tuple[str, Tensor | None]] = field(default_factory=list)
+
+    def add(self, name: str, value: Tensor | None) -> None:
+        if value is None:
+            self.entries.append((name, None))
+            return
+        if isinstance(value, DTensor):
+            value = DTensor.from_local(
+                value.to_local().detach().double().clone(), value.device_mesh, value.placements, shape=value.shape,
+                stride=value.stride(),
+            )
+        self.entries.append((name, value if isinstance(value, DTensor) else value.detach().double().clone()))
+
+
+def rows_of(value: Tensor, like: Tensor) -> Tensor:
+    """Those rows of a whole tensor that this rank has of `like`."""
+    if not isinstance(like, DTensor):
+        return value
+    assert like.shape == value.shape
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            parts = value.chunk(like.device_mesh.size(axis), placement.dim)
+            place = like.device_mesh.get_local_rank(axis)
+            value = parts[place] if place < len(parts) else value.narrow(placement.dim, 0, 0)
+    return value
+
+
+class Run:
+    """A model and what a loop needs to train it.
+
+    Attributes:
+        model: the plain model, or what `zgraph.shard` has returned.
+        call: the model, compiled or not.
+        ranks: whose batches this process trains on.
+    """
+
+    def __init__(self, mode: str, stage: int | None, options: dict[str, Any] | None = None) -> None:
+        torch.manual_seed(3)
+        self.mode, self.stage = mode, stage
+        self.model: Any = Net()
+        self.is_sharded = stage is not None
+        self.ranks = [dist.get_rank()] if self.is_sharded else list(range(dist.get_world_size()))
+        if stage is not None:
+            self.model = zgraph.shard(self.model, zero_stage=stage, **(options or {}))
+        self.call: Any = self.compiled(self.model)
+        self.logged = Log()
+
+    def compiled(self, function: Any) -> Any:
+        """A module or function as the loop calls it: compiled, where the run's mode is to compile forwards."""
+        if self.is_sharded and self.mode == "fx":
+            return with_fx(function)
+        if self.is_sharded and self.mode == "inductor":
+            return torch.compile(function, backend="zgraph")
+        return function
+
+    def step(self, optimizers: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """A decorator of a function that does a whole step, captured where the run's mode is "step"."""
+        if self.is_sharded and self.mode == "step":
+            return zgraph.training_step(self.model, optimizers, options={"lowering": "fx"})
+        return lambda function: function
+
+    def no_sync(self, last: bool = False) -> AbstractContextManager[None]:
+        return zgraph.no_sync(self.model) if self.is_sharded and not last else contextlib.nullcontext()
+
+    def batch(self, number: int, rows: int = ROWS) -> Batch:
+        seeds = [1000 * number + rank for rank in self.ranks]
+        return (
+            torch.cat([draw(seed, rows, FEATURES) for seed in seeds]),
+            torch.cat([draw(seed + 500, rows, classes=CLASSES) for seed in seeds]),
+        )
+
+    def batches(self, steps: int = STEPS, rows: int = ROWS) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for number in range(steps):
+            yield number, *self.batch(number, rows)
+
+    def log_loss(self, loss: Tensor) -> None:
+        """A mean over this process's rows, of which that over the ranks is logged."""
+        value = whole(loss.detach()).double().reshape(1).clone()
+        if self.is_sharded:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        self.logged.add("loss", value)
+
+    def log_grads(self, model: nn.Module | None = None) -> None:
+        for name, parameter in (model or self.model).named_parameters():
+            self.logged.add(f"gradient of {name}", parameter.grad)
+
+    def log(self, name: str, value: Tensor | None) -> None:
+        """A value that is the same on all ranks, or sharded."""
+        self.logged.add(name, value)
+
+    def finish(self) -> Log:
+        for name, parameter in self.model.named_parameters():
+            self.logged.add(f"parameter {name}", parameter)
+        return self.logged
+
+
+Loop = Callable[[Run], None]
+
+
+def follow(loop: Loop, mode: str, stage: int | None) -> Log:
+    run = Run(mode, stage)
+    loop(run)
+    return run.finish()
+
+
+def difference(found: Log, expected: Log) -> str:
+    """The first and the worst of what differs; empty if nothing does."""
+    names, wanted = ([name for name, _ in log.entries] for log in (found, expected))
+    if names != wanted:
+        return f"logged {names}, not {wanted}"
+    texts: list[tuple[float, str]] = []
+    for place, ((name, value), (_, truth)) in enumerate(zip(found.entries, expected.entries, strict=True)):
+        if value is None or truth is None:
+            if value is not truth:
+                texts.append((float("inf"), f"{place}: {name} is {value}, not {truth}"))
+            continue
+        rows, mine = rows_of(truth, value), value.to_local() if isinstance(value, DTensor) else value
+        if mine.shape != rows.shape:
+            texts.append((float("inf"), f"{place}: {name} is {list(mine.shape)}, not {list(rows.shape)}"))
+            continue
+        off = (mine - rows).abs().max().item() / (truth.abs().max().item() + 1e-6) if mine.numel() else 0.0
+        if not off <= TOLERANCE:
+            texts.append((off, f"{place}: {name} is {off:.1e} off"))
+    if not texts:
+        return ""
+    worst = max(texts, key=lambda text: text[0])[1]
+    return f"{len(texts)} of {len(names)} wrong; first {texts[0][1]}; worst {worst}"
+
+
+def verdict(loop: Loop, mode: str, stage: int) -> tuple[str, str]:
+    """"right", "wrong", "refused" or "error", and why."""
+    torch.compiler.reset()
+    try:
+        found = follow(loop, mode, stage)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        own = isinstance(error, zgraph.ZgraphError | ValueError) and str(error).startswith("zgraph")
+        return ("refused" if own and not isinstance(error, zgraph.CollectiveError) else "error"), text
+    text = difference(found, follow(loop, "eager", None))
+    return ("wrong" if text else "right"), text
+
+
+def copied(parameters: Any) -> list[Tensor]:
+    return [copy.deepcopy(parameter.detach()) for parameter in parameters]

@@ -1,0 +1,441 @@
+"""Loops that call parts, and run forwards and backwards in other numbers and orders than one each."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.user_loops import Run, adamw, ce
+
+
+def one_of_each(run: Run) -> None:
+    """The loop that everything else differs from."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        first, second = run.call(x)
+        loss = F.cross_entropy(first, y) + F.cross_entropy(second, y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def parts_alone(run: Run) -> None:
+    """Parts are called one by one, never the root."""
+    model, opt = run.model, adamw(run.model.parameters())
+    enter, head = run.compiled(model.enter), run.compiled(model.head)
+    blocks = [run.compiled(block) for block in model.blocks]
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        h = torch.tanh(enter(x))
+        for block in reversed(blocks):
+            h = block(h)
+        loss = ce(head(h), y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def a_part_then_the_whole(run: Run) -> None:
+    """A part is called before the whole, and both losses have one backward."""
+    model, opt = run.model, adamw(run.model.parameters())
+    enter, other = run.compiled(model.enter), run.compiled(model.other)
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        early = ce(other(torch.tanh(enter(x))), y)
+        loss = ce(run.call(x), y) + 0.5 * early
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def two_forwards_one_backward(run: Run) -> None:
+    """Two views of the batch, one loss of both."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        first, second = run.call(x)[0], run.call(x * 1.1)[0]
+        loss = ce(first, y) + (first - second).square().mean()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def forwards_then_backwards(run: Run) -> None:
+    """All forwards come first, then their backwards, the first or the last one first."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor, turned: bool) -> Tensor:
+        opt.zero_grad()
+        losses = [ce(run.call(part), y) / 3 for part in (x, 2 * x, -x)]
+        for loss in reversed(losses) if turned else losses:
+            loss.backward()
+        opt.step()
+        return sum(loss.detach() for loss in losses)  # pyright: ignore[reportReturnType]
+
+    for step, x, y in run.batches():
+        run.log_loss(train(x, y, step % 2 == 1))
+        run.log_grads()
+
+
+def one_backward_per_loss(run: Run) -> None:
+    """Two losses of one forward; each one's gradients are taken for themselves, then weighed by their norms."""
+    model, opt = run.model, adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        opt.zero_grad()
+        first, second = run.call(x)
+        losses = ce(first, y), F.cross_entropy(second, y)
+        losses[0].backward(retain_graph=True)
+        kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        opt.zero_grad()
+        losses[1].backward()
+        for name, p in model.named_parameters():
+            if name in kept:
+                p.grad = kept[name] if p.grad is None else p.grad * 0.5 + kept[name]
+        opt.step()
+        return losses[0].detach(), losses[1].detach()
+
+    for _, x, y in run.batches():
+        for loss in train(x, y):
+            run.log_loss(loss)
+        run.log_grads()
+
+
+def separate_outputs(run: Run) -> None:
+    """Outputs that share no graph: a backward for each, without retain_graph."""
+    model, opt = run.model, adamw(run.model.parameters())
+    head, other = run.compiled(model.head), run.compiled(model.other)
+
+    @run.step(opt)
+    def train(h: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        first, second = head(h), other(h)
+        loss = ce(first, y)
+        loss.backward()
+        F.cross_entropy(second, y).backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(F.pad(x, (0, 2)), y))
+        run.log_grads()
+
+
+def several_roots(run: Run) -> None:
+    """torch.autograd.backward of a list of losses, one of them with a gradient of its own."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        first, second = run.call(x)
+        loss = ce(first, y)
+        torch.autograd.backward([loss, second], [torch.ones_like(loss), second.detach().sign() / second.shape[0]])
+        opt.step()
+        return loss.detach()
+
+    for step, x, y in run.batches():
+        del step
+        loss = train(x, y)
+        run.log_loss(loss)
+        if not run.is_sharded:  # its second root sums over the rows, divided by all of them
+            pass
+        run.log_grads()
+
+
+def part_of_the_output(run: Run) -> None:
+    """The loss takes both outputs in even steps, one in odd ones."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor, both: bool) -> Tensor:
+        opt.zero_grad(set_to_none=True)
+        first, second = run.call(x)
+        loss = ce(first, y) + (F.cross_entropy(second, y) if both else 0.0)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for step, x, y in run.batches(4):
+        run.log_loss(train(x, y, step % 2 == 0))
+        run.log_grads()
+
+
+def gradients_by_grad(run: Run) -> None:
+    """torch.autograd.grad of all parameters instead of backward, assigned to `.grad`."""
+    opt = adamw(run.model.parameters())
+    parameters = list(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = ce(run.call(x), y)
+        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+            p.grad = grad
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def gradients_of_the_input(run: Run) -> None:
+    """An adversarial step: the gradient of the input alone, then a training step on the changed input."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        given = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(ce(run.call(given), y), given)
+        loss = ce(run.call(x + 0.1 * slope.sign()), y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def backward_with_inputs(run: Run) -> None:
+    """backward(inputs=...) of one head, then of the rest, as multi-model losses do."""
+    model, opt = run.model, adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = ce(run.call(x), y)
+        loss.backward(inputs=list(model.head.parameters()), retain_graph=True)
+        (0.5 * loss).backward(inputs=[*model.enter.parameters(), *model.blocks.parameters()])
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def forwards_without_backward(run: Run) -> None:
+    """A forward with gradients whose output is dropped, kept for later, or only looked at."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        run.call(3 * x)
+        loss = ce(run.call(x), y)
+        kept = run.call(2 * x)[0]
+        loss.backward()
+        opt.step()
+        return loss.detach() + kept.detach().sum() * 0
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def detached_targets(run: Run) -> None:
+    """A second forward gives the target, and is detached, as BYOL and bootstrapped values do."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        target = run.call(1.1 * x)[1].detach()
+        first, second = run.call(x)
+        loss = ce(first, y) + (second - target).square().mean()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def split_by_hand(run: Run) -> None:
+    """The features are cut from their graph; what their copy has got is sent through it in a second backward."""
+    model, opt = run.model, adamw(run.model.parameters())
+    enter, head = run.compiled(model.enter), run.compiled(model.head)
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        h = enter(x)
+        cut = h.detach().requires_grad_()
+        loss = ce(head(torch.tanh(cut)), y)
+        loss.backward()
+        h.backward(cut.grad)
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def cached_features(run: Run) -> None:
+    """GradCache: features without gradients, the loss of all of them, then forwards again, chunk by chunk."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        chunks = x.chunk(2)
+        with torch.no_grad():
+            outputs = torch.cat([run.call(chunk)[0] for chunk in chunks])
+        outputs = outputs.requires_grad_()
+        loss = ce(outputs, y)
+        (cache,) = torch.autograd.grad(loss, outputs)
+        for chunk, grad in zip(chunks, cache.chunk(2), strict=True):
+            (run.call(chunk)[0] * grad).sum().backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def carried_state(run: Run) -> None:
+    """Truncated backpropagation through time: a state goes from step to step, detached."""
+    model, opt = run.model, adamw(run.model.parameters())
+    block, head = run.compiled(model.blocks[0]), run.compiled(model.head)
+    state = torch.zeros(4 * len(run.ranks), 7)
+
+    @run.step(opt)
+    def train(state: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        opt.zero_grad()
+        loss = torch.zeros(())
+        for number in range(3):
+            state = block(state + (number + 1) * F.pad(x, (0, 2)))
+            loss = loss + ce(head(state), y) / 3
+        loss.backward()
+        opt.step()
+        return loss.detach(), state.detach()
+
+    for _, x, y in run.batches():
+        loss, state = train(state, x, y)
+        run.log_loss(loss)
+        run.log_grads()
+
+
+def losses_summed_over_batches(run: Run) -> None:
+    """Accumulation by one sum of losses and one backward."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = torch.stack([ce(run.call(number * x), y) for number in (1, 2, 3)]).mean()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def gradient_penalty(run: Run) -> None:
+    """WGAN-GP: the slope of the output along the input is part of the loss."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        given = x.detach().requires_grad_()
+        first, _ = run.call(given)
+        (slope,) = torch.autograd.grad(first.sum(), given, create_graph=True)
+        loss = ce(first, y) + slope.square().sum(1).mean()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _, x, y in run.batches():
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
+def raised_and_caught(run: Run) -> None:
+    """An exception between a forward's parts is caught on all ranks, and the loop goes on with the next batch."""
+    model, opt = run.model, adamw(run.model.parameters())
+
+    def fails(module: torch.nn.Module, args: object) -> None:
+        raise RuntimeError("out of memory, says the user's kernel")
+
+    for step, x, y in run.batches(4):
+        opt.zero_grad()
+        handle = model.blocks[1].register_forward_pre_hook(fails) if step == 1 else None
+        with contextlib.suppress(RuntimeError):
+            loss = ce(run.call(x), y)
+            loss.backward()
+            run.log_loss(loss)
+            opt.step()
+        if handle is not None:
+            handle.remove()
+        run.log_grads()
+
+
+def raised_in_backward(run: Run) -> None:
+    """An exception in a backward is caught on all ranks, what there is of gradients dropped, and the loop goes on."""
+    opt = adamw(run.model.parameters())
+
+    def fails(grad: Tensor) -> Tensor:
+        raise RuntimeError("not finite, says the user's check")
+
+    for step, x, y in run.batches(4):
+        opt.zero_grad()
+        first, second = run.call(x)
+        loss = ce(first, y) + F.cross_entropy(second, y)
+        if step == 1:
+            second.register_hook(fails)
+        with contextlib.suppress(RuntimeError):
+            loss.backward()
+            run.log_grads()
+            run.log_loss(loss)
+            opt.step()
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        one_of_each, parts_alone, a_part_then_the_whole, two_forwards_one_backward, forwards_then_backwards,
+        one_backward_per_loss, separate_outputs, several_roots, part_of_the_output, gradients_by_grad,
+        gradients_of_the_input, backward_with_inputs, forwards_without_backward, detached_targets, split_by_hand,
+        cached_features, carried_state, losses_summed_over_batches, gradient_penalty, raised_and_caught,
+        raised_in_backward,
+    )
+}

@@ -55,10 +55,13 @@ class Net(nn.Module):
         self.other = nn.Linear(WIDTH, CLASSES)
         self.gain = nn.Parameter(torch.tensor(1.25))
         self.depth = 2
+        self.fails = False
 
     def features(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.enter(x))
         for number in range(self.depth):
+            if self.fails and number == 1:
+                raise ArithmeticError("not finite, says the user's check")
             h = self.blocks[number % 2](h)
         return h
 
@@ -83,6 +86,10 @@ def ce(outputs: tuple[Tensor, Tensor] | Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(outputs if isinstance(outputs, Tensor) else outputs[0], y)
 
 
+def both(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], y) + F.cross_entropy(outputs[1], y)
+
+
 @dataclass
 class Log:
     """What a loop did, in the order in which it says so; of sharded tensors this rank's rows."""
@@ -95,7 +102,10 @@ class Log:
             return
         if isinstance(value, DTensor):
             value = DTensor.from_local(
-                value.to_local().detach().double().clone(), value.device_mesh, value.placements, shape=value.shape,
+                value.to_local().detach().double().clone(),
+                value.device_mesh,
+                value.placements,
+                shape=value.shape,
                 stride=value.stride(),
             )
         self.entries.append((name, value if isinstance(value, DTensor) else value.detach().double().clone()))
@@ -218,7 +228,7 @@ def difference(found: Log, expected: Log) -> str:
 
 
 def verdict(loop: Loop, mode: str, stage: int) -> tuple[str, str]:
-    """"right", "wrong", "refused" or "error", and why."""
+    """ "right", "wrong", "refused" or "error", and why."""
     torch.compiler.reset()
     try:
         found = follow(loop, mode, stage)

@@ -8,11 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.user_loops import Run, adamw, ce
-
-
-def both(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    return F.cross_entropy(outputs[0], y) + F.cross_entropy(outputs[1], y)
+from tests.support.user_loops import Run, adamw, both, ce
 
 
 def plain_steps(run: Run, opt: torch.optim.Optimizer, first: int, last: int) -> None:
@@ -304,7 +300,7 @@ def ranks_without_rows(run: Run) -> None:
     for step, x, y in run.batches():
         opt.zero_grad()
         keep = torch.cat([torch.full((4,), float(rank != step % 2)) for rank in run.ranks])
-        rows = F.cross_entropy(run.call(x)[0], y, reduction="none")
+        rows = sum(F.cross_entropy(output, y, reduction="none") for output in run.call(x))
         loss = (rows * keep).sum() / 4
         if not run.is_sharded:
             loss = loss / 2
@@ -329,9 +325,23 @@ class Grouped(nn.Module):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        frozen_and_unfrozen, unfrozen_into_a_new_group, a_part_of_the_parameters, evaluated_between,
-        inference_between, averaged_copy, functional_call, transformed, new_module_after_shard,
-        new_parameter_after_shard, tied_after_shard, removed_after_shard, swapped_after_shard, numbers_changed,
-        hooks_on_modules, hooks_on_activations, heads_in_turns, ranks_without_rows,
+        frozen_and_unfrozen,
+        unfrozen_into_a_new_group,
+        a_part_of_the_parameters,
+        evaluated_between,
+        inference_between,
+        averaged_copy,
+        functional_call,
+        transformed,
+        new_module_after_shard,
+        new_parameter_after_shard,
+        tied_after_shard,
+        removed_after_shard,
+        swapped_after_shard,
+        numbers_changed,
+        hooks_on_modules,
+        hooks_on_activations,
+        heads_in_turns,
+        ranks_without_rows,
     )
 }

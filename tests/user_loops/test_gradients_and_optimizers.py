@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.user_loops import Run, adamw, ce, copied
-
-
-def both(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    return F.cross_entropy(outputs[0], y) + F.cross_entropy(outputs[1], y)
+from tests.support.user_loops import Run, adamw, both, ce, copied
 
 
 def clipped_by_value(run: Run) -> None:
@@ -214,7 +210,10 @@ def sharpness_aware(run: Run) -> None:
 def two_optimizers_in_turns(run: Run) -> None:
     """A GAN by Lightning's toggle_optimizer: what the other optimizer has is frozen for the time of a turn."""
     model = run.model
-    parts = [[*model.enter.parameters(), *model.blocks.parameters()], [*model.head.parameters(), *model.other.parameters()]]
+    parts = [
+        [*model.enter.parameters(), *model.blocks.parameters()],
+        [*model.head.parameters(), *model.other.parameters()],
+    ]
     opts = [adamw(part) for part in parts]
     for step, x, y in run.batches(4):
         turn = step % 2
@@ -312,8 +311,21 @@ def lookahead(run: Run) -> None:
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        clipped_by_value, scaled_in_place, normalized_gradients, summed_outside, without_an_optimizer,
-        without_an_optimizer_by_data, zeroed_everywhere, never_zeroed, closures, lbfgs, sharpness_aware,
-        two_optimizers_in_turns, generator_and_critic, gradient_noise_and_sign, rolled_back, lookahead,
+        clipped_by_value,
+        scaled_in_place,
+        normalized_gradients,
+        summed_outside,
+        without_an_optimizer,
+        without_an_optimizer_by_data,
+        zeroed_everywhere,
+        never_zeroed,
+        closures,
+        lbfgs,
+        sharpness_aware,
+        two_optimizers_in_turns,
+        generator_and_critic,
+        gradient_noise_and_sign,
+        rolled_back,
+        lookahead,
     )
 }

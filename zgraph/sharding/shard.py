@@ -143,7 +143,7 @@ def shard(
             scope.has_windows = scope.has_windows or known.scope.has_windows
             known.scope = scope  # parts sharded before now share the root's scope
             continue
-        object.__setattr__(part, STATE, ModuleState(scope=scope))
+        object.__setattr__(part, STATE, ModuleState(scope, part))
         follow_state_dicts(part)
     gather_group = mesh.get_group(mesh.ndim - 1).group_name
     if zero_stage > 0 and found:

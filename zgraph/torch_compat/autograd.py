@@ -20,6 +20,13 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def inside_functional_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running (`peek_interpreter_stack`, 2.11 - 2.13)."""
+    from torch._C._functorch import peek_interpreter_stack
+
+    return peek_interpreter_stack() is not None
+
+
 def forward_number() -> int:
     """Number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.13).
 

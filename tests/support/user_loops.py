@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zgraph
 from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks
 from tests.support.whole_tensors import whole
 
 FEATURES, WIDTH, CLASSES, ROWS = 5, 7, 3, 4
@@ -172,6 +175,12 @@ class Run:
         for number in range(steps):
             yield number, *self.batch(number, rows)
 
+    def each_batch(self, train: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Steps of a function that leaves the gradients, and returns the loss."""
+        for _, x, y in self.batches():
+            self.log_loss(train(x, y))
+            self.log_grads()
+
     def log_loss(self, loss: Tensor) -> None:
         """A mean over this process's rows, of which that over the ranks is logged."""
         value = whole(loss.detach()).double().reshape(1).clone()
@@ -203,15 +212,20 @@ def follow(loop: Loop, mode: str, stage: int | None) -> Log:
     return run.finish()
 
 
-def difference(found: Log, expected: Log) -> str:
-    """The first and the worst of what differs; empty if nothing does."""
+def difference(found: Log, expected: Log, zeros: bool = False) -> str:
+    """The first and the worst of what differs; empty if nothing does.
+
+    Args:
+        zeros: where the truth has no gradient, zeros are right as well: a compiled graph gives them to what only an
+            output needs that the loss does not use.
+    """
     names, wanted = ([name for name, _ in log.entries] for log in (found, expected))
     if names != wanted:
         return f"logged {names}, not {wanted}"
     texts: list[tuple[float, str]] = []
     for place, ((name, value), (_, truth)) in enumerate(zip(found.entries, expected.entries, strict=True)):
         if value is None or truth is None:
-            if value is not truth:
+            if value is not truth and not (zeros and truth is None and not value.any()):
                 texts.append((float("inf"), f"{place}: {name} is {value}, not {truth}"))
             continue
         rows, mine = rows_of(truth, value), value.to_local() if isinstance(value, DTensor) else value
@@ -227,8 +241,9 @@ def difference(found: Log, expected: Log) -> str:
     return f"{len(texts)} of {len(names)} wrong; first {texts[0][1]}; worst {worst}"
 
 
-def verdict(loop: Loop, mode: str, stage: int) -> tuple[str, str]:
+def verdict(loop: Loop, mode: str, stage: int, zeros: bool = False) -> tuple[str, str]:
     """ "right", "wrong", "refused" or "error", and why."""
+    expected = follow(loop, "eager", None)
     torch.compiler.reset()
     try:
         found = follow(loop, mode, stage)
@@ -236,8 +251,67 @@ def verdict(loop: Loop, mode: str, stage: int) -> tuple[str, str]:
         text = f"{type(error).__name__}: {error}"
         own = isinstance(error, zgraph.ZgraphError | ValueError) and str(error).startswith("zgraph")
         return ("refused" if own and not isinstance(error, zgraph.CollectiveError) else "error"), text
-    text = difference(found, follow(loop, "eager", None))
+    text = difference(found, expected, zeros)
     return ("wrong" if text else "right"), text
+
+
+def judged(loop: Loop, mode: str, stages: tuple[int, ...], refused: dict[int, str]) -> int:
+    """Run a loop at these stages on this rank; how many were right.
+
+    Raises:
+        AssertionError: one is neither right nor refused as said. Ranks are then started anew, whose groups may be left
+            in disorder.
+    """
+    right = 0
+    for stage in stages:
+        kind, text = verdict(loop, mode, stage, zeros=mode in ("fx", "inductor"))
+        if stage in refused:
+            assert kind in ("refused", "error") and refused[stage] in text, f"stage {stage}: {kind}: {text}"
+        else:
+            assert kind == "right", f"stage {stage}: {kind}: {text}"
+            right += 1
+    return right
+
+
+Refused = dict[tuple[str, str], str | dict[int, str]]
+
+
+def _refused(refused: Refused, name: str, mode: str) -> dict[int, str]:
+    text = refused.get((name, mode), {})
+    return dict.fromkeys(range(4), text) if isinstance(text, str) else text
+
+
+def check(ranks: Ranks, loop: Loop, mode: str, stages: tuple[int, ...], refused: Refused) -> None:
+    texts = _refused(refused, loop.__name__, mode)
+    right = sum(stage not in texts for stage in stages)
+    assert ranks.run(judged, loop, mode, stages, texts) == [right] * ranks.world
+
+
+def has_a_step(loop: Loop) -> bool:
+    """Whether it has a function that does a whole step, which `zgraph.training_step` may capture."""
+    return "run.step(" in inspect.getsource(loop)
+
+
+def rows(
+    loops: dict[str, Loop], fast: dict[tuple[str, str], int], wrong: dict[tuple[str, str, int], str] | None = None
+) -> list[Any]:
+    """Rows of (name, mode, stages): without a compiler all stages at once; of what compiles one row each.
+
+    Args:
+        fast: the stage, by loop and mode, that is not slow. A graph takes seconds; the others make the same ones.
+        wrong: why a row is known to fail.
+    """
+    found: list[Any] = []
+    for place, (name, loop) in enumerate(loops.items()):
+        found.append(pytest.param(name, "eager", (0, 1, 2, 3)))
+        for mode in ("fx", *(["step"] if has_a_step(loop) else [])):
+            for stage in range(4):
+                marks = [] if fast.get((name, mode)) == stage else [pytest.mark.slow]
+                if (name, mode, stage) in (wrong or {}):
+                    marks.append(pytest.mark.xfail(strict=True, reason=(wrong or {})[name, mode, stage]))
+                found.append(pytest.param(name, mode, (stage,), marks=marks))
+        found.append(pytest.param(name, "inductor", (place % 4,), marks=pytest.mark.long))
+    return found
 
 
 def copied(parameters: Any) -> list[Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.user_loops import Run, adamw, both, ce
+from tests.support.ranks import Ranks
+from tests.support.user_loops import MODES, Refused, Run, adamw, both, ce, check, rows
 
 
 def plain_steps(run: Run, opt: torch.optim.Optimizer, first: int, last: int) -> None:
@@ -137,9 +139,7 @@ def averaged_copy(run: Run) -> None:
                 mine.lerp_(other, 0.25)
         return loss.detach()
 
-    for _, x, y in run.batches():
-        run.log_loss(train(x, y))
-        run.log_grads()
+    run.each_batch(train)
     for name, parameter in teacher.named_parameters():
         run.log(f"teacher's {name}", parameter)
 
@@ -247,9 +247,7 @@ def hooks_on_modules(run: Run) -> None:
         opt.step()
         return loss.detach()
 
-    for _, x, y in run.batches():
-        run.log_loss(train(x, y))
-        run.log_grads()
+    run.each_batch(train)
 
 
 def hooks_on_activations(run: Run) -> None:
@@ -271,9 +269,7 @@ def hooks_on_activations(run: Run) -> None:
         opt.step()
         return loss.detach()
 
-    for _, x, y in run.batches():
-        run.log_loss(train(x, y))
-        run.log_grads()
+    run.each_batch(train)
 
 
 def heads_in_turns(run: Run) -> None:
@@ -296,7 +292,7 @@ def heads_in_turns(run: Run) -> None:
 
 def ranks_without_rows(run: Run) -> None:
     """A rank without usable rows keeps in step by zero times its output."""
-    model, opt = run.model, adamw(run.model.parameters())
+    opt = adamw(run.model.parameters())
     for step, x, y in run.batches():
         opt.zero_grad()
         keep = torch.cat([torch.full((4,), float(rank != step % 2)) for rank in run.ranks])
@@ -308,18 +304,6 @@ def ranks_without_rows(run: Run) -> None:
         run.log_loss(loss)
         run.log_grads()
         opt.step()
-
-
-class Grouped(nn.Module):
-    """Keeps parameters in a plain list, as regularizers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(5, 3)
-        self.penalized = [self.inner.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 LOOPS = {
@@ -345,3 +329,28 @@ LOOPS = {
         ranks_without_rows,
     )
 }
+FUNCTIONAL = "inside a transform of torch.func"
+ADDED = r"zgraph: head.weight, head.bias of a sharded Net came after zgraph.shard"
+NEW = r"zgraph: blocks.0.scale of a sharded Net came after zgraph.shard"
+OUTSIDE = "neither an argument of the step, nor a parameter or buffer of its model"
+REFUSED: Refused = {
+    **{("transformed", mode): FUNCTIONAL for mode in MODES},
+    **{("new_module_after_shard", mode): ADDED for mode in MODES},
+    **{("new_parameter_after_shard", mode): NEW for mode in MODES},
+    ("averaged_copy", "step"): OUTSIDE,  # what the copy's forward reads is no variable of the function
+}
+FAST = {
+    ("transformed", "fx"): 0,
+    ("new_module_after_shard", "fx"): 1,
+    ("new_parameter_after_shard", "fx"): 3,
+    ("frozen_and_unfrozen", "fx"): 2,
+    ("hooks_on_modules", "fx"): 3,
+    ("heads_in_turns", "fx"): 1,
+    ("heads_in_turns", "step"): 2,
+    ("averaged_copy", "step"): 3,
+}
+
+
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+def test_a_model_that_changes_between_steps(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
+    check(ranks, LOOPS[name], mode, stages, REFUSED)

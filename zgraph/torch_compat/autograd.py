@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def inside_functional_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp, ...) is running (`peek_interpreter_stack`, 2.11 - 2.13)."""
     from torch._C._functorch import peek_interpreter_stack
 
-    return peek_interpreter_stack() is not None
+    return cast(object, peek_interpreter_stack()) is not None  # declared as never None
 
 
 def forward_number() -> int:

@@ -24,6 +24,7 @@ def repeat_gathers(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> int:
     """
     added = 0
     order = nodes.order_of(graph)
+    originals: dict[fx.Node, fx.Node] = {}
     for marker in nodes.call_functions(graph, nodes.is_unshard):
         if UnshardArgs.of(marker).layout.zero_stage not in (0, 3) or marker in kept:
             continue
@@ -34,22 +35,35 @@ def repeat_gathers(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> int:
             if part is not None and part != meta.part(marker) and node.op == "call_function":
                 readers.setdefault(part, []).append(node)
         for part, found in readers.items():
-            _repeat(graph, marker, values, found, part)
+            _repeat(graph, values, found, part, originals)
             added += 1
     return added
 
 
-def _repeat(graph: fx.Graph, marker: fx.Node, values: dict[fx.Node, None], readers: list[fx.Node], part: int) -> None:
-    """Let these readers of a gathered parameter, all of one part, read a gather of that part."""
+def _repeat(
+    graph: fx.Graph,
+    values: dict[fx.Node, None],
+    readers: list[fx.Node],
+    part: int,
+    originals: dict[fx.Node, fx.Node],
+) -> None:
+    """Let these readers of a gathered parameter, all of one part, read a gather of that part.
+
+    Args:
+        values: the gathered parameter and its views, of any part. One that another part has made, as the first backward
+            of a second derivative does, may read a copy by now.
+        originals: of every copy, to which those that are made here are added.
+    """
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy(value: fx.Node) -> fx.Node:
+        value = originals.get(value, value) if meta.part(value) != part else value
         if value not in values or meta.part(value) == part:
             return value
         if value not in copies:
-            for source in value.all_input_nodes:
-                copy(source)
-            copies[value] = graph.node_copy(value, lambda source: copies.get(source, source))
+            sources = {source: copy(source) for source in value.all_input_nodes}
+            copies[value] = graph.node_copy(value, sources.__getitem__)
+            originals[copies[value]] = value
             meta.set_part(copies[value], part)
         return copies[value]
 

@@ -27,7 +27,7 @@ from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.meshes.tensor_split import TensorSplit
 from zgraph.sharding.offload import Resting
-from zgraph.torch_compat.autograd import at_end_of_backward, is_in_backward
+from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
 from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
@@ -355,14 +355,50 @@ class ModuleState:
         unsharded: parameters that are gathered right now, by attribute.
         reduces_all_params: whether this is a named unit, whose parameters all receive a gradient.
         input_dtype: dtype to which floating-point inputs are cast (roots with a param_dtype).
+        module: whose state it is; that of a copy, in a copy.
     """
 
     scope: Scope
+    module: nn.Module
     params: tuple[ShardedParam, ...] = ()
     by_attribute: dict[str, ShardedParam] = field(default_factory=dict[str, ShardedParam])
     unsharded: dict[str, Tensor] | None = None
     reduces_all_params: bool = False
     input_dtype: torch.dtype | None = None
+
+    @torch.compiler.assume_constant_result
+    def check_call(self) -> None:
+        """Refuse an outermost call inside of torch.func, or of modules with trainable parameters that are not sharded.
+
+        Raises:
+            ZgraphError: names what is new, and what to do.
+        """
+        owner = f"a sharded {type(self.module).__name__}"
+        if inside_functional_transform():
+            raise_through_dynamo(
+                f"zgraph: {owner} was called inside a transform of torch.func (grad, vmap, jvp, ...), which gathers do "
+                "not support; take gradients of inputs by torch.autograd.grad or torch.autograd.functional.",
+                ZgraphError,
+            )
+        if any(_added_to(part) for part in self.module.modules()):
+            named = self.module.named_modules()
+            names = [f"{prefix}.{name}".lstrip(".") for prefix, part in named for name in _added_to(part)]
+            raise_through_dynamo(
+                f"zgraph: {', '.join(names)} of {owner} came after zgraph.shard: not sharded, and with gradients of "
+                "this rank alone. Call zgraph.shard on the model again, which shards what is new and leaves the rest, "
+                "and give the optimizer what is new afterwards.",
+                ZgraphError,
+            )
+
+
+def _added_to(part: nn.Module) -> list[str]:
+    """The module's own trainable parameters that `shard` has not seen."""
+    state = state_of(part)
+    return [
+        name
+        for name, parameter in local_parameters(part).items()
+        if parameter is not None and parameter.requires_grad and (state is None or name not in state.by_attribute)
+    ]
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

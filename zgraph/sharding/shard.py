@@ -149,7 +149,7 @@ def shard(
                 param.state.accumulation = scope.accumulation
                 scope.accumulation.note(param.state)
             continue
-        object.__setattr__(part, STATE, ModuleState(scope=scope))
+        object.__setattr__(part, STATE, ModuleState(scope, part))
         follow_state_dicts(part)
     gather_group = mesh.get_group(mesh.ndim - 1).group_name
     if zero_stage > 0 and found:

@@ -145,6 +145,7 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
     outermost = not scope.active
     if outermost:
         scope.check_optimizers()
+        state.check_call()
         scope.check_batch((args, kwargs))
         scope.begin()
     before: list[tuple[ModuleState, dict[str, Tensor] | None]] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from zgraph.torch_compat import release_of
 def is_in_backward() -> bool:
     """Whether this thread is running a backward (`_current_graph_task_id`, 2.11 - 2.13)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def inside_functional_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running (`peek_interpreter_stack`, 2.11 - 2.13)."""
+    from torch._C._functorch import peek_interpreter_stack
+
+    return cast(object, peek_interpreter_stack()) is not None  # declared as never None
 
 
 def forward_number() -> int:

@@ -29,6 +29,7 @@ from zgraph.graph.text import dtype_text
 from zgraph.graph.traffic import Transfer
 from zgraph.runtime.exchanges.watch import ADVICE, Watch, watch_of
 from zgraph.runtime.groups import OF_GATHERS, OF_REDUCTIONS
+from zgraph.torch_compat.dynamo import raise_through_dynamo
 from zgraph.torch_compat.groups import default_store, is_fake_world, resolve_group
 from zgraph.torch_compat.operators import is_fused_update
 
@@ -132,7 +133,7 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
             for rank in pending:
                 text = board.end_wait(rank, signature)
                 if text:
-                    raise AgreementError(text)
+                    raise_through_dynamo(text, AgreementError)
                 other = board.waiting_with(rank)
                 # The peer waits for this rank, which has never published the like and cannot while it waits itself; and
                 # the peer has not published ours, looked at again because it may have done so just before.
@@ -143,9 +144,9 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
                     and not board.has_published(rank, signature)
                 ):
                     differs = True
-                    raise AgreementError(_difference(board.rank, signature, rank, other))
+                    raise_through_dynamo(_difference(board.rank, signature, rank, other), AgreementError)
             if time.monotonic() > deadline:
-                raise AgreementError(_silence(board.rank, signature, pending, timeout_s))
+                raise_through_dynamo(_silence(board.rank, signature, pending, timeout_s), AgreementError)
             time.sleep(pause)
             pause = min(0.25, pause + _POLL_S)
     finally:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zgraph.runtime.exchanges.collectives import start_all_gather
 from zgraph.runtime.exchanges.identity import about
+from zgraph.runtime.exchanges.watch import announcing
 from zgraph.runtime.window_state import OPEN, state_behind
 
 
@@ -56,7 +57,8 @@ def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage
     Returns:
         What autograd adds to `.grad`: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
     """
-    return state_behind(handle).add(grad, dtype, zero_stage)
+    with announcing([handle]):
+        return state_behind(handle).add(grad, dtype, zero_stage)
 
 
 @accumulate_grad.register_fake
@@ -67,7 +69,8 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: i
 @torch.library.custom_op("zgraph::add_accumulated", mutates_args=())
 def add_accumulated(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
     """Sum the last gradient of a window and all that have waited: [*shape] in `dtype`."""
-    return state_behind(handle).take(grad, dtype, zero_stage)
+    with announcing([handle]):
+        return state_behind(handle).take(grad, dtype, zero_stage)
 
 
 @add_accumulated.register_fake
@@ -81,8 +84,9 @@ def wait_in_grad(handles: Sequence[Tensor]) -> None:
 
     Comes before autograd adds them. `accumulate_grad` does the same for one gradient, which it has to copy.
     """
-    for handle in handles:
-        state_behind(handle).wait_in_grad()
+    with announcing(handles):
+        for handle in handles:
+            state_behind(handle).wait_in_grad()
 
 
 @wait_in_grad.register_fake

@@ -57,6 +57,7 @@ class Accumulation:
         """Note whether a parameter holds anything, after that has changed."""
         if state.waiting or state.kept:
             self.pending[state] = None
+            self.opened = True  # it may have been closed a moment ago, by a parameter that forgot what was cleared
         elif self.pending.pop(state, state) is None and not self.pending:
             self.opened = False
 

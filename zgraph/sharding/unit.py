@@ -230,17 +230,21 @@ def gathering(module: nn.Module, own: Any) -> Any:
 
     It gathers first, as that of the module's class does, and is copied and inspected like the method that it replaces.
     """
-    is_method = isinstance(own, MethodType) and own.__self__ is module
-    if not callable(own) or (is_method and own.__func__ is type(module).forward):
+    method = own if isinstance(own, MethodType) and own.__self__ is module else None
+    if not callable(own) or (method is not None and method.__func__ is type(module).forward):
         return own
-    function = own.__func__ if is_method else lambda module, *args, **kwargs: own(*args, **kwargs)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    function = call if method is None else method.__func__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run_unit(function, self, args, kwargs)
 
     forward.__code__ = forward.__code__.replace(co_qualname=f"{type(module).__qualname__}.own_forward")
-    functools.update_wrapper(forward, own.__func__ if is_method else own, updated=())
-    if not is_method:
+    functools.update_wrapper(forward, own if method is None else function, updated=())
+    if method is None:
         del forward.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         with contextlib.suppress(TypeError, ValueError):  # of what has none
             found = inspect.signature(own)

@@ -117,6 +117,12 @@ def about(kind: str, handle: Tensor) -> About | None:
     return About(found.exchanges.next((found.number,)), kind, (handle,), found.exchanges)
 
 
+def exchanges_of(handles: Sequence[Tensor]) -> Exchanges | None:
+    """The count of the model to which the first of some handles belongs."""
+    found: Identity | None = getattr(handles[0], _IDENTITY, None) if handles else None
+    return None if found is None else found.exchanges
+
+
 class CalledFor:
     """The parameters that a compiled graph is called for: equal blocks share it, and only handles tell them apart.
 

@@ -13,21 +13,24 @@ A slow peer is no such case: it has started what it is waited for, or waits for 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
-from zgraph.errors import AgreementError
-from zgraph.runtime.exchanges.identity import About, tag_of
+from zgraph.errors import AgreementError, ZgraphError
+from zgraph.runtime.exchanges.identity import About, exchanges_of, tag_of
+from zgraph.torch_compat.fake_values import without_fake_mode
 from zgraph.torch_compat.groups import default_store, resolve_group
 
 PATIENCE_S = 1.0  # of a wait, before the store is asked
@@ -99,12 +102,14 @@ class Watch:
         self._number = 0  # of the wait
         self._since = 0.0
         self._published = ""
+        self._announced = ""  # why this rank will not start what its peers may wait for
         self._sent: list[Any] = []  # messages without meaning, and their memory
         self._lock = threading.Lock()  # of what is published
         self._thread: threading.Thread | None = None
 
     def note_start(self, exchange: Exchange) -> None:
         """Remember that this rank has started an exchange."""
+        self._announced = ""
         ranks = dist.get_process_group_ranks(exchange.group)
         given = {ranks[one.peer]: (one.receives, one.sends) for one in exchange.messages}
         self._started[exchange.about.key, exchange.place] = given
@@ -115,9 +120,17 @@ class Watch:
         """A wait begins."""
         self._number, self._since = self._number + 1, time.monotonic()
         self._waits = exchange
+        self._start_thread()
+
+    def _start_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True)
             self._thread.start()
+
+    def announce(self, text: str) -> None:
+        """Tell peers that wait for this rank that it has raised an error; until it starts another exchange."""
+        self._announced = text
+        self._start_thread()
 
     def end(self) -> str:
         """A wait has ended; why what it has received must not be used, or ""."""
@@ -161,16 +174,22 @@ class Watch:
         peer = found["ranks"].index(rank)
         sends, receives = found["messages"][str(self.rank)]  # as the peer sees it
         key, place = found["key"]
-        if receives:
-            empty = torch.zeros(receives, dtype=torch.uint8)
-            self._sent.append((empty, group.send([empty], peer, tag_of(key, place, receives))))
-        if sends:
-            empty = torch.empty(sends, dtype=torch.uint8)
-            self._sent.append((empty, group.recv([empty], peer, tag_of(key, place, sends))))
+        with without_fake_mode():  # a rank that compiles tells others as well
+            if receives:
+                empty = torch.zeros(receives, dtype=torch.uint8)
+                self._sent.append((empty, group.send([empty], peer, tag_of(key, place, receives))))
+            if sends:
+                empty = torch.empty(sends, dtype=torch.uint8)
+                self._sent.append((empty, group.recv([empty], peer, tag_of(key, place, sends))))
 
     def look(self) -> None:
         """Compare what this rank waits for with what its peers do."""
         exchange, number = self._waits, self._number
+        if self._announced:
+            for rank in range(dist.get_world_size()):
+                found = self.stuck(rank) if rank != self.rank else None
+                if found is not None:
+                    self.tell(rank, found, f"{self._announced} (raised by rank {self.rank})")
         if exchange is None or time.monotonic() - self._since < PATIENCE_S:
             return
         ranks = dist.get_process_group_ranks(exchange.group)
@@ -209,10 +228,22 @@ class Watch:
                 self._published = text
 
 
+@contextlib.contextmanager
+def announcing(handles: Sequence[Tensor]) -> Generator[None]:
+    """Tell the peers of an error of zgraph's own, so that none waits for what this rank does not start any more."""
+    try:
+        yield
+    except ZgraphError as error:
+        found = exchanges_of(handles)
+        if found is not None:
+            found.restart()
+            watch_of(default_store()).announce(str(error))
+        raise
+
+
 def _look_again(watched: weakref.ref[Watch]) -> None:
     while (watch := watched()) is not None:
-        if watch._waits is not None:  # pyright: ignore[reportPrivateUsage]
-            watch.look()
+        watch.look()
         del watch
         time.sleep(_LOOK_S)
 

@@ -1,0 +1,158 @@
+"""Exchanges carry the parameters they are for: ranks that go different ways are told so, on all ranks, in seconds."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zgraph
+from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks, fresh_ranks
+from zgraph.runtime.exchanges.identity import Exchanges, tag_of
+
+WIDTH = 4
+
+
+class Layers(nn.Module):
+    """Equal layers, of which a call names those that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
+        for number in numbers:
+            x = torch.tanh(self.layers[number](x))
+        return x.sum()
+
+
+def layers(stage: int, mode: str) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    model = zgraph.shard(Layers(), zero_stage=stage)
+    return model, with_fx(model) if mode == "fx" else model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def train(call: Any, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> None:
+    call(torch.ones(2, WIDTH), numbers).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def refusal(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except zgraph.AgreementError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def other_layers(stage: int, mode: str, ways: tuple[tuple[int, ...], ...]) -> tuple[str, bool]:
+    """Both ways alike on all ranks, then each rank its own; then again alike, with the same model."""
+    _, call, optimizer = layers(stage, mode)
+    for numbers in ways:
+        train(call, optimizer, numbers)
+    text = refusal(lambda: train(call, optimizer, ways[dist.get_rank()]))
+    optimizer.zero_grad()
+    train(call, optimizer, ways[0])
+    return text, True
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_that_run_other_layers_of_the_same_shape_are_told(ranks: Ranks, stage: int, mode: str) -> None:
+    for text, goes_on in ranks.run(other_layers, stage, mode, ((0, 1), (0, 2), (0, 3))):
+        assert goes_on
+        assert "exchange different parameters" in text and "layers.1." in text and "layers.2." in text
+        assert "zgraph.shard(model, units=[...])" in text
+
+
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_with_a_layer_less_is_told(ranks: Ranks, stage: int, mode: str) -> None:
+    """Buckets then differ in size, which ends a process of gloo's."""
+    for text, goes_on in ranks.run(other_layers, stage, mode, ((0, 1, 2), (0, 1), (0, 1))):
+        assert goes_on and "layers." in text
+
+
+def one_steps_earlier() -> str:
+    """Rank 1 has no reduction for one layer, and asks its peers at the end of the step how many they had."""
+    _, call, optimizer = layers(0, "eager")
+    return refusal(lambda: train(call, optimizer, (0, 1) if dist.get_rank() == 0 else (1,)))
+
+
+def test_a_step_ends_on_all_ranks_after_as_many_exchanges(ranks: Ranks) -> None:
+    for text in ranks.run(one_steps_earlier):
+        assert "waits for reduction of layers.0." in text and "for optimizer.step()" in text
+
+
+def one_evaluates() -> str:
+    """Rank 0 evaluates, which gathers, while the others train on."""
+    model, call, optimizer = layers(3, "eager")
+    train(call, optimizer, (0, 1))
+
+    def differently() -> None:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH), (2,))
+        train(call, optimizer, (0, 1))
+
+    return refusal(differently)
+
+
+def test_a_rank_that_evaluates_alone_is_told_what_the_others_do(ranks: Ranks) -> None:
+    for text in ranks.run(one_evaluates):
+        assert "all_gather of layers.2.weight" in text and "all_gather of layers.0." in text
+
+
+def one_compiles() -> str:
+    """Rank 0 meets a way that it has not compiled, while the others run one that they have."""
+    _, call, optimizer = layers(3, "fx")
+    train(call, optimizer, (0, 1))
+    return refusal(lambda: train(call, optimizer, (2, 1, 0) if dist.get_rank() == 0 else (0, 1)))
+
+
+def test_a_rank_that_compiles_something_else_does_not_let_its_peers_wait() -> None:
+    with fresh_ranks(2) as ranks:
+        for text in ranks.run(one_compiles):
+            assert "rank 0 compiles a forward graph" in text and "rank 1 waits for all_gather of layers.0." in text
+
+
+def slow_ranks() -> float:
+    """Each rank in turn is slower than a watch is patient: nobody is told anything."""
+    _, call, optimizer = layers(3, "eager")
+    for late in range(dist.get_world_size()):
+        if dist.get_rank() == late:
+            time.sleep(2.5)
+        train(call, optimizer, (0, 1, 2))
+    return call.layers[0].weight.full_tensor().sum().item()
+
+
+def test_a_slow_rank_is_waited_for(ranks: Ranks) -> None:
+    first, *others = ranks.run(slow_ranks)
+    assert others == [first] * (ranks.world - 1)
+
+
+def copies_apart() -> str:
+    """A copy, such as an average of the weights, has names and shapes of its model; rank 1 takes one for the other."""
+    model, _, _ = layers(3, "eager")
+    other = copy.deepcopy(model)
+    called = (model, other)[dist.get_rank() % 2]
+    return refusal(lambda: called(torch.ones(2, WIDTH), (0,)).sum())
+
+
+def test_a_copy_of_a_model_is_another_model(ranks: Ranks) -> None:
+    assert all("exchange different parameters" in text for text in ranks.run(copies_apart))
+
+
+def test_tags_differ_by_key_place_and_size() -> None:
+    exchanges = Exchanges("dp", 3)
+    keys = [exchanges.next((7,)), exchanges.next((7,)), Exchanges("dp", 3).next((8,)), Exchanges("dp", 4).next((7,))]
+    tags = {tag_of(key, place, nbytes) for key in keys for place in (0, 1) for nbytes in (16, 32)}
+    assert len(tags) == 16 and all(1 << 30 <= tag < 1 << 31 for tag in tags)
+    assert Exchanges("dp", 3).next((7,)) == keys[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
+from zgraph.codegen.drop_dependences import drop_dependences
 from zgraph.codegen.shorten_calls import shorten_calls
 from zgraph.dialect.grouped_gathers import cast_each
 from zgraph.graph import edits, meta, nodes
@@ -46,6 +47,7 @@ def lower_fx(
     """
     # A new module: AOTAutograd's would be regenerated, through three calls, each time it runs.
     gm = edits.copy_of(gm)
+    drop_dependences(gm.graph)
     guarded = _guarded_lines(gm)
     starts = [start.name for start in nodes.call_functions(gm.graph, nodes.is_collective)]
     waits = {wait.name: nodes.start_of(wait).name for wait in nodes.call_functions(gm.graph, nodes.is_wait)}

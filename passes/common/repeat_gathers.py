@@ -40,7 +40,11 @@ def repeat_gathers(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> int:
 
 
 def _repeat(graph: fx.Graph, marker: fx.Node, values: dict[fx.Node, None], readers: list[fx.Node], part: int) -> None:
-    """Let these readers of a gathered parameter, all of one part, read a gather of that part."""
+    """Let these readers of a gathered parameter, all of one part, read a gather of that part.
+
+    The gather goes to the first of them, and each view of it to the first that reads the view: views that came ahead
+    would be the first readers, and the order of gathers that a unit depends on would be that of what the unit reads.
+    """
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy(value: fx.Node) -> fx.Node:
@@ -54,7 +58,7 @@ def _repeat(graph: fx.Graph, marker: fx.Node, values: dict[fx.Node, None], reade
         return copies[value]
 
     for reader in readers:
-        with graph.inserting_before(readers[0]):
+        with graph.inserting_before(reader):
             for source in reader.all_input_nodes:
                 copied = copy(source)
                 if copied is not source:

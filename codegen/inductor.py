@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
-from zgraph.codegen.drop_dependences import drop_dependences
 from zgraph.codegen.islands import Island, cut_out, find_islands
-from zgraph.codegen.lower_fx import lower_fx
+from zgraph.codegen.lower_fx import drop_dependences, lower_fx
 from zgraph.codegen.progress import shown
 from zgraph.graph import meta
 from zgraph.runtime.profiler import Runner

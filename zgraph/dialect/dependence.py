@@ -13,8 +13,8 @@ def depend(value: Tensor, on: Sequence[Tensor]) -> Tensor:
     """Return a value that is there only after others are.
 
     A gather that nobody reads is dead code to Dynamo, AOTAutograd and passes; one that a value depends on is not. In a
-    graph it counts as a view of `value`, and lowering replaces it by `value` itself
-    (`zgraph.codegen.drop_dependences`); the copy here is what torch demands of an operator that is run as it is.
+    graph it counts as a view of `value`, and lowering replaces it by `value` itself (`drop_dependences` in
+    codegen/lower_fx.py). The copy made here is what torch demands of an operator that runs as it is.
 
     Args:
         value: any tensor.

@@ -1,4 +1,4 @@
-"""What a named unit does to communicate alike on all ranks: it gathers, and reduces, parameters that a rank never reads.
+"""What a named unit does to communicate alike on all ranks: it gathers and reduces even what a rank never reads.
 
 Without a compiler, gathers run where they are called. In a graph they are dead code if nobody reads them, so there the
 unit's outputs depend on all that was gathered in forward, and what goes into its backward on all that is gathered again
@@ -7,7 +7,8 @@ for it. All of it is gathered before anything computes with it, in one order, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,27 +18,10 @@ from torch.distributed.tensor import DTensor
 from zgraph.dialect.dependence import depend
 from zgraph.errors import ZgraphError
 from zgraph.sharding.scope import Scope, ShardedParam
-from zgraph.sharding.unit_outputs import flatten_outputs
 from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
+from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
 
-
-@no_frames_inside
-def begun(params: Sequence[ShardedParam], unsharded: Sequence[Tensor], scope: Scope) -> Tensor | None:
-    """In a graph, what depends on all that the unit has gathered; None where gathers run anyway, or there are none."""
-    if not torch.compiler.is_compiling() and scope.handle_of is None:
-        return None
-    return _after([part for param, part in zip(params, unsharded, strict=True) if _is_gathered(param)])
-
-
-def _is_gathered(param: ShardedParam) -> bool:
-    return param.spec.layout.is_gathered and not param.spec.ignored
-
-
-@no_frames_inside
-def _after(gathered: Sequence[Tensor]) -> Tensor | None:
-    if not gathered:
-        return None
-    return depend(torch.empty(0, dtype=torch.uint8, device=gathered[0].device), gathered)
+Rebuild = Callable[[Iterator[Any]], Any]
 
 
 class _ReduceAllParams(torch.autograd.Function):
@@ -160,7 +144,75 @@ def reduce_all_params(
 def _refuse(unit: str, parameter: str, returned: str) -> None:
     raise_through_dynamo(
         f"zgraph: the unit {unit}, which holds {parameter}, returns a {returned} in which no tensor was found, so that "
-        "backward could not reduce parameters that a rank has not read. Return a tensor from its forward, or tensors in "
-        "a tuple, list, dict or dataclass.",
+        "backward could not reduce parameters that a rank has not read. Return a tensor from its forward, or tensors "
+        "in a tuple, list, dict or dataclass.",
         ZgraphError,
+    )
+
+
+# --- what a unit returns ----------------------------------------------------------------------------------------------
+
+
+@no_frames_inside
+def flatten_outputs(result: Any) -> tuple[list[Any], Rebuild]:
+    """The leaves of a result, and what puts others in their places.
+
+    Beside what pytree knows, dataclasses are taken apart by their fields; where that finds no tensor, any object by its
+    attributes. What is taken apart is copied, since it may be kept elsewhere; all else stays what it is.
+    """
+    leaves, rebuild = _flatten(result, dataclasses.is_dataclass)
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return leaves, rebuild
+    return _flatten(result, _has_attributes)
+
+
+@no_frames_inside
+def _flatten(result: Any, opens: Callable[[Any], bool], inside: tuple[Any, ...] = ()) -> tuple[list[Any], Rebuild]:
+    """As `flatten_outputs`; `inside` are the objects around the result, which may refer back to them."""
+    found, spec = tree_flatten(result)
+    leaves: list[Any] = []
+    parts: list[Rebuild | None] = []
+    for leaf in found:
+        is_part = not isinstance(leaf, Tensor | type | nn.Module) and opens(leaf)
+        if is_part and not any(leaf is one for one in inside):
+            below, rebuild = _flatten_object(leaf, opens, (*inside, leaf))
+            leaves.extend(below)
+            parts.append(rebuild)
+        else:
+            leaves.append(leaf)
+            parts.append(None)
+
+    def rebuilt(given: Iterator[Any]) -> Any:
+        return tree_unflatten([next(given) if part is None else part(given) for part in parts], spec)
+
+    return leaves, rebuilt
+
+
+@no_frames_inside
+def _flatten_object(value: Any, opens: Callable[[Any], bool], inside: tuple[Any, ...]) -> tuple[list[Any], Rebuild]:
+    attributes = _attributes(value)
+    leaves, rebuild = _flatten(list(attributes.values()), opens, inside)
+
+    def rebuilt(given: Iterator[Any]) -> Any:
+        copied = object.__new__(type(value))
+        for name, attribute in zip(attributes, rebuild(given), strict=True):
+            object.__setattr__(copied, name, attribute)  # also where the class is frozen
+        return copied
+
+    return leaves, rebuilt
+
+
+@no_frames_inside
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", {}))
+    if dataclasses.is_dataclass(value):  # may have slots
+        found |= {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
+    return found
+
+
+@no_frames_inside
+def _has_attributes(value: Any) -> bool:
+    """Whether a copy of the object is made of its attributes alone; not so for a list with attributes, for instance."""
+    return dataclasses.is_dataclass(value) or (
+        hasattr(value, "__dict__") and type(value).__new__ is object.__new__ and not callable(value)
     )

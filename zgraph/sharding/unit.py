@@ -122,7 +122,7 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
         gathered = after_gathers(state.params, unsharded, scope) if state.reduces_all_params else None
         result = forward(module, *args, **kwargs)
         if state.reduces_all_params:
-            result = reduce_all_params(result, module, state.params, unsharded, gathered)
+            result = reduce_all_params(result, module, state.params, unsharded, gathered, scope)
         if outermost and not torch.compiler.is_compiling():
             scope.watch_backward(result)
         return result

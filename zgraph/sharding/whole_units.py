@@ -52,7 +52,8 @@ class _ReduceAllParams(torch.autograd.Function):
         if not ctx.zeros:
             return (None, None, None, None, *grads, *([None] * len(ctx.layouts)))
         # One zero, expanded: no memory. None would do in eager mode, but AOTAutograd cuts inputs whose gradient is
-        # always None off the tape, and with them the reduction that the other ranks wait for.
+        # always None off the tape, and with them the reduction that the other ranks wait for. Besides, a gradient that
+        # autocast has only widened would be sent as it was before, were nothing added to it; zeros cannot be.
         zeros = [torch.zeros((), dtype=dtype, device=device) for _, dtype, device in ctx.layouts]
         if again is not None:  # one of these is always reduced, though nobody may need the other gradients
             zeros[0] = _dependent(zeros[0], again)
@@ -98,6 +99,7 @@ def reduce_all_params(
     params: Sequence[ShardedParam],
     unsharded: Sequence[Tensor],
     gathered: Tensor | None,
+    scope: Scope,
 ) -> Any:
     """A unit's outputs, which depend on all that it has gathered, and whose backward visits all of its parameters.
 
@@ -105,6 +107,7 @@ def reduce_all_params(
         result: of the module's forward.
         params, unsharded: its parameters, and what its forward reads for them.
         gathered: of `after_gathers`.
+        scope: the module's.
 
     Raises:
         ZgraphError: there is no tensor among the outputs, through which backward could come.
@@ -118,17 +121,19 @@ def reduce_all_params(
     floating = [i for i in tensors if leaves[i].is_floating_point()]
     # Where no output needs a gradient, this rank has read nothing trainable, but has to join the reductions anyway.
     places = [i for i in floating if leaves[i].requires_grad] or (floating if trains else [])
+    if not records or not places:
+        if gathered is None:
+            return result
+        for i in floating or tensors:
+            leaves[i] = _dependent(leaves[i], gathered)
+        return rebuild(iter(leaves))
     again = [gathered is not None and _is_gathered(param) and param.lifetime_stage == 3 for param in params]
-    visited = [i for i, part in enumerate(unsharded) if part.requires_grad or again[i]] if records and places else []
-    if gathered is not None:
-        for i in tensors:
-            if not visited or i not in places:
-                leaves[i] = _dependent(leaves[i], gathered)
-    if visited:
-        visited.sort(key=lambda i: not unsharded[i].requires_grad)  # the first one is reduced, if any is
+    visited = [i for i, part in enumerate(unsharded) if part.requires_grad or again[i]]
+    visited.sort(key=lambda i: not unsharded[i].requires_grad)  # the first one is reduced, if any is
+    if visited or gathered is not None:
         outputs = _ReduceAllParams.apply(
             len(places),
-            torch.compiler.is_compiling(),
+            _is_traced(scope),
             tuple(again[i] for i in visited),
             gathered,
             *(leaves[i] for i in places),
@@ -136,7 +141,7 @@ def reduce_all_params(
         )
         for i, tensor in zip(places, cast("tuple[Tensor, ...]", outputs), strict=True):
             leaves[i] = tensor
-    return rebuild(iter(leaves)) if tensors else result
+    return rebuild(iter(leaves))
 
 
 # Run, not traced: see `ShardedParam.check`.
@@ -163,7 +168,7 @@ def flatten_outputs(result: Any) -> tuple[list[Any], Rebuild]:
     leaves, rebuild = _flatten(result, dataclasses.is_dataclass)
     if any(isinstance(leaf, Tensor) for leaf in leaves):
         return leaves, rebuild
-    return _flatten(result, _has_attributes)
+    return _flatten(result, lambda leaf: dataclasses.is_dataclass(leaf) or _has_attributes(leaf))
 
 
 @no_frames_inside
@@ -173,14 +178,12 @@ def _flatten(result: Any, opens: Callable[[Any], bool], inside: tuple[Any, ...] 
     leaves: list[Any] = []
     parts: list[Rebuild | None] = []
     for leaf in found:
-        is_part = not isinstance(leaf, Tensor | type | nn.Module) and opens(leaf)
-        if is_part and not any(leaf is one for one in inside):
-            below, rebuild = _flatten_object(leaf, opens, (*inside, leaf))
-            leaves.extend(below)
-            parts.append(rebuild)
-        else:
-            leaves.append(leaf)
-            parts.append(None)
+        below, rebuild = [leaf], None
+        if _is_copied_by_attributes(leaf) and opens(leaf) and not any(leaf is one for one in inside):
+            inner, rebuild = _flatten_object(leaf, opens, (*inside, leaf))
+            below, rebuild = (inner, rebuild) if any(isinstance(one, Tensor) for one in inner) else (below, None)
+        leaves.extend(below)
+        parts.append(rebuild)
 
     def rebuilt(given: Iterator[Any]) -> Any:
         return tree_unflatten([next(given) if part is None else part(given) for part in parts], spec)
@@ -210,9 +213,10 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-@no_frames_inside
-def _has_attributes(value: Any) -> bool:
-    """Whether a copy of the object is made of its attributes alone; not so for a list with attributes, for instance."""
-    return dataclasses.is_dataclass(value) or (
-        hasattr(value, "__dict__") and type(value).__new__ is object.__new__ and not callable(value)
-    )
+def _is_copied_by_attributes(leaf: Any) -> bool:
+    """Whether its attributes make up an object; not so for a dict with attributes, for instance."""
+    return not isinstance(leaf, Tensor | type | nn.Module) and type(leaf).__new__ is object.__new__
+
+
+def _has_attributes(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not callable(leaf)

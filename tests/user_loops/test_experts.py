@@ -28,8 +28,9 @@ class Routed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen(Routed):
-    pass
+class Frozen:
+    hidden: Tensor
+    balance: Tensor
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.islands import Island, cut_out, find_islands
-from zgraph.codegen.lower_fx import lower_fx
+from zgraph.codegen.lower_fx import drop_dependences, lower_fx
 from zgraph.codegen.progress import shown
 from zgraph.graph import meta
 from zgraph.runtime.profiler import Runner
@@ -50,6 +50,7 @@ class InductorLowering:
     ) -> Compiled:
         """Lower a graph as `lower_fx` does, with each island replaced by a call; the title is shown while compiling."""
         gm = lazy_graph_module(gm, gm.graph)
+        drop_dependences(gm.graph)
         self.islands += self.place(gm, title)
         return lower_fx(gm, runner_of, ranks_per_host, recorded)
 

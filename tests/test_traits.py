@@ -148,6 +148,24 @@ def test_what_is_a_view_allocates_nothing_and_takes_no_time(operator: OpOverload
     assert [entry.node.name for entry in live_ranges(node.graph) if not entry.held] == []
 
 
+@names("vanishes")
+def test_what_vanishes_counts_as_a_view_and_copies_where_it_runs(operator: OpOverload) -> None:
+    drawing = Drawing()
+    numbers, other = drawing.input("numbers", 3, 4), drawing.input("other", 2)
+    node = drawing.call(operator, numbers, [other])
+    assert traits.is_view(node) and traits.is_free(node)
+    assert not (traits.is_fusible(node) or traits.is_repeatable(node) or traits.is_reshaping(node))
+    assert traits.shared_arguments(node) == (0,)
+    assert node_cost(node, Hardware.preset("h100")) == FREE
+    assert workspace_bytes(node) == 0
+    node.graph.output((node,))
+    assert [entry.node.name for entry in live_ranges(node.graph) if not entry.held] == []
+    given = NUMBERS.clone()
+    found = operator(given, [PLACES])
+    assert torch.equal(found, given) and not shares(found, given)
+    assert not returns_alias(operator)
+
+
 def test_what_writes_in_place_returns_an_alias_and_takes_time() -> None:
     for operator in (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default):
         node = drawn(operator)

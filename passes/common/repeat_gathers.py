@@ -49,6 +49,9 @@ def _repeat(
 ) -> None:
     """Let these readers of a gathered parameter, all of one part, read a gather of that part.
 
+    The gather goes to the first of them, and each view of it to the first that reads the view: views that came ahead
+    would be the first readers, and the order of gathers that a unit depends on would be that of what the unit reads.
+
     Args:
         values: the gathered parameter and its views, of any part. One that another part has made, as the first backward
             of a second derivative does, may read a copy by now.
@@ -68,7 +71,7 @@ def _repeat(
         return copies[value]
 
     for reader in readers:
-        with graph.inserting_before(readers[0]):
+        with graph.inserting_before(reader):
             for source in reader.all_input_nodes:
                 copied = copy(source)
                 if copied is not source:

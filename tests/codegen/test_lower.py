@@ -251,3 +251,49 @@ def test_any_other_error_passes_through(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         lower_fx(_module(graph))([torch.ones(2), make_handle("w")])
     assert caught.value is error
+
+
+def dependent(drawing: Drawing, value: fx.Node, *others: fx.Node) -> fx.Node:
+    return drawing.call(torch.ops.zgraph.depend.default, value, list(others))
+
+
+def test_an_unread_gather_that_a_value_depends_on_still_runs_and_the_value_is_not_copied() -> None:
+    drawing = Drawing()
+    x, shard = drawing.input("x", 3, 4), drawing.input("shard", 4)
+    whole = drawing.wait(drawing.start_gather(shard, "weight"))
+    token = dependent(drawing, drawing.call(aten.new_empty.default, x, [0], dtype=torch.uint8), whole)
+    y = drawing.call(aten.relu.default, x)
+    gm = drawing.done(drawing.call(aten.neg.default, dependent(drawing, y, token)))
+    calls: list[object] = []
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    given = [torch.ones(3, 4), torch.ones(4)]
+    with Note():
+        (found,) = lower_fx(gm)(given)
+    assert torch.equal(found, -torch.ones(3, 4))
+    assert calls == [FILL, wait_op(), aten.relu.default, aten.neg.default]
+
+
+@pytest.mark.parametrize("case", ["input", "view of an input", "written", "expanded"])
+def test_what_depends_on_others_is_copied_where_it_shows(case: str) -> None:
+    drawing = Drawing()
+    x, other = drawing.input("x", 4), drawing.input("other", 4)
+    value = {
+        "input": lambda: x,
+        "view of an input": lambda: drawing.call(aten.view.default, x, [2, 2]),
+        "written": lambda: drawing.call(aten.relu.default, x),
+        "expanded": lambda: drawing.call(aten.expand.default, drawing.call(aten.sum.default, x), [4]),
+    }[case]()
+    found = dependent(drawing, value, other)
+    if case == "written":
+        drawing.call(aten.add_.Tensor, found, other)
+    results = lower_fx(drawing.done(value, found))([given := torch.ones(4), torch.ones(4)])
+    first, second = results
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    assert second.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+    assert second.is_contiguous()
+    assert torch.equal(second, first + 1 if case == "written" else first)

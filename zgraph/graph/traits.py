@@ -43,6 +43,7 @@ class Traits:
         decodes: turns the codes of a gathered parameter, its first argument, into values.
         packs: takes rows, of which ranks hold different numbers, and yields a result of equal size on all ranks.
         is_view: the result lies in the first argument, although the schema does not say so.
+        vanishes: lowering replaces it by its first argument, in which the result therefore lies.
         may_copy: the schema says that the result is a view, but the operator copies if it has to.
         makes_no_values: the result is uninitialised memory.
         overwrites: does not read its first argument, but only writes it or takes its shape.
@@ -57,6 +58,7 @@ class Traits:
     decodes: bool = False
     packs: bool = False
     is_view: bool = False
+    vanishes: bool = False
     may_copy: bool = False
     makes_no_values: bool = False
     overwrites: bool = False
@@ -96,6 +98,7 @@ TABLE: Mapping[OpOverload, Traits] = MappingProxyType(
             Traits(reshapes=True),
         ),
         aten._unsafe_view.default: Traits(reshapes=True, is_view=True),
+        dialect.depend.default: Traits(vanishes=True),
         aten.reshape.default: Traits(reshapes=True, may_copy=True),
         **_rows([aten.contiguous, aten.to, aten.flatten, aten.ravel], Traits(may_copy=True)),
         aten._to_copy.default: Traits(reshapes=True, crosses_devices=True),
@@ -204,13 +207,14 @@ def is_over_lists(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's result is a view of an argument, unless it has to copy."""
-    return returns_alias(node.target) or of(node).is_view
+    row = of(node)
+    return returns_alias(node.target) or row.is_view or row.vanishes
 
 
 def shared_arguments(node: fx.Node) -> tuple[int | None, ...]:
     """For each result, the position of the argument whose memory it always shares; None, or no entry, without one."""
     row = of(node)
-    return () if row.may_copy else (0,) if row.is_view else alias_positions(node.target)
+    return () if row.may_copy else (0,) if row.is_view or row.vanishes else alias_positions(node.target)
 
 
 def outlives_graph(node: fx.Node) -> bool:

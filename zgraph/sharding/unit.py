@@ -22,6 +22,7 @@ from zgraph.dialect.markers import unshard
 from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.dry_run_load import load_all_or_nothing
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
+from zgraph.sharding.whole_units import after_gathers, reduce_all_params
 from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside
 from zgraph.torch_compat.modules import local_parameters, tree_flatten, tree_unflatten
 
@@ -86,45 +87,6 @@ def _unshard(parameter: DTensor, handle: Tensor, spec: ParamSpec, stage: int, wi
     )
 
 
-class _ReduceAllParams(torch.autograd.Function):
-    """Identity on a unit's outputs that makes autograd visit all of the unit's gathered parameters.
-
-    A parameter that this rank did not read (an expert without tokens) then joins the reduction with zeros, instead of
-    leaving the other ranks waiting.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, outputs: int, zeros: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.zeros = zeros
-        ctx.layouts = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[outputs:]]
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:outputs])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.zeros:
-            return (None, None, *grads, *([None] * len(ctx.layouts)))
-        # One zero, expanded: no memory. None would do in eager mode, but AOTAutograd cuts inputs whose gradient is
-        # always None off the tape, and with them the reduction that the other ranks wait for.
-        none = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.layouts]
-        return (None, None, *grads, *none)
-
-
-@no_frames_inside
-def _reduce_all_params(result: Any, unsharded: list[Tensor]) -> Any:
-    trainable = [tensor for tensor in unsharded if tensor.requires_grad]
-    leaves, spec = tree_flatten(result)
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    # Where no output needs a gradient, this rank has read nothing trainable, but has to join the reductions anyway.
-    places = [i for i in tensors if leaves[i].requires_grad] or tensors
-    if not trainable or not places:
-        return result
-    outputs = [leaves[i] for i in places]
-    reducing = _ReduceAllParams.apply(len(places), torch.compiler.is_compiling(), *outputs, *trainable)
-    for place, tensor in zip(places, cast("tuple[Tensor, ...]", reducing), strict=True):
-        leaves[place] = tensor
-    return tree_unflatten(leaves, spec)
-
-
 @no_frames_inside
 def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     leaves, spec = tree_flatten((args, kwargs))
@@ -161,9 +123,10 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
                 site_state: ModuleState = getattr(site, STATE)
                 before.append((site_state, site_state.unsharded))
                 site_state.unsharded = {**(site_state.unsharded or {}), attribute: tensor}
+        gathered = after_gathers(state.params, unsharded, scope) if state.reduces_all_params else None
         result = forward(module, *args, **kwargs)
         if state.reduces_all_params:
-            result = _reduce_all_params(result, unsharded)
+            result = reduce_all_params(result, module, state.params, unsharded, gathered, scope)
         if outermost and not torch.compiler.is_compiling():
             scope.watch_backward(result)
         return result

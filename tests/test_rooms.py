@@ -29,6 +29,7 @@ ROOMS = (
     "zgraph.scheduling.lifetimes",
     "zgraph.scheduling.cluster",
     "zgraph.sharding.meshes",
+    "zgraph.sharding.model",
     "zgraph.sharding",
     "zgraph.sharding.pipeline",
     "zgraph.optimizers",

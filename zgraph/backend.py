@@ -10,6 +10,7 @@ from torch import fx
 from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.options import CompileOptions
+from zgraph.sharding.written_in_graphs import refuse_written_weights, watch_outputs
 from zgraph.torch_compat.dynamo import raise_through_dynamo
 
 
@@ -48,4 +49,6 @@ def zgraph(
         )
     frame = Frame.of_dynamo(gm)
     frame.check_batch()
-    return FrameCompiler(frame, parsed).compile(gm, example_inputs)
+    handles = frame.handle_names()
+    refuse_written_weights(gm, handles)
+    return watch_outputs(gm, handles, FrameCompiler(frame, parsed).compile(gm, example_inputs))

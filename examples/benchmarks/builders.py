@@ -179,6 +179,7 @@ def build_deepspeed(zero_stage: int) -> Callable[[Setting], Trainer]:
         config = {
             "train_micro_batch_size_per_gpu": setting.config.batch,
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # as the others; the default became 1.0 with DeepSpeed#8068
             "zero_optimization": {
                 "stage": zero_stage,
                 "overlap_comm": True,

@@ -98,6 +98,7 @@ def deepspeed(device: str) -> Callable[[ModelConfig, str], tuple[nn.Module, Call
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": BATCH,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "gradient_clipping": 0.0,  # as zgraph; the default became 1.0 with DeepSpeed#8068
             "zero_optimization": {
                 "stage": 3,
                 "offload_optimizer": place,

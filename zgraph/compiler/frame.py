@@ -82,7 +82,8 @@ class Frame:
         """Warn where several ranks train something that is not sharded."""
         if not is_distributed_ready() or dist.get_world_size() == 1:
             return
-        trainable = [value for value in self.inputs if isinstance(value, nn.Parameter) and value.requires_grad]
+        leaves = [value for value in self.inputs if isinstance(value, nn.Parameter) and value.is_leaf]
+        trainable = [leaf for leaf in leaves if leaf.requires_grad]
         if trainable and not any(isinstance(value, DTensor) for value in trainable):
             warnings.warn(
                 f"zgraph: {dist.get_world_size()} ranks train a model of which nothing is sharded, so nothing is "

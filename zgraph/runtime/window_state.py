@@ -7,9 +7,9 @@ the parameter's handle, the one object that reaches a marker's kernel both in ea
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.error_feedback import Feedbacks
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.weight_copy import WeightCopy
-from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.dtensor import has_storage_of, local_of
 from zgraph.torch_compat.modules import local_parameters
 
 _STATE = "zgraph_state"
@@ -87,6 +87,17 @@ class Accumulation:
         self.opened = bool(self.pending)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """This rank's part of a parameter, and the storage of the DTensor around it, which has no memory."""
+
+    part: weakref.ref[Tensor]
+    storage: torch.UntypedStorage
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Known:
+        return self  # a copied parameter has another part
+
+
 @dataclass(eq=False)
 class ParameterState:
     """State of one parameter between calls of compiled graphs.
@@ -108,6 +119,7 @@ class ParameterState:
         feedbacks: error feedback of its compressed reductions.
         ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
         weight_copy: the unsharded parameter as the last forward read it; None: gathers do not send differences.
+        known: the parameter when it was looked at last.
         defer: takes what yields gradients of weights out of a compiled backward; None: the backward runs whole.
     """
 
@@ -127,6 +139,7 @@ class ParameterState:
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
     weight_copy: WeightCopy | None = None
     ahead: Tensor | None = None
+    known: _Known | None = None
     defer: Defer | None = None
 
     def keep(self, unsharded: Tensor) -> None:
@@ -145,6 +158,19 @@ class ParameterState:
         """Drop the gathered copies."""
         self.kept.clear()
         self.accumulation.note(self)
+
+    def was_assigned(self) -> bool:
+        """Whether `.data = ` was called on the parameter, which changes nothing of what is gathered; told once."""
+        parameter = self.parameter
+        if not isinstance(parameter, DTensor):
+            return False
+        part, known = local_of(parameter), self.known
+        if known is not None and known.part() is not part:
+            known = None
+        if known is not None and has_storage_of(parameter, known.storage):
+            return False
+        self.known = _Known(weakref.ref(part), parameter.untyped_storage())
+        return known is not None
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Let a gradient wait for the closing backward.
@@ -301,7 +327,25 @@ def _edited(name: str, why: str) -> ZgraphError:
 
 def attach_state(handle: Tensor, owner: nn.Module, attribute: str, accumulation: Accumulation | None = None) -> None:
     """Give a handle the state of its parameter, `owner.attribute`."""
-    setattr(handle, _STATE, ParameterState(owner, attribute, name_of(handle), accumulation or Accumulation()))
+    state = ParameterState(owner, attribute, name_of(handle), accumulation or Accumulation())
+    state.was_assigned()  # from now on
+    setattr(handle, _STATE, state)
+
+
+def check_assigned(handles: Iterable[Tensor]) -> None:
+    """Check that nothing was assigned to `.data` of the parameters behind some handles.
+
+    Raises:
+        ZgraphError: something was; names the parameter.
+    """
+    for handle in handles:
+        if state_behind(handle).was_assigned():
+            name = name_of(handle)
+            raise ZgraphError(
+                f"zgraph: something was assigned to {name}.data, which leaves a sharded parameter as it was (torch "
+                "keeps the values of a DTensor elsewhere). Write into it, outside of forward: with torch.no_grad(): "
+                f"model.{name}.copy_(value)."
+            )
 
 
 def state_behind(handle: Tensor) -> ParameterState:

@@ -20,12 +20,21 @@ from zgraph.runtime.exchanges.collectives import end_together
 from zgraph.runtime.exchanges.identity import About, Exchanges
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.shard_layout import ShardLayout
-from zgraph.runtime.window_state import ALONE, CLOSING, OPEN, Accumulation, ParameterState, state_behind
+from zgraph.runtime.window_state import (
+    ALONE,
+    CLOSING,
+    OPEN,
+    Accumulation,
+    ParameterState,
+    check_assigned,
+    state_behind,
+)
 from zgraph.sharding.codes import Codes
 from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.meshes.tensor_split import TensorSplit
+from zgraph.sharding.model.written_weights import Gathered
 from zgraph.sharding.offload import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
 from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
@@ -149,6 +158,7 @@ class Scope:
         # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
         # do in the replicated model. In a compiled graph the pass dedupe_gathers does this.
         self.gathered: dict[ShardedParam, Tensor] | None = None
+        self.reads = Gathered()  # each gathered alone, in the running forward
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         _guard_steps(self)
 
@@ -175,6 +185,8 @@ class Scope:
         self.active = False
         if not torch.compiler.is_compiling():
             self.gathered = None
+            reads, self.reads = self.reads, Gathered()
+            reads.check()
 
     def _next_window(self) -> str:
         if not self.has_windows or not torch.is_grad_enabled():
@@ -317,6 +329,10 @@ class ShardedParam:
                 "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh.",
                 ZgraphError,
             )
+        try:
+            check_assigned([self.handle])
+        except ZgraphError as error:
+            raise_through_dynamo(str(error), ZgraphError)
         if parameter.is_meta:
             raise_through_dynamo(
                 f"zgraph: {self.name} is on the meta device and has no values; call zgraph.materialize(model) after "

@@ -24,10 +24,13 @@ from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.meshes.same_machine import agreed_machine
 from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
+from zgraph.sharding.model.buffers import broadcast_buffers
+from zgraph.sharding.model.check_model import check_model
 from zgraph.sharding.offload import Offload, Resting
 from zgraph.sharding.scope import STATE, Model, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
-from zgraph.sharding.unit import lies_inside, outermost_units, unit_class
+from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
+from zgraph.torch_compat.autograd import share_hooks
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of
@@ -121,6 +124,7 @@ def shard(
     unit_names = outermost_units(module, units)
 
     _check_untied(found, module)
+    check_model(module, {entry.name: entry.parameter for entry in found}, ignored_ids)
 
     follow_compiled_modules()
     scope = Scope()
@@ -202,9 +206,11 @@ def shard(
         if own or state.params or part is module or has_own_forward:
             base = getattr(type(part), "_zgraph_base", type(part))
             part.__class__ = unit_class(base, own)
+        elif not hasattr(type(part), "_zgraph_base") and next(part.parameters(), None) is not None:
+            part.__class__ = container_class(type(part))
         if has_own_forward:
             part.forward = part.__dict__["forward"]  # which the new class wraps
-    _broadcast_buffers(module, at_rest)
+    broadcast_buffers(module, at_rest)
     return module
 
 
@@ -363,6 +369,7 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh
     sharded = nn.Parameter(distributed, requires_grad=entry.parameter.requires_grad and not is_coded)
     for mark, value in vars(entry.parameter).items():  # attributes by which users group parameters, for instance
         setattr(sharded, mark, value)
+    share_hooks(entry.parameter, sharded)
     for _, part, attribute in entry.sites:
         replace_parameter(part, attribute, sharded)
 
@@ -419,11 +426,3 @@ def _separate_reductions(mesh: DeviceMesh) -> str:
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return separate_reductions(group, device)
-
-
-def _broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy rank 0's buffers to all ranks, as `_place` did with its parameters."""
-    for group in mesh.get_all_groups():  # along the first axis, then from there along the second
-        for buffer in module.buffers():
-            if buffer.device.type == mesh.device_type and not isinstance(buffer, DTensor):
-                dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)

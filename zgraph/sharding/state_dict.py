@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import pad_rows
 from zgraph.runtime.shard_layout import ShardLayout
+from zgraph.runtime.window_state import check_assigned
 from zgraph.sharding.dry_run_load import COMPILED, dry_run_of
 from zgraph.sharding.scope import ParamSpec, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
@@ -173,7 +174,9 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     first = not is_distributed_ready() or dist.get_rank() == 0
     result: OrderedDict[str, Any] = OrderedDict()
     done: dict[int, Tensor | None] = {}
-    specs = {id(param.sharded): param.spec for param in sharded_parameters(module).values()}
+    params = sharded_parameters(module).values()
+    check_assigned(param.handle for param in params)
+    specs = {id(param.sharded): param.spec for param in params}
     # keep_vars: with it tied parameters are one object, not two detached ones.
     for key, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):

@@ -1,8 +1,11 @@
 """Units: modules that gather their parameters once, when their forward starts, and keep them until it ends.
 
 A unit's class is replaced by a subclass whose `forward` gathers first, and whose parameters are properties: inside
-forward they return the unsharded tensor, outside the sharded DTensor. Every rank gathers all of a unit when it starts,
-so reads that depend on the data cannot make ranks issue different collectives.
+forward they return the unsharded tensor, outside the sharded DTensor. So does `parameters()`, where gradients are
+enabled: what a forward adds to its loss in a loop over them is then a function of the tensors that it reads.
+
+Every rank gathers all of a unit when it starts, so reads that depend on the data cannot make ranks issue different
+collectives.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any, cast
 
@@ -21,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.dialect.markers import unshard
 from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.dry_run_load import load_all_or_nothing
+from zgraph.sharding.model.written_weights import Gathered, as_gathered
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.whole_units import after_gathers, reduce_all_params
 from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside
@@ -66,7 +70,9 @@ def _on_device(parameter: DTensor, spec: ParamSpec) -> Tensor:
 @no_frames_inside
 def _as_read(part: Tensor, param: ShardedParam) -> Tensor:
     """What the module reads: a DTensor where the parameter is tensor-parallel."""
-    return part if param.spec.split is None else param.spec.split.as_read(part)
+    if param.spec.split is not None:
+        return param.spec.split.as_read(part)
+    return part if param.spec.ignored or torch.compiler.is_compiling() else as_gathered(part, param.name)
 
 
 @no_frames_inside
@@ -111,6 +117,7 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
         scope.check_batch((args, kwargs))
         scope.begin()
     before: list[tuple[ModuleState, dict[str, Tensor] | None]] = []
+    gathered = None if torch.compiler.is_compiling() else Gathered()
     try:
         if state.input_dtype is not None:
             args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
@@ -119,6 +126,8 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             part = gather(param, scope)
             unsharded.append(part)
             tensor = _as_read(part, param)
+            if gathered is not None and not param.spec.ignored:
+                gathered.add(param.name, tensor)
             for site, attribute in param.sites:
                 site_state: ModuleState = getattr(site, STATE)
                 before.append((site_state, site_state.unsharded))
@@ -135,6 +144,16 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             site_state.unsharded = previous
         if outermost:
             scope.end()
+        if gathered is not None:
+            gathered.check()
+
+
+@no_frames_inside
+def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
+    tensor = _as_read(gather(param, scope), param)
+    if not torch.compiler.is_compiling() and not param.spec.ignored:
+        scope.reads.add_read(param.name, tensor)
+    return tensor
 
 
 def _read_property(attribute: str) -> property:
@@ -146,11 +165,40 @@ def _read_property(attribute: str) -> property:
             return state.unsharded[attribute]
         if state.scope.active and attribute in state.by_attribute:
             # Read by a module other than its owner, such as nn.MultiheadAttention and its out_proj.
-            param = state.by_attribute[attribute]
-            return _as_read(gather(param, state.scope), param)
+            return _gathered_alone(state.by_attribute[attribute], state.scope)
         return local_parameters(module)[attribute]
 
     return property(read)
+
+
+def _named_parameters(base: type[nn.Module]) -> Callable[..., Iterator[tuple[str, Any]]]:
+    @functools.wraps(base.named_parameters)
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        prefix = cast(str, args[0] if args else kwargs.get("prefix", ""))
+        state = state_of(self)
+        # Without gradients a loop looks for devices and dtypes, or writes, which the sharded parameters are for.
+        is_read = state is not None and state.scope.active and torch.is_grad_enabled()
+        for name, parameter in base.named_parameters(self, *args, **kwargs):
+            yield name, _attribute(self, name.removeprefix(f"{prefix}.")) if is_read else parameter
+
+    return named_parameters
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(module.get_submodule(owner), attribute)
+
+
+@functools.cache
+def container_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Make a subclass of `base` whose `parameters()`, inside forward, are what its parts read."""
+    body = {
+        "named_parameters": _named_parameters(base),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "_zgraph_base": base,
+    }
+    return type(base.__name__, (base,), body)
 
 
 @functools.cache
@@ -179,6 +227,7 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     body |= {
         "forward": functools.wraps(base.forward)(forward),
         "__setattr__": functools.wraps(base.__setattr__)(set_attribute),
+        "named_parameters": _named_parameters(base),
         "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
         "_zgraph_attributes": attributes,
         "__module__": base.__module__,

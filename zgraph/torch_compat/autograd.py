@@ -151,3 +151,14 @@ def steps_decided_by(
     finally:
         del scaler.__dict__["_maybe_opt_step"]
         scaler._per_optimizer_states = states
+
+
+def share_hooks(tensor: Tensor, other: Tensor) -> None:
+    """Let another leaf run the hooks of a leaf, in their order; removing one removes it from both.
+
+    `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13): dicts that `register_hook` adds to, and
+    from which its handle removes.
+    """
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, hooks):
+            setattr(other, hooks, getattr(tensor, hooks))

@@ -25,6 +25,11 @@ def storage_key(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor or a view of it was written to (`_version`, 2.11 - 2.13); 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and storages share it in Python and C++, itself too (`_storage_Use_Count`, 2.11 - 2.13)."""
     return torch._C._storage_Use_Count(storage._cdata)

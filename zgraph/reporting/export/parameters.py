@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from zgraph.compression.low_rank import state_of_matrix
 from zgraph.compression.method_text import from_text
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import DISK, HOST_TO_DEVICE
 from zgraph.graph.operator_arguments import LowRankArgs, QuantizeArgs, layout_of
 from zgraph.graph.sizes import size_hint, tensor_bytes
 from zgraph.graph.text import dtype_text
@@ -66,8 +65,10 @@ def known_parameters(captured: fx.Graph, names: Iterable[str]) -> dict[str, Know
 
 
 def _rests(at_rest: fx.Node) -> str:
-    lanes = [meta.lane(each) for each in (at_rest, *at_rest.users)]
-    return "disk" if DISK in lanes else "host" if HOST_TO_DEVICE in lanes else "device"
+    """The memory of the input that a marker reads, which a module on a GPU may have copied or cast before."""
+    while at_rest.op != "placeholder" and at_rest.all_input_nodes:
+        at_rest = at_rest.all_input_nodes[0]
+    return meta.space(at_rest) or "device"
 
 
 def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:

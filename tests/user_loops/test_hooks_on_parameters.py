@@ -1,0 +1,161 @@
+"""Hooks from before `shard`, on parameters and on modules: they run as on the plain model, or were refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+
+import zgraph
+from tests.support.ranks import Ranks
+from tests.support.truth import Tensors, check_equal, logged, run_plain, run_sharded
+
+MODES = ("eager", "fx")
+STAGES = (0, 2, 3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.enter(x))), y)
+
+
+def masked(grad: Tensor) -> Tensor:
+    """The first rows do not learn; the mask is as long as the parameter is."""
+    mask = (torch.arange(7) >= 3).float().unsqueeze(1)
+    if isinstance(grad, DTensor):
+        mask = distribute_tensor(mask, grad.device_mesh, grad.placements, src_data_rank=None)
+    return grad * mask
+
+
+def masking() -> nn.Module:
+    model = Net()
+    model.enter.weight.register_hook(masked)
+    model.enter.weight.register_hook(lambda grad: grad * 2.0)
+    return model
+
+
+def removed() -> nn.Module:
+    """The handle from before removes the hook afterwards."""
+    model = Net()
+    model.handles = [model.enter.weight.register_hook(masked)]
+    return model
+
+
+def counting() -> nn.Module:
+    model = Net()
+    model.seen = []
+
+    def note(parameter: Tensor) -> None:
+        model.seen.append(0 if parameter.grad is None else tuple(parameter.shape))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(note)
+    return model
+
+
+def train(model: nn.Module, call: Any, batch: Any) -> Tensors:
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for handle in getattr(model, "handles", ()):
+        handle.remove()
+    for step in range(3):
+        opt.zero_grad()
+        call(*batch(step)).backward()
+        opt.step()
+    return logged(model)
+
+
+def hooks_run(build: Callable[[], nn.Module], mode: str, stage: int) -> None:
+    models: list[Any] = []
+
+    def kept() -> nn.Module:
+        models.append(build())
+        return models[-1]
+
+    check_equal(run_sharded(kept, train, mode, stage), run_plain(kept, train))
+    if build is counting:
+        sharded, plain = (sorted(model.seen) for model in models)
+        assert sharded == plain and len(plain) == 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("build", [masking, counting, removed], ids=lambda build: build.__name__)
+def test_hooks_from_before_shard_run(ranks: Ranks, build: Callable[[], nn.Module], stage: int, mode: str) -> None:
+    ranks.run(hooks_run, build, mode, stage)
+
+
+def whole_mask() -> str:
+    """A hook that was written for whole gradients meets a sharded one, and says so."""
+    model = Net()
+    model.enter.weight.register_hook(lambda grad: grad * (torch.arange(7) >= 3).float().unsqueeze(1))
+    zgraph.shard(model)
+    try:
+        model(torch.ones(2, 5), torch.zeros(2, dtype=torch.int64)).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hook_for_whole_gradients_fails(ranks: Ranks) -> None:
+    for text in ranks.run(whole_mask):
+        assert "mixed torch.Tensor and DTensor" in text
+
+
+# --- hooks on modules, and what is made of them -------------------------------------------------------------------
+
+
+def scaling() -> nn.Module:
+    """A hook on a module's backward that scales, and one on its forward that adds what it reads of the module."""
+    model = Net()
+    model.enter.register_full_backward_hook(lambda module, given, grads: (None if given[0] is None else given[0] * 2,))
+    model.head.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
+    model.enter.register_forward_hook(lambda module, given, out: out + module.bias.tanh())
+    model.head.register_forward_pre_hook(lambda module, given: (given[0] * module.weight.mean(),))
+    return model
+
+
+def parametrized() -> nn.Module:
+    model = Net()
+    parametrizations.weight_norm(model.enter)
+    parametrizations.orthogonal(model.head)
+    return model
+
+
+def normed() -> nn.Module:
+    model = Net()
+    weight_norm(model.enter)
+    spectral_norm(model.head)
+    return model
+
+
+def wrapped(build: str, mode: str, stage: int) -> None:
+    found = {"scaling": scaling, "parametrized": parametrized, "normed": normed}[build]
+    check_equal(run_sharded(found, train, mode, stage), run_plain(found, train))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("build", ["scaling", "parametrized", "normed"])
+def test_hooks_on_modules_run(ranks: Ranks, build: str, stage: int, mode: str) -> None:
+    ranks.run(wrapped, build, mode, stage)
+
+
+def attributes() -> tuple[Any, Any]:
+    model = nn.Linear(3, 3)
+    model.weight.group = "matrices"
+    zgraph.shard(model)
+    return model.weight.group, getattr(model.bias, "group", None)
+
+
+def test_attributes_of_parameters_stay(ranks: Ranks) -> None:
+    assert ranks.run(attributes) == [("matrices", None)] * 2

@@ -1,0 +1,84 @@
+"""Loops over `parameters()` inside forward: they read what attributes read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import zgraph
+from tests.support.ranks import Ranks
+from tests.support.truth import Tensors, check_equal, logged, run_plain, run_sharded
+
+MODES = ("eager", "fx")
+
+
+class Net(nn.Module):
+    """With a container, a part that nothing calls, a tied weight, a frozen part and a scalar."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.head, self.unused, self.frozen = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(2, 2).requires_grad_(False)
+        self.layers[2].weight = self.layers[0].weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.what = what
+
+    def penalty(self) -> Any:
+        if self.what == "zero times all":
+            return 0.0 * sum(p.sum() for p in self.parameters())
+        if self.what == "squares":
+            return 0.01 * sum(p.square().sum() for p in self.parameters())
+        if self.what == "by name":
+            return 0.01 * sum(p.abs().sum() for name, p in self.named_parameters() if name.endswith("weight"))
+        if self.what == "of a container":
+            return 0.01 * sum(p.square().sum() for p in self.layers.parameters())
+        if self.what == "as a vector":
+            return 0.01 * nn.utils.parameters_to_vector(self.parameters()).norm()
+        return 0.0 * next(self.parameters()).new_ones(()).to(next(self.parameters()).dtype)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(x)) * self.scale, y) + self.penalty()
+
+
+WHAT = ("zero times all", "squares", "by name", "of a container", "as a vector", "dtype")
+
+
+def train(model: nn.Module, call: Any, batch: Any) -> Tensors:
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        opt.zero_grad()
+        call(*batch(step)).backward()
+        opt.step()
+    if getattr(model, "what", "") == "as a vector":  # of sharded parameters torch makes none, and says so
+        return logged(model)
+    with torch.no_grad():
+        value = call(*batch(7)).detach()
+    found = logged(model)
+    assert not isinstance(value, DTensor) or value.to_local().isfinite()
+    return found
+
+
+def penalty_in_forward(what: str, mode: str, stage: int) -> None:
+    check_equal(run_sharded(lambda: Net(what), train, mode, stage), run_plain(lambda: Net(what), train))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("what", WHAT)
+def test_a_penalty_of_all_parameters_is_right(ranks: Ranks, what: str, stage: int, mode: str) -> None:
+    ranks.run(penalty_in_forward, what, mode, stage)
+
+
+def outside() -> set[bool]:
+    model = zgraph.shard(Net("squares"))
+    model(torch.ones(2, 5), torch.zeros(2, dtype=torch.int64)).backward()
+    return {isinstance(parameter, DTensor) for parameter in (*model.parameters(), *model.layers.parameters("x"))}
+
+
+def test_outside_of_forward_they_are_sharded(ranks: Ranks) -> None:
+    assert ranks.run(outside) == [{True}] * 2

@@ -1,0 +1,240 @@
+"""Forwards, and lines between steps, that write to weights: right, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zgraph
+from tests.support.ranks import Ranks
+from tests.support.truth import Tensors, check_equal, logged, refusal, run_plain, run_sharded
+
+MODES = ("eager", "fx")
+
+
+class Writer(nn.Module):
+    """Two layers, of which a forward writes to the second in the way that it is told."""
+
+    def __init__(self, write: Callable[[Writer], None] | None = None, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(5, 7), nn.Linear(7, 3, bias=False)
+        self.embed = nn.Embedding(3, 3, max_norm=max_norm)
+        self.gain = nn.Parameter(torch.tensor(5.0))
+        self.write = write
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.write is not None:
+            self.write(self)
+        return F.cross_entropy(self.head(torch.tanh(self.enter(x))) * self.gain + self.embed(y), y)
+
+
+class Owner(nn.Module):
+    """Writes to the parameter of its own that it has just used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(x @ self.weight.t(), y)
+        self.weight.data[0].zero_()
+        return loss
+
+
+def normalize(model: Writer) -> None:
+    with torch.no_grad():
+        model.head.weight.copy_(F.normalize(model.head.weight, dim=1))
+
+
+def clamp(model: Writer) -> None:
+    model.gain.data.clamp_(max=2.0)
+
+
+def clamp_rows(model: Writer) -> None:
+    model.head.weight.data[1:].clamp_(-0.1, 0.1)
+
+
+def add_in_place(model: Writer) -> None:
+    with torch.no_grad():
+        model.head.weight += 1.0
+
+
+def assign(model: Writer) -> None:
+    model.head.weight.data = model.head.weight.data * 0.5
+
+
+def through_detach(model: Writer) -> None:
+    model.head.weight.detach().mul_(0.5)
+
+
+WRITES = {
+    "normalized rows": (lambda: Writer(normalize), "head.weight"),
+    "clamped scalar": (lambda: Writer(clamp), "gain"),
+    "clamped rows": (lambda: Writer(clamp_rows), "head.weight"),
+    "added to": (lambda: Writer(add_in_place), "head.weight"),
+    "assigned": (lambda: Writer(assign), "head.weight"),
+    "through detach": (lambda: Writer(through_detach), "head.weight"),
+    "max_norm": (lambda: Writer(max_norm=0.8), "embed.weight"),
+    "its own": (Owner, "weight"),
+}
+
+
+def one_step(model: nn.Module, call: Any, batch: Any) -> Tensors:
+    call(*batch(0)).backward()
+    return logged(model)
+
+
+def written_in_forward(what: str, mode: str, stage: int) -> tuple[str, bool]:
+    build, name = WRITES[what]
+    text = refusal(lambda: run_sharded(build, one_step, mode, stage))
+    return text, f"forward writes to {name}," in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("what", WRITES)
+def test_a_forward_that_writes_to_what_it_has_gathered_is_refused(
+    ranks: Ranks, what: str, stage: int, mode: str
+) -> None:
+    for text, names_it in ranks.run(written_in_forward, what, mode, stage):
+        assert names_it, text
+
+
+def without_gradients(mode: str) -> tuple[str, bool]:
+    def evaluate(model: nn.Module, call: Any, batch: Any) -> Tensors:
+        with torch.no_grad():
+            call(*batch(0))
+        return {}
+
+    text = refusal(lambda: run_sharded(lambda: Writer(normalize), evaluate, mode, 3))
+    return text, "forward writes to head.weight," in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_so_is_one_that_evaluates(ranks: Ranks, mode: str) -> None:
+    for text, names_it in ranks.run(without_gradients, mode):
+        assert names_it, text
+
+
+# --- what is no write to a gathered copy --------------------------------------------------------------------------
+
+
+class Teacher(nn.Module):
+    """The teacher follows the student in forward, or where a loop says so."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2))
+        self.teacher.requires_grad_(False)
+        self.how = how
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            if "assign" in self.how:
+                t.data = t.data * 0.5 + s.data * 0.5
+            else:
+                t.mul_(0.5).add_(s, alpha=0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if "in forward" in self.how:
+            self.follow()
+        out = self.student(x)
+        with torch.no_grad():
+            target = self.teacher(x)
+        return F.cross_entropy(out, y) + (out - target).square().mean()
+
+
+def teach(model: nn.Module, call: Any, batch: Any) -> Tensors:
+    assert isinstance(model, Teacher)
+    opt = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    for step in range(3):
+        opt.zero_grad()
+        call(*batch(step)).backward()
+        opt.step()
+        if "in forward" not in model.how:
+            model.follow()
+    return logged(model)
+
+
+def teacher_in_place(how: str, mode: str, stage: int) -> None:
+    found = run_sharded(lambda: Teacher(how), teach, mode, stage)
+    check_equal(found, run_plain(lambda: Teacher(how), teach))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("how", ["in forward", "after the step"])
+def test_a_teacher_written_in_place_follows(ranks: Ranks, how: str, stage: int, mode: str) -> None:
+    ranks.run(teacher_in_place, how, mode, stage)
+
+
+def teacher_assigned(how: str, mode: str, stage: int) -> str:
+    return refusal(lambda: run_sharded(lambda: Teacher(how), teach, mode, stage))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("how", ["assign in forward", "assign after the step"])
+def test_a_teacher_assigned_through_data_is_refused(ranks: Ranks, how: str, stage: int, mode: str) -> None:
+    for text in ranks.run(teacher_assigned, how, mode, stage):
+        assert "something was assigned to teacher.0.weight.data" in text
+
+
+def assigned_and_stored() -> str:
+    model = zgraph.shard(nn.Linear(3, 3))
+    model.weight.data = model.weight.data * 2
+    return refusal(lambda: zgraph.full_state_dict(model))
+
+
+def test_what_was_assigned_is_not_stored_without_a_word(ranks: Ranks) -> None:
+    for text in ranks.run(assigned_and_stored):
+        assert "something was assigned to weight.data" in text
+
+
+def moved_and_copied() -> None:
+    """Conversions that change nothing, and copies, are no assignments."""
+    import copy
+
+    model = zgraph.shard(nn.Linear(3, 3))
+    before = model(torch.ones(2, 3))
+    model.to("cpu")
+    model.float()
+    twin = copy.deepcopy(model)
+    model.double().float()
+    for one in (model, twin):
+        torch.testing.assert_close(one(torch.ones(2, 3)), before, rtol=0, atol=0)
+
+
+def test_conversions_and_copies_are_no_assignments(ranks: Ranks) -> None:
+    ranks.run(moved_and_copied)
+
+
+def activations_in_place(mode: str) -> None:
+    """In-place operators on what forward has computed from weights are nobody's business."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(5, 3), nn.ReLU(inplace=True))
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            weight = self.layer[0].weight.clone()
+            weight.mul_(2.0)
+            out = (self.layer(x) + 1.0).add_(x @ weight.t())
+            with torch.no_grad():
+                self.seen.add_(out.mean(0))
+            return F.cross_entropy(out, y)
+
+    check_equal(run_sharded(Net, one_step, mode, 3), run_plain(Net, one_step))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_tensors_may_be_written_to(ranks: Ranks, mode: str) -> None:
+    ranks.run(activations_in_place, mode)

@@ -1,0 +1,58 @@
+"""Buffers: every rank gets rank 0's values, whatever their dtype and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def check_buffers(module: nn.Module) -> None:
+    """Check that each buffer has elements that can be sent.
+
+    Raises:
+        ValueError: one has not; names it.
+    """
+    for name, buffer in _buffers(module):
+        if buffer.layout != torch.strided or buffer.is_quantized:
+            kind = "quantized" if buffer.is_quantized else f"of layout {buffer.layout}"
+            raise ValueError(
+                f"zgraph.shard: the buffer {name} is {kind}, and only dense tensors are sent from rank 0 to the "
+                "others. Keep it as a plain attribute, which each rank makes alike, or register what it is made of "
+                "(indices and values, or codes and scales) as buffers and build it in forward."
+            )
+
+
+def broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Copy rank 0's buffers to all ranks, as `shard` does with its parameters."""
+    for group in mesh.get_all_groups():  # along the first axis, then from there along the second
+        for _, buffer in _buffers(module):
+            if not buffer.is_meta:
+                _broadcast(buffer, group, mesh.device_type)
+
+
+def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return [(name, buffer) for name, buffer in module.named_buffers() if not isinstance(buffer, DTensor)]
+
+
+@torch.no_grad()
+def _broadcast(buffer: Tensor, group: ProcessGroup, device_type: str) -> None:
+    """Send the elements as bytes: backends ask for neither strides nor overlaps, and do not know every dtype."""
+    own = distinct_elements(buffer).resolve_conj().resolve_neg()
+    # In a dimension more: the last one of the buffer may have no elements, or none that are neighbours.
+    elements = own.to(device_type, copy=True, memory_format=torch.contiguous_format).unsqueeze(-1)
+    dist.broadcast(elements.view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
+    distinct_elements(buffer).copy_(elements.squeeze(-1))
+
+
+def distinct_elements(buffer: Tensor) -> Tensor:
+    """The elements of a tensor without those that expanding has repeated, which may not be written to."""
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.shape[dim] > 1:
+            buffer = buffer.narrow(dim, 0, 1)
+    return buffer

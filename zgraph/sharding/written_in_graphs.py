@@ -1,0 +1,100 @@
+"""Writes to gathered parameters in graphs of Dynamo; AOTAutograd would turn them into other values for later reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from zgraph.errors import ZgraphError
+from zgraph.graph import nodes
+from zgraph.runtime.handle import name_of
+from zgraph.sharding.model.written_weights import GatheredParameter, as_gathered, written
+from zgraph.sharding.scope import scope_behind
+from zgraph.torch_compat.dynamo import dynamo_example, dynamo_fake, raise_through_dynamo
+from zgraph.torch_compat.fake_values import fake_storage_key
+from zgraph.torch_compat.memory import version_of
+
+
+def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> None:
+    """Refuse a graph that writes to what a marker has gathered, or to what was gathered for it before.
+
+    Dynamo has run each node on fake tensors, whose versions count the writes to them and to views of them.
+
+    Args:
+        gm: the graph of a frame.
+        handles: names of parameters by the positions of their handles among its inputs.
+
+    Raises:
+        ZgraphError: names the parameter.
+    """
+    places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    names = {node: handles[place] for node, place in places.items() if place in handles}
+    for graph in _graphs(gm):
+        gathered: dict[int, str] = {}
+        for node in graph.nodes:
+            value = dynamo_fake(node)
+            if not isinstance(value, Tensor):
+                continue
+            key, name = fake_storage_key(value), _gathered_name(node, names)
+            if name is not None:
+                gathered[key] = name
+            if node.target is Tensor.set_:  # `.data = `, after which Dynamo takes the version back
+                name = _gathered_name(node.args[0], names)
+            elif version_of(value) > 0:
+                name = gathered.get(key)
+            else:
+                name = None
+            if name is not None:
+                raise_through_dynamo(written(name), ZgraphError)
+
+
+def _graphs(gm: fx.GraphModule) -> Iterable[fx.Graph]:
+    """Of the frame, and of the regions in it that an operator calls."""
+    return [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _gathered_name(node: object, names: Mapping[fx.Node, str]) -> str | None:
+    """Name of the parameter that a node is the gathered copy of; None for anything else."""
+    if not isinstance(node, fx.Node):
+        return None
+    if nodes.is_unshard(node):
+        handle = node.args[1]
+        return names.get(handle, "a parameter") if isinstance(handle, fx.Node) else "a parameter"
+    given = dynamo_example(node) if node.op == "placeholder" else None
+    return given.parameter_name if isinstance(given, GatheredParameter) else None
+
+
+def watch_outputs(gm: fx.GraphModule, handles: Mapping[int, str], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Let forward be watched where it goes on outside of a graph with parameters that this has gathered.
+
+    Args:
+        gm: the graph of a frame, with its handles as above.
+        handles: names of parameters by the positions of their handles among its inputs.
+        compiled: of the graph.
+
+    Returns:
+        `compiled`, whose outputs count what is written to them, if there are such parameters among them.
+    """
+    places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if place in handles}
+    given = nodes.output_of(gm.graph).args[0]
+    assert isinstance(given, tuple | list)
+    found = {
+        number: places[one.args[1]]
+        for number, one in enumerate(given)
+        if isinstance(one, fx.Node) and nodes.is_unshard(one) and one.args[1] in places
+    }
+    if not found:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        outputs = list(compiled(*args))
+        for number, place in found.items():
+            scope, name = scope_behind(args[place]), name_of(args[place])
+            if scope is not None and scope.active:
+                outputs[number] = as_gathered(outputs[number], name)
+                scope.reads.add_read(name, outputs[number])
+        return tuple(outputs)
+
+    return run

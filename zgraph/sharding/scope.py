@@ -163,6 +163,19 @@ class Scope:
             self.last = ALONE
         return self.last
 
+    @property
+    def position(self) -> str:
+        """Position in its window of the forward that runs, also of one that could not note that it does."""
+        if self.active:
+            return self.window
+        return self.last if self.repeats and self.has_windows and torch.is_grad_enabled() else ALONE
+
+    @property
+    def has_to_note(self) -> bool:
+        """Whether the next forward changes what is known of the window."""
+        is_noted = self.accumulating or self.opened or self.given is not None
+        return is_noted and self.has_windows and torch.is_grad_enabled() and not self.repeats
+
     @no_frames_inside
     def watch_backward(self, result: Any) -> None:
         """Note when a backward of an uncompiled forward's result begins, and when it ends."""

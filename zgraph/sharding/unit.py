@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.dialect.markers import unshard
+from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.dry_run_load import load_all_or_nothing
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
-from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside
+from zgraph.torch_compat.dynamo import is_inlining, never_a_frame, no_frames_inside, raise_through_dynamo, traced_body
 from zgraph.torch_compat.modules import local_parameters, tree_flatten, tree_unflatten
 
 
@@ -31,13 +32,15 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
         ZgraphError: the parameter is no longer what `shard` made of it.
     """
     param.check()
+    if torch.compiler.is_compiling() and traced_body() == "control_flow":
+        _refuse_in_branch(param.name)
     owner, attribute = param.sites[0]
     parameter = cast(DTensor, local_parameters(owner)[attribute])
     spec = param.spec
     if spec.ignored:
         return _on_device(parameter, spec)
     stage = param.lifetime_stage
-    window = scope.window if stage < 3 else ALONE
+    window = scope.position if stage < 3 else ALONE
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
     if spec.codes is not None:
         return spec.codes.decode(_unshard(parameter, handle, spec, stage, window), spec.compute_dtype)
@@ -47,6 +50,21 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     if param not in share:  # by identity: parts sharded one by one may have parameters of equal names
         share[param] = _unshard(parameter, handle, spec, stage, window)
     return share[param]
+
+
+@torch.compiler.assume_constant_result
+def _refuse_in_branch(name: str) -> None:
+    """Refuse what could hang: not every rank need take the branch, and gradients leave no branch sharded.
+
+    Raises:
+        ZgraphError: always.
+    """
+    raise_through_dynamo(
+        f"zgraph: {name} is read inside of torch.cond, scan, map or while_loop, where nothing can be gathered: ranks may "
+        "take different branches. Let the module whose forward calls it gather before: "
+        "zgraph.shard(model, units=[ThatModule]); or read the weight before the call, and use what was read inside.",
+        ZgraphError,
+    )
 
 
 @no_frames_inside
@@ -139,6 +157,8 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
     if state is None:  # made after sharding, such as a slice of an nn.Sequential; its parts are the units
         return forward(module, *args, **kwargs)
     scope = state.scope
+    if torch.compiler.is_compiling() and traced_body() == "checkpoint":
+        return _run_in_region(forward, module, state, args, kwargs)
     outermost = not scope.active
     if outermost:
         scope.check_optimizers()
@@ -170,6 +190,33 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             scope.end()
 
 
+def _run_in_region(
+    forward: Callable[..., Any], module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a unit in a checkpointed region that is being traced, where it may write nothing.
+
+    Each read gathers by a marker of its own, see `_read_property`; the pass dedupe_gathers lets reads share a gather.
+    """
+    scope = state.scope
+    if not scope.active:
+        scope.check_optimizers()
+        if scope.has_to_note:
+            torch._dynamo.graph_break(  # nothing runs before the region that could note it
+                "zgraph: a checkpointed region calls a part of a sharded model while gradients are accumulated"
+            )
+    if state.input_dtype is not None:
+        args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
+    unsharded = [gather(param, scope) for param in state.params] if state.reduces_all_params else []
+    result = forward(module, *args, **kwargs)
+    return _reduce_all_params(result, unsharded) if state.reduces_all_params else result
+
+
+@torch.compiler.assume_constant_result
+def _is_unnoted() -> bool:
+    """Whether a unit is being traced that could not note that it runs."""
+    return is_inlining(_run_in_region)
+
+
 def _read_property(attribute: str) -> property:
     def read(module: nn.Module) -> Any:
         state = state_of(module)
@@ -177,7 +224,9 @@ def _read_property(attribute: str) -> property:
             return local_parameters(module)[attribute]
         if state.unsharded is not None and attribute in state.unsharded:
             return state.unsharded[attribute]
-        if state.scope.active and attribute in state.by_attribute:
+        if attribute in state.by_attribute and (
+            state.scope.active or (torch.compiler.is_compiling() and _is_unnoted())
+        ):
             # Read by a module other than its owner, such as nn.MultiheadAttention and its out_proj.
             param = state.by_attribute[attribute]
             return _as_read(gather(param, state.scope), param)

@@ -12,6 +12,9 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 import torch
 from torch import fx, nn
 
+# Names of operators whose bodies run never, once or many times, as data says (2.11 - 2.13).
+CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl"})
+
 P = ParamSpec("P")
 
 
@@ -47,6 +50,38 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
 def checkpoint_operator() -> object:
     """What calls a checkpointed region in a Dynamo graph: `(body, *operands, **options of checkpoint)`; 2.11 - 2.13."""
     return torch.ops.higher_order.tag_activation_checkpoint
+
+
+@torch.compiler.assume_constant_result
+def traced_body() -> str:
+    """What Dynamo is tracing the body of, which may write to nothing that was there before.
+
+    "checkpoint": of a checkpointed region, and of others like it around that. "control_flow": `torch.cond` and its like
+    is around it. "other": any other operator. "": of none. The chain of tracers (`current_tracer`, `parent`,
+    `source_target`) is that of 2.11 - 2.13.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    operators: list[object] = []
+    while tracer.parent is not None:
+        operators.append(tracer.source_target)
+        tracer = tracer.parent
+    if not operators:
+        return ""
+    if any(str(operator) in CONTROL_FLOW for operator in operators):
+        return "control_flow"
+    return "checkpoint" if all(operator is checkpoint_operator() for operator in operators) else "other"
+
+
+def is_inlining(function: Callable[..., Any]) -> bool:
+    """Whether Dynamo is tracing code that this function has called (`output.current_tx` and `parent`, 2.11 - 2.13)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    frame: Any = InstructionTranslator.current_tx().output.current_tx
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.parent
+    return frame is not None
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

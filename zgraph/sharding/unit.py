@@ -20,7 +20,14 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.dry_run_load import load_all_or_nothing
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
-from zgraph.torch_compat.dynamo import is_inlining, never_a_frame, no_frames_inside, raise_through_dynamo, traced_body
+from zgraph.torch_compat.dynamo import (
+    compiles_frames,
+    is_inlining,
+    never_a_frame,
+    no_frames_inside,
+    raise_through_dynamo,
+    traced_body,
+)
 from zgraph.torch_compat.modules import local_parameters, tree_flatten, tree_unflatten
 
 
@@ -161,10 +168,16 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
         return _run_in_region(forward, module, state, args, kwargs)
     outermost = not scope.active
     if outermost:
+        if torch.compiler.is_compiling():
+            scope.uncompiled.begin_traced()
+        else:
+            scope.uncompiled.begin(is_compiled=compiles_frames())
         scope.check_optimizers()
         scope.check_batch((args, kwargs))
         scope.begin()
     before: list[tuple[ModuleState, dict[str, Tensor] | None]] = []
+    if state.params and not torch.compiler.is_compiling() and scope.runs_outside_graphs:
+        scope.uncompiled.note(state.params[0].name, state.reduces_all_params)
     try:
         if state.input_dtype is not None:
             args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
@@ -180,8 +193,11 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
         result = forward(module, *args, **kwargs)
         if state.reduces_all_params:
             result = _reduce_all_params(result, unsharded)
-        if outermost and not torch.compiler.is_compiling():
-            scope.watch_backward(result)
+        if not torch.compiler.is_compiling():
+            if outermost:
+                scope.watch_backward(result)
+            elif scope.runs_outside_graphs:
+                scope.uncompiled.watch_backward(result)
         return result
     finally:
         for site_state, previous in reversed(before):

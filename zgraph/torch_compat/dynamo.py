@@ -47,6 +47,17 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
     return function
 
 
+@never_a_frame
+def compiles_frames() -> bool:
+    """Whether Dynamo compiles the frames that are called now: a function given to torch.compile is running.
+
+    False where `torch.compiler.disable`, or anything else that switches it off, is around (2.11 - 2.13).
+    """
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return callable(get_eval_frame_callback())
+
+
 def checkpoint_operator() -> object:
     """What calls a checkpointed region in a Dynamo graph: `(body, *operands, **options of checkpoint)`; 2.11 - 2.13."""
     return torch.ops.higher_order.tag_activation_checkpoint
@@ -169,6 +180,20 @@ def graph_breaks() -> dict[str, int]:
     found: dict[str, int] = {}
     for text, count in counters["graph_break"].items():
         reason = text.partition("\n")[0]
+        found[reason] = found.get(reason, 0) + count
+    return found
+
+
+def graph_break_reasons() -> dict[str, int]:
+    """As `graph_breaks`, with the first sentence of Dynamo's explanation (a line "Explanation: ...", 2.11 - 2.13)."""
+    from torch._dynamo.utils import counters
+
+    found: dict[str, int] = {}
+    for text, count in counters["graph_break"].items():
+        reason, _, rest = text.partition("\n")
+        explained = [line.partition("Explanation: ")[2] for line in rest.splitlines() if "Explanation: " in line]
+        explained = [line.partition(". ")[0].removesuffix(".") for line in explained]
+        reason = ": ".join([reason, *explained[:1]])
         found[reason] = found.get(reason, 0) + count
     return found
 

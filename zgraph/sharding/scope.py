@@ -25,7 +25,7 @@ from zgraph.sharding.meshes.tensor_split import TensorSplit
 from zgraph.sharding.offload import Resting
 from zgraph.sharding.uncompiled import Uncompiled
 from zgraph.torch_compat.autograd import at_end_of_backward, is_in_backward
-from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
+from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
@@ -167,6 +167,7 @@ class Scope:
         return self.last
 
     @property
+    @never_a_frame
     def runs_outside_graphs(self) -> bool:
         """Whether a forward is running that is compiled, or should be; asked by what is in no graph."""
         return self.active and (self.gathered is None or self.uncompiled.is_skipped)

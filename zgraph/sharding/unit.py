@@ -67,8 +67,8 @@ def _refuse_in_branch(name: str) -> None:
         ZgraphError: always.
     """
     raise_through_dynamo(
-        f"zgraph: {name} is read inside of torch.cond, scan, map or while_loop, where nothing can be gathered: ranks may "
-        "take different branches. Let the module whose forward calls it gather before: "
+        f"zgraph: {name} is read inside of torch.cond, scan, map or while_loop, where nothing can be gathered: ranks "
+        "may take different branches. Let the module whose forward calls it gather before: "
         "zgraph.shard(model, units=[ThatModule]); or read the weight before the call, and use what was read inside.",
         ZgraphError,
     )

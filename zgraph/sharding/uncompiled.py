@@ -31,6 +31,7 @@ class Uncompiled:
         self._gathered: dict[str, None] = {}
         self._surprises = self._is_watching = False
         self._before: dict[str, int] | None = None
+        self._known = ""  # the reason, where Dynamo has none yet
 
     # Run, not traced: it asks Dynamo what it has counted so far.
     @torch.compiler.assume_constant_result
@@ -59,6 +60,12 @@ class Uncompiled:
             self.warn()
         self._gathered[parameter] = None
         self._surprises = self._surprises or not is_named
+        self.modules[_block_of(parameter)] = None
+
+    def leave(self, parameter: str, reason: str) -> None:
+        """Note that a unit with this parameter will gather by itself, for a reason that zgraph knows."""
+        self._surprises = True
+        self._known = reason
         self.modules[_block_of(parameter)] = None
 
     @no_frames_inside
@@ -99,6 +106,8 @@ class Uncompiled:
 
     def __str__(self) -> str:
         reasons = [f"{text} ({count} x)" for text, count in self.reasons.items()]
+        if self._known:
+            return f"{_listed([*self.modules])}: {self._known}"
         why = f"Dynamo's graph breaks are: {_listed(reasons)}" if reasons else "Dynamo has counted no graph break"
         return f"{_listed([*self.modules])}. {why}"
 

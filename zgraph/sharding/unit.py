@@ -216,15 +216,28 @@ def _run_in_region(
     scope = state.scope
     if not scope.active:
         scope.check_optimizers()
-        if scope.has_to_note:
-            torch._dynamo.graph_break(  # nothing runs before the region that could note it
-                "zgraph: a checkpointed region calls a part of a sharded model while gradients are accumulated"
-            )
+        if scope.has_to_note:  # nothing of the model's runs before the region that could
+            _leave_graph(module)
+            torch._dynamo.graph_break("zgraph: a region calls a part of a model while gradients are accumulated")
     if state.input_dtype is not None:
         args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
     unsharded = [gather(param, scope) for param in state.params] if state.reduces_all_params else []
     result = forward(module, *args, **kwargs)
     return _reduce_all_params(result, unsharded) if state.reduces_all_params else result
+
+
+@torch.compiler.assume_constant_result
+def _leave_graph(module: nn.Module) -> None:
+    """Say that a region runs uncompiled, in which the outermost module would have to note its place in the window."""
+    states = [state for part in module.modules() if (state := state_of(part)) is not None]
+    for state in states:
+        for param in state.params:
+            state.scope.uncompiled.leave(
+                param.name,
+                "a checkpointed region calls them while gradients are accumulated, and nothing in a region can note that; "
+                "call them by a module around the region that is part of what zgraph.shard was given",
+            )
+    states[0].scope.uncompiled.warn()
 
 
 @torch.compiler.assume_constant_result

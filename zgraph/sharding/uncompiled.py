@@ -105,11 +105,13 @@ class Uncompiled:
         )
 
     def __str__(self) -> str:
-        reasons = [f"{text} ({count} x)" for text, count in self.reasons.items()]
+        inside = [name for name in self.modules if any(name.startswith(f"{other}.") for other in self.modules)]
+        named = _listed([name for name in self.modules if name not in inside])
         if self._known:
-            return f"{_listed([*self.modules])}: {self._known}"
+            return f"{named}: {self._known}"
+        reasons = [f"{text} ({count} x)" for text, count in self.reasons.items()]
         why = f"Dynamo's graph breaks are: {_listed(reasons)}" if reasons else "Dynamo has counted no graph break"
-        return f"{_listed([*self.modules])}. {why}"
+        return f"{named}. {why}"
 
 
 def _block_of(parameter: str) -> str:

@@ -21,6 +21,7 @@ from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.dry_run_load import load_all_or_nothing
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.torch_compat.dynamo import (
+    break_graph,
     compiles_frames,
     is_inlining,
     never_a_frame,
@@ -218,7 +219,7 @@ def _run_in_region(
         scope.check_optimizers()
         if scope.has_to_note:  # nothing of the model's runs before the region that could
             _leave_graph(module)
-            torch._dynamo.graph_break("zgraph: a region calls a part of a model while gradients are accumulated")
+            break_graph("zgraph: a region calls a part of a model while gradients are accumulated")
     if state.input_dtype is not None:
         args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
     unsharded = [gather(param, scope) for param in state.params] if state.reduces_all_params else []
@@ -234,7 +235,7 @@ def _leave_graph(module: nn.Module) -> None:
         for param in state.params:
             state.scope.uncompiled.leave(
                 param.name,
-                "a checkpointed region calls them while gradients are accumulated, and nothing in a region can note that; "
+                "a checkpointed region calls them while gradients are accumulated, which nothing in a region can note; "
                 "call them by a module around the region that is part of what zgraph.shard was given",
             )
     states[0].scope.uncompiled.warn()

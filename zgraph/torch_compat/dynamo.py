@@ -85,6 +85,11 @@ def traced_body() -> str:
     return "checkpoint" if all(operator is checkpoint_operator() for operator in operators) else "other"
 
 
+def break_graph(message: str) -> None:
+    """Let Dynamo break the graph here (`torch._dynamo.graph_break`, 2.11 - 2.13); nothing where it does not trace."""
+    torch._dynamo.graph_break(message)
+
+
 def is_inlining(function: Callable[..., Any]) -> bool:
     """Whether Dynamo is tracing code that this function has called (`output.current_tx` and `parent`, 2.11 - 2.13)."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

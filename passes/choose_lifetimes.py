@@ -57,6 +57,8 @@ class ChooseLifetimes(GraphPass):
         for node in nodes.call_functions(gm.graph, nodes.is_unshard):
             if UnshardArgs.of(node).layout.zero_stage in (1, 2):
                 meta.tag_saved(node)
+                if meta.is_tagged_by_others(node):  # read in a checkpointed region, which would gather it again
+                    meta.tag_must_save(node)
         if ctx.direction == "step":
             return self._run_on_step(gm, ctx)
         before = [meta.lifetime(node) for node in gm.graph.nodes]

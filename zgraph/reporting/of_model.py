@@ -29,6 +29,7 @@ def summary(model: nn.Module) -> Report:
     """
     report = report_of(model, "summary")
     report.feedback_bytes = _feedback_bytes(model)
+    report.uncompiled = _uncompiled(model)
     return report
 
 
@@ -86,6 +87,11 @@ def measure(model: nn.Module) -> Generator[None]:
             "call what torch.compile returned."
         )
     report.measured |= found
+
+
+def _uncompiled(model: nn.Module) -> str:
+    states = [state for part in without_compile(model).modules() if (state := state_of(part)) is not None]
+    return "; ".join(dict.fromkeys(str(state.scope.uncompiled) for state in states if state.scope.uncompiled.modules))
 
 
 def _feedback_bytes(model: nn.Module) -> int:

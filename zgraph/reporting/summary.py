@@ -31,6 +31,8 @@ class Report:
         distinct_islands: number that it has compiled; equal islands share code.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
         profiler: profiler that measures the graphs at present; None: they are not measured.
+        uncompiled: modules that gather outside of the model's graphs, and why, when `zgraph.summary` was last called;
+            "": none does.
         feedback_bytes: size of this rank's error-feedback state when `zgraph.summary` was last called.
         keep_graphs: whether each of `graphs` keeps a `network`, to inspect after the compile.
         keep_passes: whether `frames` record what each pass did; costs time at each pass, like a dump.
@@ -46,6 +48,7 @@ class Report:
     distinct_islands: int = 0
     measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
     profiler: StepProfiler | None = None
+    uncompiled: str = ""
     feedback_bytes: int = 0
     keep_graphs: bool = False
     keep_passes: bool = False
@@ -115,6 +118,8 @@ class Report:
         ]
         reasons = {graph.frame: graph.reason for graph in self.graphs if graph.reason}
         lines.extend(f"  frame {frame} compiled again: {reason}" for frame, reason in reasons.items())
+        if self.uncompiled:
+            lines.append(f"  gathered outside of graphs: {self.uncompiled}")
         for graph in self.graphs:
             nodes = counted(graph.nodes, "node")
             lines.append(f"  frame {graph.frame} {graph.direction}: {nodes}, {size(graph.sent_bytes)} sent")
@@ -144,6 +149,7 @@ class Report:
             "recompiles": str(self.recompiles),
             "buckets": str(sum(graph.buckets for graph in self.graphs)),
             "islands": f"{self.islands}, {self.distinct_islands} distinct" if self.islands else "",
+            "gathered outside of graphs": self.uncompiled,
             "sent in a training step": sent,
             "error feedback": size(self.feedback_bytes) if self.feedback_bytes else "",
             "seconds of compiling": f"{sum(self.seconds.values()):.1f}" if self.seconds else "",

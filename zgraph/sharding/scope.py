@@ -36,8 +36,9 @@ from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.meshes.tensor_split import TensorSplit
 from zgraph.sharding.model.written_weights import Gathered
 from zgraph.sharding.offload import Resting
+from zgraph.sharding.uncompiled import Uncompiled
 from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
-from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
+from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
@@ -130,6 +131,7 @@ class Scope:
         resting: memory of what these modules offload; None: everything rests on the device.
         same_batch: compares what the ranks of a tensor-parallel group are given; None: there is none, or nobody asks.
         same_gradients: of each part with tensor parallelism: compares gradients of what that does not split.
+        uncompiled: modules that a compiled forward runs outside of its graphs.
         clocks: of each `zgraph.Metrics` that watches these modules, only stored here.
         handle_of: while a whole step is traced: what stands for the handle of a parameter that is read. The shards
             are the modules' parameters at that time, as ever. None: no step is traced.
@@ -152,6 +154,7 @@ class Scope:
         self.resting: Resting | None = None
         self.same_batch: SameBatch | None = None
         self.same_gradients: list[SameGradients] = []
+        self.uncompiled = Uncompiled()
         self.clocks: list[Any] = []
         self.handle_of: Callable[[ShardedParam], Tensor] | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
@@ -205,6 +208,25 @@ class Scope:
         else:
             self.last = ALONE
         return self.last
+
+    @property
+    @never_a_frame
+    def runs_outside_graphs(self) -> bool:
+        """Whether a forward is running that is compiled, or should be; asked by what is in no graph."""
+        return self.active and (self.gathered is None or self.uncompiled.is_skipped)
+
+    @property
+    def position(self) -> str:
+        """Position in its window of the forward that runs, also of one that could not note that it does."""
+        if self.active:
+            return self.window
+        return self.last if self.repeats and self.has_windows and torch.is_grad_enabled() else ALONE
+
+    @property
+    def has_to_note(self) -> bool:
+        """Whether the next forward changes what is known of the window."""
+        is_noted = self.accumulating or self.accumulation.opened or self.given is not None
+        return is_noted and self.has_windows and torch.is_grad_enabled() and not self.repeats
 
     @no_frames_inside
     def watch_backward(self, result: Any) -> None:

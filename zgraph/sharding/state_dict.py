@@ -22,7 +22,7 @@ from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import check_assigned
 from zgraph.sharding.dry_run_load import COMPILED, dry_run_of
 from zgraph.sharding.scope import ParamSpec, ShardedParam, sharded_parameters, state_of
-from zgraph.torch_compat.dynamo import without_compile
+from zgraph.torch_compat.dynamo import no_frames_inside, without_compile
 from zgraph.torch_compat.groups import is_distributed_ready, resolve_group
 from zgraph.torch_compat.modules import local_parameters
 
@@ -47,6 +47,7 @@ def follow_compiled_modules() -> None:
     register_module_module_registration_hook(_follow_if_compiled)
 
 
+@no_frames_inside  # `torch.compiler.disable(block)(x)` in a forward that is compiled builds such a wrapper, too
 def _follow_if_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if f"{name}." == COMPILED and submodule is not None and state_of(submodule) is not None:
         module.register_load_state_dict_pre_hook(_accept_compiled)

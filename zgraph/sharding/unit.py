@@ -22,12 +22,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.dialect.markers import unshard
+from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.whole_units import after_gathers, reduce_all_params
-from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside
+from zgraph.torch_compat.dynamo import (
+    break_graph,
+    compiles_frames,
+    is_inlining,
+    never_a_frame,
+    no_frames_inside,
+    raise_through_dynamo,
+    traced_body,
+)
 from zgraph.torch_compat.modules import local_parameters, tree_flatten, tree_unflatten
 
 
@@ -39,13 +48,15 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
         ZgraphError: the parameter is no longer what `shard` made of it.
     """
     param.check()
+    if torch.compiler.is_compiling() and traced_body() == "control_flow":
+        _refuse_in_branch(param.name)
     owner, attribute = param.sites[0]
     parameter = cast(DTensor, local_parameters(owner)[attribute])
     spec = param.spec
     if spec.ignored:
         return _on_device(parameter, spec)
     stage = param.lifetime_stage
-    window = scope.window if stage < 3 else ALONE
+    window = scope.position if stage < 3 else ALONE
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
     if spec.codes is not None:
         return spec.codes.decode(_unshard(parameter, handle, spec, stage, window), spec.compute_dtype)
@@ -55,6 +66,21 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     if param not in share:  # by identity: parts sharded one by one may have parameters of equal names
         share[param] = _unshard(parameter, handle, spec, stage, window)
     return share[param]
+
+
+@torch.compiler.assume_constant_result
+def _refuse_in_branch(name: str) -> None:
+    """Refuse what could hang: not every rank need take the branch, and gradients leave no branch sharded.
+
+    Raises:
+        ZgraphError: always.
+    """
+    raise_through_dynamo(
+        f"zgraph: {name} is read inside of torch.cond, scan, map or while_loop, where nothing can be gathered: ranks "
+        "may take different branches. Let the module whose forward calls it gather before: "
+        "zgraph.shard(model, units=[ThatModule]); or read the weight before the call, and use what was read inside.",
+        ZgraphError,
+    )
 
 
 @no_frames_inside
@@ -110,14 +136,22 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
     if state is None:  # made after sharding, such as a slice of an nn.Sequential; its parts are the units
         return forward(module, *args, **kwargs)
     scope = state.scope
+    if torch.compiler.is_compiling() and traced_body() == "checkpoint":
+        return _run_in_region(forward, module, state, args, kwargs)
     outermost = not scope.active
     if outermost:
+        if torch.compiler.is_compiling():
+            scope.uncompiled.begin_traced()
+        else:
+            scope.uncompiled.begin(is_compiled=compiles_frames())
         scope.check_optimizers()
         state.check_call()
         scope.check_batch((args, kwargs))
         scope.begin()
     before: list[tuple[ModuleState, dict[str, Tensor] | None]] = []
-    gathered = None if torch.compiler.is_compiling() else Gathered()
+    reads = None if torch.compiler.is_compiling() else Gathered()
+    if state.params and not torch.compiler.is_compiling() and scope.runs_outside_graphs:
+        scope.uncompiled.note(state.params[0].name, state.reduces_all_params)
     try:
         if state.input_dtype is not None:
             args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
@@ -126,26 +160,42 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             part = gather(param, scope)
             unsharded.append(part)
             tensor = _as_read(part, param)
-            if gathered is not None and not param.spec.ignored:
-                gathered.add(param.name, tensor)
+            if reads is not None and not param.spec.ignored:
+                reads.add(param.name, tensor)
             for site, attribute in param.sites:
                 site_state: ModuleState = getattr(site, STATE)
                 before.append((site_state, site_state.unsharded))
                 site_state.unsharded = {**(site_state.unsharded or {}), attribute: tensor}
-        gathered = after_gathers(state.params, unsharded, scope) if state.reduces_all_params else None
-        result = forward(module, *args, **kwargs)
-        if state.reduces_all_params:
-            result = reduce_all_params(result, module, state.params, unsharded, gathered, scope)
-        if outermost and not torch.compiler.is_compiling():
-            scope.watch_backward(result)
+        result = _forward(forward, module, state, unsharded, args, kwargs)
+        if not torch.compiler.is_compiling():
+            if outermost:
+                scope.watch_backward(result)
+            elif scope.runs_outside_graphs:
+                scope.uncompiled.watch_backward(result)
         return result
     finally:
         for site_state, previous in reversed(before):
             site_state.unsharded = previous
         if outermost:
             scope.end()
-        if gathered is not None:
-            gathered.check()
+        if reads is not None:
+            reads.check()
+
+
+def _forward(
+    forward: Callable[..., Any],
+    module: nn.Module,
+    state: ModuleState,
+    unsharded: list[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The module's own forward; a named unit's depends on all that it has gathered, and reduces all of it."""
+    if not state.reduces_all_params:
+        return forward(module, *args, **kwargs)
+    gathered = after_gathers(state.params, unsharded, state.scope)
+    result = forward(module, *args, **kwargs)
+    return reduce_all_params(result, module, state.params, unsharded, gathered, state.scope)
 
 
 @no_frames_inside
@@ -156,6 +206,45 @@ def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
     return tensor
 
 
+def _run_in_region(
+    forward: Callable[..., Any], module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a unit in a checkpointed region that is being traced, where it may write nothing.
+
+    Each read gathers by a marker of its own, see `_read_property`; the pass dedupe_gathers lets reads share a gather.
+    """
+    scope = state.scope
+    if not scope.active:
+        scope.check_optimizers()
+        if scope.has_to_note:  # nothing of the model's runs before the region that could
+            _leave_graph(module)
+            break_graph("zgraph: a region calls a part of a model while gradients are accumulated")
+    if state.input_dtype is not None:
+        args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
+    unsharded = [gather(param, scope) for param in state.params] if state.reduces_all_params else []
+    return _forward(forward, module, state, unsharded, args, kwargs)
+
+
+@torch.compiler.assume_constant_result
+def _leave_graph(module: nn.Module) -> None:
+    """Say that a region runs uncompiled, in which the outermost module would have to note its place in the window."""
+    states = [state for part in module.modules() if (state := state_of(part)) is not None]
+    for state in states:
+        for param in state.params:
+            state.scope.uncompiled.leave(
+                param.name,
+                "a checkpointed region calls them while gradients are accumulated, which nothing in a region can note; "
+                "call them by a module around the region that is part of what zgraph.shard was given",
+            )
+    states[0].scope.uncompiled.warn()
+
+
+@torch.compiler.assume_constant_result
+def _is_unnoted() -> bool:
+    """Whether a unit is being traced that could not note that it runs."""
+    return is_inlining(_run_in_region)
+
+
 def _read_property(attribute: str) -> property:
     def read(module: nn.Module) -> Any:
         state = state_of(module)
@@ -163,7 +252,9 @@ def _read_property(attribute: str) -> property:
             return local_parameters(module)[attribute]
         if state.unsharded is not None and attribute in state.unsharded:
             return state.unsharded[attribute]
-        if state.scope.active and attribute in state.by_attribute:
+        if attribute in state.by_attribute and (
+            state.scope.active or (torch.compiler.is_compiling() and _is_unnoted())
+        ):
             # Read by a module other than its owner, such as nn.MultiheadAttention and its out_proj.
             return _gathered_alone(state.by_attribute[attribute], state.scope)
         return local_parameters(module)[attribute]

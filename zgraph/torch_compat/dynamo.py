@@ -12,6 +12,9 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 import torch
 from torch import fx, nn
 
+# Names of operators whose bodies run never, once or many times, as data says (2.11 - 2.13).
+CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl"})
+
 P = ParamSpec("P")
 
 
@@ -44,9 +47,57 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
     return function
 
 
+@never_a_frame
+def compiles_frames() -> bool:
+    """Whether Dynamo compiles the frames that are called now: a function given to torch.compile is running.
+
+    False where `torch.compiler.disable`, or anything else that switches it off, is around (2.11 - 2.13).
+    """
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return callable(get_eval_frame_callback())
+
+
 def checkpoint_operator() -> object:
     """What calls a checkpointed region in a Dynamo graph: `(body, *operands, **options of checkpoint)`; 2.11 - 2.13."""
     return torch.ops.higher_order.tag_activation_checkpoint
+
+
+@torch.compiler.assume_constant_result
+def traced_body() -> str:
+    """What Dynamo is tracing the body of, which may write to nothing that was there before.
+
+    "checkpoint": of a checkpointed region, and of others like it around that. "control_flow": `torch.cond` and its like
+    is around it. "other": any other operator. "": of none. The chain of tracers (`current_tracer`, `parent`,
+    `source_target`) is that of 2.11 - 2.13.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    operators: list[object] = []
+    while tracer.parent is not None:
+        operators.append(tracer.source_target)
+        tracer = tracer.parent
+    if not operators:
+        return ""
+    if any(str(operator) in CONTROL_FLOW for operator in operators):
+        return "control_flow"
+    return "checkpoint" if all(operator is checkpoint_operator() for operator in operators) else "other"
+
+
+def break_graph(message: str) -> None:
+    """Let Dynamo break the graph here (`torch._dynamo.graph_break`, 2.11 - 2.13); nothing where it does not trace."""
+    torch._dynamo.graph_break(message)
+
+
+def is_inlining(function: Callable[..., Any]) -> bool:
+    """Whether Dynamo is tracing code that this function has called (`output.current_tx` and `parent`, 2.11 - 2.13)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    frame: Any = InstructionTranslator.current_tx().output.current_tx
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.parent
+    return frame is not None
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
@@ -134,6 +185,20 @@ def graph_breaks() -> dict[str, int]:
     found: dict[str, int] = {}
     for text, count in counters["graph_break"].items():
         reason = text.partition("\n")[0]
+        found[reason] = found.get(reason, 0) + count
+    return found
+
+
+def graph_break_reasons() -> dict[str, int]:
+    """As `graph_breaks`, with the first sentence of Dynamo's explanation (a line "Explanation: ...", 2.11 - 2.13)."""
+    from torch._dynamo.utils import counters
+
+    found: dict[str, int] = {}
+    for text, count in counters["graph_break"].items():
+        reason, _, rest = text.partition("\n")
+        explained = [line.partition("Explanation: ")[2] for line in rest.splitlines() if "Explanation: " in line]
+        explained = [line.partition(". ")[0].removesuffix(".") for line in explained]
+        reason = ": ".join([reason, *explained[:1]])
         found[reason] = found.get(reason, 0) + count
     return found
 

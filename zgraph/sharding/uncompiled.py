@@ -1,0 +1,126 @@
+"""Modules whose parameters are gathered outside of any graph although the model around them is compiled."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zgraph.errors import ZgraphWarning
+from zgraph.torch_compat.autograd import is_in_backward
+from zgraph.torch_compat.dynamo import graph_break_reasons, no_frames_inside
+from zgraph.torch_compat.modules import tree_flatten
+
+_SHOWN = 6  # modules, and reasons, that the warning names
+
+
+class Uncompiled:
+    """What a compiled model gathers outside of its graphs.
+
+    Attributes:
+        modules: by name; that of each block once, not of its parts.
+        has_warned: whether the user was told.
+        is_skipped: whether the running forward is one of a compiled model that Dynamo has skipped.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, None] = {}
+        self.has_warned = self.is_skipped = False
+        self._gathered: dict[str, None] = {}
+        self._surprises = self._is_watching = False
+        self._before: dict[str, int] | None = None
+        self._known = ""  # the reason, where Dynamo has none yet
+
+    # Run, not traced: it asks Dynamo what it has counted so far.
+    @torch.compiler.assume_constant_result
+    def begin_traced(self) -> None:
+        """Count graph breaks from now on: the model's first frame is being traced."""
+        if self._before is None:
+            self._before = graph_break_reasons()
+
+    @no_frames_inside
+    def begin(self, *, is_compiled: bool) -> None:
+        """A forward begins that is not traced: the model is not compiled, or Dynamo has skipped the frame."""
+        self.warn()
+        self.is_skipped = is_compiled and not is_in_backward()
+
+    @no_frames_inside
+    def note(self, parameter: str, is_named: bool) -> None:
+        """Note that a unit gathers by itself, and warn once the list has all that a forward gathers.
+
+        It has when backward begins, and when a unit gathers for the second time.
+
+        Args:
+            parameter: name of the unit's first parameter.
+            is_named: whether the user has named the unit, because its reads depend on the data; it need not be traced.
+        """
+        if parameter in self._gathered:
+            self.warn()
+        self._gathered[parameter] = None
+        self._surprises = self._surprises or not is_named
+        self.modules[_block_of(parameter)] = None
+
+    def leave(self, parameter: str, reason: str) -> None:
+        """Note that a unit with this parameter will gather by itself, for a reason that zgraph knows."""
+        self._surprises = True
+        self._known = reason
+        self.modules[_block_of(parameter)] = None
+
+    @no_frames_inside
+    def watch_backward(self, result: Any) -> None:
+        """Warn when a backward reaches what such a unit has returned."""
+        outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if outputs and not self._is_watching and not self.has_warned:
+            self._is_watching = True
+            outputs[0].register_hook(self._backward_begins)
+
+    def _backward_begins(self, grad: Tensor) -> None:
+        self.warn()
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Graph breaks that Dynamo has met since the model's first frame, whichever model had them."""
+        if self._before is None:
+            return {}
+        found = {text: count - self._before.get(text, 0) for text, count in graph_break_reasons().items()}
+        return {text: count for text, count in found.items() if count > 0}
+
+    def warn(self) -> None:
+        """Warn of what was noted, once.
+
+        Raises:
+            ZgraphWarning: names modules and reasons.
+        """
+        if self.has_warned or not self._surprises:
+            return
+        self.has_warned = True
+        warnings.warn(
+            f"zgraph: the model is compiled, but outside of its graphs, where collectives are neither bucketed nor "
+            f"overlapped, parameters are gathered for {self}. Find the lines by TORCH_LOGS=graph_breaks,recompiles or "
+            "torch.compile(model, fullgraph=True), and let Dynamo trace them; zgraph.summary(model) shows this again.",
+            ZgraphWarning,
+            stacklevel=2,
+        )
+
+    def __str__(self) -> str:
+        inside = [name for name in self.modules if any(name.startswith(f"{other}.") for other in self.modules)]
+        named = _listed([name for name in self.modules if name not in inside])
+        if self._known:
+            return f"{named}: {self._known}"
+        reasons = [f"{text} ({count} x)" for text, count in self.reasons.items()]
+        why = f"Dynamo's graph breaks are: {_listed(reasons)}" if reasons else "Dynamo has counted no graph break"
+        return f"{named}. {why}"
+
+
+def _block_of(parameter: str) -> str:
+    """Name of the module in a list of equal ones that has the parameter, else of the parameter's own module."""
+    parts = parameter.split(".")[:-1]
+    place = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[: place + 1]) or "the model itself"
+
+
+def _listed(texts: list[str]) -> str:
+    more = len(texts) - _SHOWN
+    return ", ".join([*texts[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])

@@ -27,7 +27,7 @@ from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.runtime.offload.copy_lanes import lanes_of
-from zgraph.step import guards
+from zgraph.step import guards, parameter_hooks
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
 from zgraph.step.option_inputs import OptionInputs
@@ -305,6 +305,7 @@ class TrainingStep(Generic[P, R]):
             arguments=guards.of_arguments(leaves, tree),
             modes=self._modules.conditions(),
             trainable=tuple(requires_grad_of(lifted.held)),
+            hooks=parameter_hooks.conditions(lifted.held),
             options=(*(groups for one in lifted.optimizers for groups in one.groups), *options.conditions),
             state=tuple(chain.from_iterable(layout.conditions for layout in self._states)),
             layouts=self._layouts,

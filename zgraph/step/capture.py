@@ -250,6 +250,7 @@ class _Tracer:
         self.watch.known.begin(self.present, [*held, *(traced for _, traced in every)])
         self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside, delays=self.delays)
         self.watch.stand_ins = stand_ins.by_id()
+        self.watch.gathered.names = {id(handle): param.name for param, handle in stand_ins.handles.items()}
         scopes = self.lifted.scopes()
         self.watch.accumulates = lambda: any(scope.accumulating for scope in scopes)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.sharding.scope import Scope, ShardedParam
 from zgraph.step.lifted import Held, Lifted
+from zgraph.step.parameter_hooks import CarriedHooks
 from zgraph.step.refusals import refusal
 from zgraph.step.traced_optimizer import TracedOptimizer
 from zgraph.step.watch import Watch
 from zgraph.torch_compat.dtensor import dtensor_like
-from zgraph.torch_compat.modules import local_buffers, replace_parameter
+from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 
 _WINDOW = ("opened", "window", "last", "repeats", "active", "gathered")  # of a Scope, as a forward leaves it
 
@@ -86,6 +87,7 @@ class StandIns:
     def in_place(self) -> Generator[None]:
         """Put them where the user's lines look for model and optimizers; afterwards all is as it was."""
         lifted = self.lifted
+        hooks = CarriedHooks(lifted.parameters, self.parameters)
         scopes = lifted.scopes()
         windows = [{name: getattr(scope, name) for name in _WINDOW} for scope in scopes]
         for one, parameter in zip(lifted.parameters, self.parameters, strict=True):
@@ -102,6 +104,7 @@ class StandIns:
                     stack.enter_context(optimizer.in_place(self._clear))
                 yield
             self._check_after(scopes)
+            hooks.check()
         finally:
             for one in lifted.parameters:
                 _put_parameter(one, one.tensor)
@@ -169,18 +172,32 @@ class StandIns:
                 "zgraph.training_step: the step ends while the window of zgraph.no_sync is open; run its last forward "
                 "and backward outside of no_sync."
             )
-        for one, buffer in zip(self.lifted.buffers, self.buffers, strict=True):
-            part, attribute = one.sites[0]
-            if local_buffers(part)[attribute] is not buffer:
-                raise ZgraphError(
-                    f"zgraph.training_step: the step binds another tensor to the buffer {one.name}; write its values "
-                    "in place, with copy_."
-                )
+        self._check_bindings("parameter", self.lifted.parameters, self.parameters, local_parameters)
+        self._check_bindings("buffer", self.lifted.buffers, self.buffers, local_buffers)
         for tensor, stand_in in self.outside:
             if stand_in.grad is not None:
                 raise ZgraphError(
                     f"zgraph.training_step: the step computes a gradient of a tensor of shape {list(tensor.shape)} "
                     "that is not a parameter of its model; train all that it steps as one module."
+                )
+
+    def _check_bindings(
+        self,
+        kind: str,
+        held: Sequence[Held],
+        stand_ins: Sequence[Tensor],
+        of_module: Callable[[nn.Module], Mapping[str, Tensor | None]],
+    ) -> None:
+        for one, stand_in in zip(held, stand_ins, strict=True):
+            if any(of_module(part).get(attribute) is not stand_in for part, attribute in one.sites):
+                raise ZgraphError(
+                    f"zgraph.training_step: the step binds another tensor to the {kind} {one.name}; write its values "
+                    "in place, with copy_."
+                )
+            if stand_in.requires_grad != one.tensor.requires_grad:
+                raise ZgraphError(
+                    f"zgraph.training_step: the step sets requires_grad of the {kind} {one.name}, which would happen "
+                    "only while it is captured; set it before the step."
                 )
 
 

@@ -20,7 +20,7 @@ from zgraph.step.watch import Watch
 from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 
-_WINDOW = ("opened", "window", "last", "repeats", "active", "gathered")  # of a Scope, as a forward leaves it
+WINDOW = ("opened", "window", "last", "repeats", "active", "gathered")  # of a Scope, as a forward leaves it
 
 
 @dataclass
@@ -89,7 +89,7 @@ class StandIns:
         lifted = self.lifted
         hooks = CarriedHooks(lifted.parameters, self.parameters)
         scopes = lifted.scopes()
-        windows = [{name: getattr(scope, name) for name in _WINDOW} for scope in scopes]
+        windows = [{name: getattr(scope, name) for name in WINDOW} for scope in scopes]
         for one, parameter in zip(lifted.parameters, self.parameters, strict=True):
             _put_parameter(one, parameter)
         for one, buffer in zip(lifted.buffers, self.buffers, strict=True):

@@ -32,9 +32,10 @@ from zgraph.step import guards, parameter_hooks
 from zgraph.step.capture import Captured, capture
 from zgraph.step.judge import FIRST_CALLS, After, Before, tell
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
+from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.step.option_inputs import OptionInputs
-from zgraph.step.refusals import check_function, check_optimizer
-from zgraph.step.variables import Outside
+from zgraph.step.outside.python_values import PythonValues
+from zgraph.step.outside.variables import Outside
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, requires_grad_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
@@ -176,6 +177,7 @@ class _Variant:
     captured: Captured
     program: Callable[[list[Any]], Any]
     lowering: str
+    values: PythonValues
 
 
 class TrainingStep(Generic[P, R]):
@@ -417,7 +419,8 @@ class TrainingStep(Generic[P, R]):
             update = lifted.resting.options.update
             streaming = presets.with_streams(options.pipeline, delays=delays, update=update)
             options = replace(options, pipeline=streaming)
-        take = partial(capture, self.function, lifted, args, kwargs, outside, delays=delays)
+        values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
+        take = partial(capture, self.function, lifted, args, kwargs, outside, values=values, delays=delays)
         captured = take(decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":
             # The step that makes the optimizer's state, or whose gradients are the first to wait, runs once.
@@ -431,7 +434,7 @@ class TrainingStep(Generic[P, R]):
         check = partial(lifted.check_host, delays=delays)
         known = PassContext(machine=frame.machine, host_budget_bytes=lifted.host_budget_bytes(delays=delays))
         program = FrameCompiler(frame, options, known=known, on_plan=check).compile_step(captured.gm, recorded)
-        variant = _Variant(conditions, captured, program, options.lowering)
+        variant = _Variant(conditions, captured, program, options.lowering, values)
         self._variants.append(variant)
         return variant
 
@@ -449,8 +452,9 @@ class TrainingStep(Generic[P, R]):
         found = conditions.difference(closest)
         if found:
             return found
-        captured = next(one.captured for one in reversed(others) if one.conditions is closest)
-        return f"options: {captured.assumed.broken(inputs.values, tensors)}"
+        variant = next(one for one in reversed(others) if one.conditions is closest)
+        broken = variant.captured.assumed.broken(inputs.values, tensors)
+        return f"options: {broken}" if broken else f"values of Python: {variant.values.changed()}"
 
     # --- after --------------------------------------------------------------------------------------------------------
 
@@ -474,6 +478,8 @@ class TrainingStep(Generic[P, R]):
             parameter = parameters[position].tensor
             # Torch keeps gradients where their parameters are, which may be the host.
             parameter.grad = _wrapped(next(given).to(local(parameter).device), parameter)
+        for (attributes, name), like in zip(captured.bindings, captured.bound, strict=True):
+            attributes[name] = _wrapped(next(given), like)
         for scaler, optimizer, flags in captured.told:
             scaler.tell_models([(optimizer, [next(given) for _ in range(flags)])])
         flags = dict(zip(captured.skips, given, strict=True))
@@ -510,4 +516,8 @@ def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _holds(variant: _Variant, conditions: guards.Conditions, options: OptionInputs, tensors: list[Tensor]) -> bool:
-    return variant.conditions == conditions and variant.captured.assumed.hold(options.values, tensors)
+    return (
+        variant.conditions == conditions
+        and variant.captured.assumed.hold(options.values, tensors)
+        and not variant.values.changed()
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zgraph.errors import ZgraphError
-from zgraph.step.variables import Outside
+from zgraph.step.outside.variables import Outside
 
 _NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 

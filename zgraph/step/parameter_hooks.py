@@ -24,6 +24,11 @@ def conditions(parameters: Sequence[Tensor]) -> tuple[Any, ...]:
     )
 
 
+def functions(parameters: Sequence[Tensor]) -> list[Any]:
+    """All hooks on parameters."""
+    return [hook for _, *pair in conditions(parameters) for hooks in pair for hook in hooks]
+
+
 @dataclass
 class CarriedHooks:
     """Hooks of real parameters, registered on their stand-ins.

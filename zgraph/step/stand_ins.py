@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.sharding.scope import Scope, ShardedParam
 from zgraph.step.lifted import Held, Lifted
+from zgraph.step.lines.refusals import refusal
+from zgraph.step.lines.watch import Watch
 from zgraph.step.parameter_hooks import CarriedHooks
-from zgraph.step.refusals import refusal
 from zgraph.step.traced_optimizer import TracedOptimizer
-from zgraph.step.watch import Watch
 from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 

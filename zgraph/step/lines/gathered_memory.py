@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zgraph.step.refusals import refusal
+from zgraph.step.lines.refusals import refusal
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.memory import traced_storage_key
 from zgraph.torch_compat.operators import OpOverload

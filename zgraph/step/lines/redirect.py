@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from zgraph.step.refusals import refusal
-from zgraph.step.watch import Watch
+from zgraph.step.lines.refusals import refusal
+from zgraph.step.lines.watch import Watch
 from zgraph.torch_compat.aot import newest_node, node_of_number, nodes_after
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import number_hint

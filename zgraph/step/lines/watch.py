@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.graph import meta
 from zgraph.runtime.window_state import OPEN
-from zgraph.step.gathered_memory import GatheredMemory
-from zgraph.step.refusals import is_library, refusal
+from zgraph.step.lines.gathered_memory import GatheredMemory
+from zgraph.step.lines.refusals import is_library, refusal
 from zgraph.torch_compat.aot import forget_constant, let_stand_for, newest_node, nodes_after, without_graph
 from zgraph.torch_compat.autograd import backward_number, forward_number, is_in_backward
 from zgraph.torch_compat.dtensor import local_of, on_local_parts

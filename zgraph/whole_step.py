@@ -244,7 +244,7 @@ class TrainingStep(Generic[P, R]):
         if not self._options.is_checked(call, FIRST_CALLS):
             return self._run(args, kwargs, self._options.lowering)
         lifted, device = self._current(), self._device(self._current())
-        outside = Outside.of(self.function, self._model, self._own, device)
+        outside = self._outside(lifted)
         before = Before(lifted, outside, device)
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -273,7 +273,7 @@ class TrainingStep(Generic[P, R]):
         lifted.settle()
         state = self._state_of(lifted)
         options = OptionInputs.of(self._optimizers)
-        outside = Outside.of(self.function, self._model, self._own, self._device(lifted))
+        outside = self._outside(lifted)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
         conditions = self._conditions(lifted, leaves, tree, options, outside, tensors)
         known = (one for one in reversed(self._variants) if one.lowering == lowering or one.captured.state)
@@ -301,6 +301,10 @@ class TrainingStep(Generic[P, R]):
             lifted.settle()
         self.calls += 1
         return result
+
+    def _outside(self, lifted: Lifted) -> Outside:
+        hooks = parameter_hooks.functions(lifted.held)
+        return Outside.of(self.function, self._model, self._own, self._device(lifted), hooks)
 
     def _device(self, lifted: Lifted) -> torch.device:
         return lifted.held[0].device if lifted.resting is None else lifted.resting.device

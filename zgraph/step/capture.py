@@ -268,14 +268,15 @@ class _Tracer:
         self.watch.accumulates = lambda: any(scope.accumulating for scope in scopes)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
+        redirect = Redirect(self.watch, stand_ins.note_reading)
         with contextlib.ExitStack() as stack:
             stack.enter_context(inline_compiled())
             for scaler in self.outside.scalers:
                 stack.enter_context(self._scaling(scaler, stand_ins))
-            stack.enter_context(stand_ins.in_place())
+            stack.enter_context(stand_ins.in_place(redirect))
             stack.enter_context(same_random_numbers())
             stack.enter_context(self.watch)
-            stack.enter_context(Redirect(self.watch, stand_ins.note_reading))
+            stack.enter_context(redirect)
             result = self.function(*args, **kwargs)
         self.bindings, changed = self.values.effects()
         if changed:

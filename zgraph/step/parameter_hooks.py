@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,21 +37,37 @@ class CarriedHooks:
     Args:
         parameters: the model's.
         stand_ins: of each.
+        redirected: in which hooks run, as the step's lines do: a call of `backward` has left it.
     """
 
     parameters: Sequence[Held]
     stand_ins: Sequence[Tensor]
+    redirected: AbstractContextManager[Any]
 
     def __post_init__(self) -> None:
         self._real = _registered([one.tensor for one in self.parameters])
         for (on_grad, behind), one, stand_in in zip(self._real, self.parameters, self.stand_ins, strict=True):
             if stand_in.requires_grad:
                 for _, hook in on_grad:
-                    stand_in.register_hook(hook)
+                    stand_in.register_hook(self._of_gradient(hook))
                 for _, hook in behind:
                     # Given the parameter itself, by which the hook may look things up; calls of torch are redirected.
-                    stand_in.register_post_accumulate_grad_hook(_called_with(hook, one.tensor))
+                    stand_in.register_post_accumulate_grad_hook(self._behind(hook, one.tensor))
         self._carried = _registered(self.stand_ins)
+
+    def _of_gradient(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+        def call(grad: Tensor) -> Tensor | None:
+            with self.redirected:
+                return hook(grad)
+
+        return call
+
+    def _behind(self, hook: Callable[[Tensor], None], parameter: Tensor) -> Callable[[Tensor], None]:
+        def call(stand_in: Tensor) -> None:
+            with self.redirected:
+                return hook(parameter)  # anything but None is torch's error
+
+        return call
 
     def check(self) -> None:
         """Refuse a step that has registered hooks, or removed some; the parameters get back those that they had.
@@ -76,13 +93,6 @@ class CarriedHooks:
                 f"zgraph.training_step: the step registers or removes a hook on {changed[0].name}, which would happen "
                 "only while it is captured; register hooks before the step, or register and remove them in it."
             )
-
-
-def _called_with(hook: Callable[[Tensor], None], parameter: Tensor) -> Callable[[Tensor], None]:
-    def call(stand_in: Tensor) -> None:
-        hook(parameter)
-
-    return call
 
 
 def _registered(tensors: Sequence[Tensor]) -> list[tuple[Registered, Registered]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,10 +85,14 @@ class StandIns:
         self._clears = False
 
     @contextlib.contextmanager
-    def in_place(self) -> Generator[None]:
-        """Put them where the user's lines look for model and optimizers; afterwards all is as it was."""
+    def in_place(self, redirected: AbstractContextManager[Any]) -> Generator[None]:
+        """Put them where the user's lines look for model and optimizers; afterwards all is as it was.
+
+        Args:
+            redirected: in which hooks on parameters run.
+        """
         lifted = self.lifted
-        hooks = CarriedHooks(lifted.parameters, self.parameters)
+        hooks = CarriedHooks(lifted.parameters, self.parameters, redirected)
         scopes = lifted.scopes()
         windows = [{name: getattr(scope, name) for name in WINDOW} for scope in scopes]
         for one, parameter in zip(lifted.parameters, self.parameters, strict=True):

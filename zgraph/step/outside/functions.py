@@ -82,10 +82,8 @@ class Functions:
         """Whether a class was defined by the user, or in a package that the model comes from."""
         module = sys.modules.get(kind.__module__)
         file = getattr(module, "__file__", None)
-        return (
-            (file is None
-            and kind.__module__ == "__main__")
-            or (file is not None and self.is_users(file, kind.__module__))
+        return (file is None and kind.__module__ == "__main__") or (
+            file is not None and self.is_users(file, kind.__module__)
         )
 
 

@@ -177,7 +177,8 @@ class PythonValues:
 
     def _difference(self, place: Place, now: list[Any]) -> str:
         if len(now) != len(place.held):
-            return f"{place.path} has {len(now)} entries, before {len(place.held)}"
+            each = 2 if isinstance(place.holder, dict) else 1  # keys, and values
+            return f"{place.path} has {len(now) // each} entries, before {len(place.held) // each}"
         for number, (one, other) in enumerate(zip(now, place.held, strict=True)):
             if not self._same(one, other, _DEPTH):
                 return f"{place.name(number)}={one!r:.80}, before {other!r:.80}"
@@ -366,9 +367,14 @@ def same_random_numbers() -> Generator[None]:
         ZgraphError: something has drawn; the generators are as they were.
     """
     numpy: Any = sys.modules.get("numpy")
-    before = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+    before, seed = (random.getstate(), None if numpy is None else numpy.random.get_state()), torch.initial_seed()
     yield
-    after = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+    after = random.getstate(), None if numpy is None else numpy.random.get_state()
+    if torch.initial_seed() != seed:
+        raise ZgraphError(
+            f"zgraph.training_step: the step sets torch's seed ({torch.initial_seed()}), which would happen only while "
+            "it is captured; call torch.manual_seed before the step."
+        )
     names = [name for name, a, b in zip(("random", "numpy.random"), before, after, strict=True) if str(a) != str(b)]
     if names:
         random.setstate(before[0])

@@ -118,7 +118,7 @@ def test_what_one_rank_finds_is_an_error_on_all(ranks: Ranks) -> None:
 def test_check_is_refused_where_nothing_is_to_be_compared() -> None:
     model = nn.Linear(3, 3)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    lossy = zgraph.Pipeline(P.presets.default(compression=P.CompressGradients()))
+    lossy = zgraph.Pipeline(P.presets.default(compression=P.LoCo()))
     with pytest.raises(ValueError, match="compress_gradients, which these do not have; check the step once without"):
         zgraph.training_step(model, opt, options={"check": True, "pipeline": lossy})
     with pytest.raises(ValueError, match="check=-1 is neither a truth value nor a number of calls; write True"):

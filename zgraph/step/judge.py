@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -63,9 +64,9 @@ class Before:
         self._lifted, self._outside, self._device = lifted, outside, device
         self._optimizers = [_Optimizer.of(one.optimizer) for one in lifted.optimizers]
         self._grads = [one.grad for one in lifted.held]
-        self._scalers = [dict(scaler.__dict__) for scaler in outside.scalers]
+        self._scalers = [_attributes(scaler) for scaler in outside.scalers]
         self._windows = [{name: getattr(scope, name) for name in WINDOW} for scope in lifted.scopes()]
-        self._states = [dict(vars(param.state)) for param in lifted.handles.values()]
+        self._states = [_attributes(param.state) for param in lifted.handles.values()]
         self._random = random_state(device.type), random.getstate(), _numpy_state()
         places = [*lifted.held, *(one.tensor for one in lifted.buffers), *outside.tensors.values()]
         places += [grad for grad in self._grads if grad is not None]
@@ -165,6 +166,11 @@ def tell(found: str, lifted: Lifted, function: Callable[..., Any], call: int) ->
             "not follow: values that change between calls are passed as arguments; what is done to Python objects "
             "belongs outside of the step."
         )
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    """An object's attributes; dicts and lists among them are copies."""
+    return {key: copy(value) if isinstance(value, dict | list) else value for key, value in vars(holder).items()}
 
 
 def _groups(lifted: Lifted) -> Iterator[dict[str, Any]]:

@@ -34,6 +34,7 @@ class Functions:
     packages: frozenset[str]
     names: set[str] = field(default_factory=set[str])
     seen: dict[FunctionType, str] = field(default_factory=dict[FunctionType, str])
+    _users: dict[type, bool] = field(default_factory=dict[type, bool])
 
     def add(self, value: Any, path: str) -> bool:
         """Follow a function, or what stands for one; whether that is new."""
@@ -80,6 +81,11 @@ class Functions:
 
     def is_users_class(self, kind: type) -> bool:
         """Whether a class was defined by the user, or in a package that the model comes from."""
+        if kind not in self._users:
+            self._users[kind] = self._is_users_class(kind)
+        return self._users[kind]
+
+    def _is_users_class(self, kind: type) -> bool:
         module = sys.modules.get(kind.__module__)
         file = getattr(module, "__file__", None)
         return (file is None and kind.__module__ == "__main__") or (

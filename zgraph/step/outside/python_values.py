@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_, length_hint
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -59,6 +60,10 @@ class Place:
         self.every = frozenset(self.holder) if self.counts else frozenset[str]()
         self.held = self.now()
 
+    @property
+    def is_iterator(self) -> bool:
+        return hasattr(self.holder, "__next__")
+
     def now(self) -> list[Any]:
         """What is there."""
         holder = self.holder
@@ -80,10 +85,6 @@ class Place:
         if isinstance(holder, GeneratorType):
             return [None if holder.gi_frame is None else holder.gi_frame.f_lasti]
         return [length_hint(holder, -1), repr(holder)]
-
-    @property
-    def is_iterator(self) -> bool:
-        return hasattr(self.holder, "__next__")
 
     def name(self, place: int) -> str:
         """What people call an entry."""
@@ -119,6 +120,48 @@ class Place:
             self.holder.update(self.held[0])
         elif isinstance(self.holder, CellType):
             self.holder.cell_contents = self.held[0]
+
+
+class _Compared:
+    """Places whose entries are compared by identity, all at once.
+
+    Entries of a tuple stay what they are. An entry that is equal, but another object, is for the places to judge.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        attributes = [place for place in places if place.keys is not None and isinstance(place.holder, dict)]
+        self._owners = [place.holder for place in attributes for _ in place.keys or ()]
+        self._keys = [key for place in attributes for key in place.keys or ()]
+        self._values = [value for place in attributes for value in place.held]
+        sized = [
+            place for place in places if place.counts or (place.keys is None and type(place.holder) in (dict, list))
+        ]
+        self._sized = [place.holder for place in sized]
+        self._sizes = list(map(len, self._sized))
+        self._dicts = [place.holder for place in sized if place.keys is None and type(place.holder) is dict]
+        self._dicts = [holder for holder in self._dicts if 0 < len(holder) <= _MOST_ENTRIES]
+        self._entries = [*chain.from_iterable(self._dicts), *chain.from_iterable(map(dict.values, self._dicts))]
+        lists = [place.holder for place in sized if type(place.holder) is list and len(place.holder) <= _MOST_ENTRIES]
+        self._lists = lists
+        self._items = list(chain.from_iterable(lists))
+        known = {id(place) for place in (*attributes, *sized)}
+        self._others = [place for place in places if id(place) not in known and type(place.holder) is not tuple]
+
+    def are_same(self) -> bool:
+        """Whether all entries are the same objects."""
+        entries = chain(chain.from_iterable(self._dicts), chain.from_iterable(map(dict.values, self._dicts)))
+        return (
+            all(map(is_, map(dict.get, self._owners, self._keys), self._values))
+            and list(map(len, self._sized)) == self._sizes
+            and all(map(is_, entries, self._entries))
+            and all(map(is_, chain.from_iterable(self._lists), self._items))
+            and all(_is_same_place(place) for place in self._others)
+        )
+
+
+def _is_same_place(place: Place) -> bool:
+    now = place.now()
+    return len(now) == len(place.held) and all(map(is_, now, place.held))
 
 
 @dataclass(frozen=True)
@@ -159,10 +202,14 @@ class PythonValues:
             if len(self._functions.seen) == before:
                 break
 
+        self._compared = _Compared([place for place in self.places.values() if not place.is_iterator])
+
     # --- compare ------------------------------------------------------------------------------------------------------
 
     def changed(self) -> str:
         """The first value that is not what it was, for people; "" if all are."""
+        if self._compared.are_same():
+            return ""
         for place in self.places.values():
             if place.counts and len(place.holder) != len(place.every):
                 return f"{place.path} has {len(place.holder)} attributes, before {len(place.every)}"
@@ -214,7 +261,7 @@ class PythonValues:
                     found = found or f"{place.path}.{key}={value!r:.80}, before nothing"
                 del place.holder[key]
             now = place.now()
-            if len(now) == len(place.held) and all(map(is_, now, place.held)):
+            if _is_same_place(place):
                 continue
             if place.keys is not None and len(now) == len(place.held):
                 for key, one, other in zip(place.keys, now, place.held, strict=True):

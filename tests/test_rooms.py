@@ -35,6 +35,8 @@ ROOMS = (
     "zgraph.optimizers",
     "zgraph.checkpoint",
     "zgraph.compiler",
+    "zgraph.step.outside",
+    "zgraph.step.lines",
     "zgraph.step",
     "zgraph.reporting.data",
     "zgraph.reporting",

@@ -47,6 +47,12 @@ def zgraph(
             '@zgraph.training_step(model, opt, options={"cuda_graph": True}) above the function that holds the lines '
             "of the step."
         )
+    if parsed.check:
+        raise_through_dynamo(
+            "zgraph: check compares a whole step with its lines, and forward and backward alone are none; write "
+            '@zgraph.training_step(model, opt, options={"check": True}) above the function that holds the lines of the '
+            "step."
+        )
     frame = Frame.of_dynamo(gm)
     frame.check_batch()
     handles = frame.handle_names()

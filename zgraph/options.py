@@ -27,6 +27,8 @@ class CompileOptions:
         report: filled while compiling.
         agreement_timeout_s: how long a rank waits for its peers to compile the same communication.
         cuda_graph: launch the step by one call of the host; of `zgraph.training_step` alone, on GPUs.
+        check: of `zgraph.training_step` alone: in the first two calls run the plain lines, too, and compare all bits. A
+            number k: in every k-th call as well. 0, or False: never.
     """
 
     pipeline: Pipeline | None = None
@@ -35,6 +37,7 @@ class CompileOptions:
     report: Report | None = None
     agreement_timeout_s: float = 120.0
     cuda_graph: bool = False
+    check: bool | int = False
 
     def __post_init__(self) -> None:
         if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -64,6 +67,16 @@ class CompileOptions:
             )
         if not isinstance(self.cuda_graph, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"zgraph: cuda_graph={self.cuda_graph!r} is no truth value; write True or False.")
+        if not isinstance(self.check, int) or self.check < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"zgraph: check={self.check!r} is neither a truth value nor a number of calls; write True, or 100 for "
+                "every hundredth call as well."
+            )
+
+    def is_checked(self, call: int, first: int) -> bool:
+        """Whether a call of a step, counted from 0, is to be compared; of those at the start the `first` ones are."""
+        every = 0 if isinstance(self.check, bool) else self.check
+        return bool(self.check) and (call < first or (every > 0 and call % every == 0))
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> CompileOptions:

@@ -15,7 +15,7 @@ from zgraph.optimizers.rounded_adam import check_rounded
 from zgraph.sharding.offload import Resting
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted
-from zgraph.step.refusals import check_function, check_optimizer
+from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.torch_compat.dtensor import dtensor_like
 
 StepMaker = Callable[[nn.Module, optim.Optimizer], Callable[..., Any]]

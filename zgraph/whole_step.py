@@ -25,14 +25,17 @@ from zgraph.errors import ZgraphError
 from zgraph.optimizers import pending_gradients, rounded_adam
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
+from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.runtime.offload.copy_lanes import lanes_of
-from zgraph.step import guards
+from zgraph.step import guards, parameter_hooks
 from zgraph.step.capture import Captured, capture
+from zgraph.step.judge import FIRST_CALLS, After, Before, tell
 from zgraph.step.lifted import Lifted, StateLayout, local, name_part
+from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.step.option_inputs import OptionInputs
-from zgraph.step.refusals import check_function, check_optimizer
-from zgraph.step.variables import Outside
+from zgraph.step.outside.python_values import PythonValues
+from zgraph.step.outside.variables import Outside
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, requires_grad_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
@@ -71,7 +74,8 @@ def training_step(
         model: what `zgraph.shard` returned; what `torch.compile` made of it will do.
         optimizer: of its parameters; a list where the function steps several. Element-wise ones of torch.optim step
             on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
-        options: those of `torch.compile(model, backend="zgraph")`, and `{"cuda_graph": True}`.
+        options: those of `torch.compile(model, backend="zgraph")`, `{"cuda_graph": True}`, and `{"check": True}`, which
+            compares the first calls with the plain lines.
         recompile_limit: graphs that may be made for different calls.
 
     Returns:
@@ -92,6 +96,8 @@ def training_step(
             "zgraph.training_step: cuda_graph=True and a model with zgraph.Offload: the host waits at the end of each "
             "step for what goes back there, which a recording cannot hold; leave out one of the two."
         )
+    if parsed.check:
+        _check_comparable(parsed.pipeline, offloads=resting is not None)
     recorder = _recorder_of(module) if parsed.cuda_graph else None
     if resting is not None:
         resting.has_step = True
@@ -147,11 +153,31 @@ def _check_pipeline(pipeline: Pipeline | None) -> None:
             )
 
 
+def _check_comparable(pipeline: Pipeline | None, *, offloads: bool) -> None:
+    """Refuse to compare a step with lines that compute something else.
+
+    Raises:
+        ValueError: names what is in the way.
+    """
+    passes = () if pipeline is None else pipeline.passes
+    lossy = [entry.name for entry in passes if isinstance(entry, CompressGradients | QuantizeGathers)]
+    what = f"the pass {lossy[0]}, which these do not have" if lossy else ""
+    if offloads:
+        what = "zgraph.Offload, whose state and delayed updates these would move as well"
+    if what:
+        raise ValueError(
+            f'zgraph.training_step: options["check"] compares all bits with the plain lines, and there is {what}; '
+            "check the step once without it, then leave out check."
+        )
+
+
 @dataclass(frozen=True)
 class _Variant:
     conditions: guards.Conditions
     captured: Captured
     program: Callable[[list[Any]], Any]
+    lowering: str
+    values: PythonValues
 
 
 class TrainingStep(Generic[P, R]):
@@ -180,7 +206,7 @@ class TrainingStep(Generic[P, R]):
         self._limit, self._recorder = recompile_limit, recorder
         self._variants: list[_Variant] = []
         self._lifted: Lifted | None = None
-        self.calls = 0
+        self.calls = self._begun = 0
         self._may_be_half_applied = False
 
     def flush(self) -> None:
@@ -214,6 +240,24 @@ class TrainingStep(Generic[P, R]):
 
     @torch.compiler.disable
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call, self._begun = self._begun, self._begun + 1
+        if not self._options.is_checked(call, FIRST_CALLS):
+            return self._run(args, kwargs, self._options.lowering)
+        lifted, device = self._current(), self._device(self._current())
+        outside = self._outside(lifted)
+        before = Before(lifted, outside, device)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                expected = After(lifted, outside, self.function(*args, **kwargs), device)
+        finally:
+            before.restore()
+        result = self._run(args, kwargs, "fx")  # which computes as the plain lines do, to the last bit
+        found = After(lifted, outside, result, device).difference(expected)
+        tell(found, lifted, self.function, call)
+        return result
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str) -> Any:
+        """Run the step as a graph."""
         self._check_applied()
         lifted = self._current()
         leaves, tree = tree_flatten((list(args), kwargs))
@@ -229,13 +273,13 @@ class TrainingStep(Generic[P, R]):
         lifted.settle()
         state = self._state_of(lifted)
         options = OptionInputs.of(self._optimizers)
-        device = parameters[0].device if lifted.resting is None else lifted.resting.device
-        outside = Outside.of(self.function, self._model, self._own, device)
+        outside = self._outside(lifted)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
         conditions = self._conditions(lifted, leaves, tree, options, outside, tensors)
-        variant = next((one for one in reversed(self._variants) if _holds(one, conditions, options, tensors)), None)
+        known = (one for one in reversed(self._variants) if one.lowering == lowering or one.captured.state)
+        variant = next((one for one in known if _holds(one, conditions, options, tensors)), None)
         if variant is None:
-            variant = self._compile(lifted, conditions, options, outside, tensors, args, kwargs)
+            variant = self._compile(lifted, conditions, options, outside, tensors, args, kwargs, lowering)
         if any(has_gradient):
             _check_gradients(variant.captured, has_gradient)
             for parameter in parameters:
@@ -260,6 +304,13 @@ class TrainingStep(Generic[P, R]):
             lifted.settle()
         self.calls += 1
         return result
+
+    def _outside(self, lifted: Lifted) -> Outside:
+        hooks = parameter_hooks.functions(lifted.held)
+        return Outside.of(self.function, self._model, self._own, self._device(lifted), hooks)
+
+    def _device(self, lifted: Lifted) -> torch.device:
+        return lifted.held[0].device if lifted.resting is None else lifted.resting.device
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -308,6 +359,7 @@ class TrainingStep(Generic[P, R]):
             arguments=guards.of_arguments(leaves, tree),
             modes=self._modules.conditions(),
             trainable=tuple(requires_grad_of(lifted.held)),
+            hooks=parameter_hooks.conditions(lifted.held),
             options=(*(groups for one in lifted.optimizers for groups in one.groups), *options.conditions),
             state=tuple(chain.from_iterable(layout.conditions for layout in self._states)),
             layouts=self._layouts,
@@ -358,21 +410,24 @@ class TrainingStep(Generic[P, R]):
         tensors: list[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        lowering: str,
     ) -> _Variant:
-        reason = self._reason(conditions, inputs, tensors)
-        if len(self._variants) >= self._limit:
+        others = [one for one in self._variants if one.lowering == lowering or one.captured.state]
+        reason = self._reason(others, conditions, inputs, tensors)
+        if len(others) >= self._limit:
             raise ZgraphError(
                 f"zgraph.training_step: {self._limit} graphs were made for different calls, the last time because of "
                 f"{reason}. Pass what changes as a tensor and pad inputs to few shapes, or raise recompile_limit."
             )
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
-        options, delays = self._options, self._delays(lifted)
+        options, delays = replace(self._options, lowering=lowering), self._delays(lifted)
         if lifted.resting is not None:
             update = lifted.resting.options.update
             streaming = presets.with_streams(options.pipeline, delays=delays, update=update)
             options = replace(options, pipeline=streaming)
-        take = partial(capture, self.function, lifted, args, kwargs, outside, delays=delays)
+        values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
+        take = partial(capture, self.function, lifted, args, kwargs, outside, values=values, delays=delays)
         captured = take(decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":
             # The step that makes the optimizer's state, or whose gradients are the first to wait, runs once.
@@ -386,20 +441,27 @@ class TrainingStep(Generic[P, R]):
         check = partial(lifted.check_host, delays=delays)
         known = PassContext(machine=frame.machine, host_budget_bytes=lifted.host_budget_bytes(delays=delays))
         program = FrameCompiler(frame, options, known=known, on_plan=check).compile_step(captured.gm, recorded)
-        variant = _Variant(conditions, captured, program)
+        variant = _Variant(conditions, captured, program, options.lowering, values)
         self._variants.append(variant)
         return variant
 
-    def _reason(self, conditions: guards.Conditions, inputs: OptionInputs, tensors: list[Tensor]) -> str:
+    def _reason(
+        self,
+        others: Sequence[_Variant],
+        conditions: guards.Conditions,
+        inputs: OptionInputs,
+        tensors: list[Tensor],
+    ) -> str:
         """Why no graph that was made before will do, by the one that is closest; "" for the first."""
-        closest = conditions.closest([one.conditions for one in self._variants])
+        closest = conditions.closest([one.conditions for one in others])
         if closest is None:
             return ""
         found = conditions.difference(closest)
         if found:
             return found
-        captured = next(one.captured for one in reversed(self._variants) if one.conditions is closest)
-        return f"options: {captured.assumed.broken(inputs.values, tensors)}"
+        variant = next(one for one in reversed(others) if one.conditions is closest)
+        broken = variant.captured.assumed.broken(inputs.values, tensors)
+        return f"options: {broken}" if broken else f"values of Python: {variant.values.changed()}"
 
     # --- after --------------------------------------------------------------------------------------------------------
 
@@ -423,6 +485,8 @@ class TrainingStep(Generic[P, R]):
             parameter = parameters[position].tensor
             # Torch keeps gradients where their parameters are, which may be the host.
             parameter.grad = _wrapped(next(given).to(local(parameter).device), parameter)
+        for (attributes, name), like in zip(captured.bindings, captured.bound, strict=True):
+            attributes[name] = _wrapped(next(given), like)
         for scaler, optimizer, flags in captured.told:
             scaler.tell_models([(optimizer, [next(given) for _ in range(flags)])])
         flags = dict(zip(captured.skips, given, strict=True))
@@ -459,4 +523,8 @@ def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _holds(variant: _Variant, conditions: guards.Conditions, options: OptionInputs, tensors: list[Tensor]) -> bool:
-    return variant.conditions == conditions and variant.captured.assumed.hold(options.values, tensors)
+    return (
+        variant.conditions == conditions
+        and variant.captured.assumed.hold(options.values, tensors)
+        and not variant.values.changed()
+    )

@@ -79,6 +79,11 @@ class Case:
     gated: bool = False  # a model of which backward can compute much again at no cost
     started: bool = False  # the first step is a plain one: the captured one finds the state, and is compiled once
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether the captured step is compared with its lines in its first calls, too, within one training."""
+        return not self.loco and self.at_rest is None
+
     def options(self) -> dict[str, Any]:
         method = P.LoCo(reset_every=self.reset_every)
         compression = P.CompressGradients(method=method, min_numel=64) if self.loco else None
@@ -200,9 +205,8 @@ def train(
     options = case.options()
     report = zgraph.Report()
     if whole_step:
-        function: Any = zgraph.training_step(loop.model, loop.optimizer, options=options | {"report": report})(
-            loop.plain()
-        )
+        more = {"report": report, "check": case.is_checked}
+        function: Any = zgraph.training_step(loop.model, loop.optimizer, options=options | more)(loop.plain())
     else:
         # Compression exists in compiled graphs alone.
         function = loop.plain(options if case.compiled or case.loco else None)

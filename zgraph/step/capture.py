@@ -18,12 +18,13 @@ from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.gradients import GradScaler
 from zgraph.step.clean import clean, number_parts
 from zgraph.step.lifted import Lifted, local, name_part, overlapping
+from zgraph.step.lines.redirect import Redirect
+from zgraph.step.lines.refusals import line_of
+from zgraph.step.lines.watch import Watch
 from zgraph.step.option_inputs import Assumed, OptionInputs, names_of
-from zgraph.step.redirect import Redirect
-from zgraph.step.refusals import line_of
+from zgraph.step.outside.python_values import Binding, PythonValues, same_random_numbers
+from zgraph.step.outside.variables import Outside
 from zgraph.step.stand_ins import StandIns
-from zgraph.step.variables import Outside
-from zgraph.step.watch import Watch
 from zgraph.step.windows import resolve_windows
 from zgraph.torch_compat.aot import trace
 from zgraph.torch_compat.autograd import steps_decided_by
@@ -57,6 +58,8 @@ class Captured:
         layouts: for each of these the DTensor that it is a part of, or None.
         constants: (number, position, key, value) of new entries that are not tensors.
         grads: positions of parameters with a gradient at the end, returned behind.
+        bindings: (attributes, name) to which the step binds a tensor that it makes, returned behind these.
+        bound: for each of these the DTensor that it is a part of, or None.
         told: scalers that tell models about dropped steps, with the optimizers and numbers of flags of which they tell;
             the flags are returned behind.
         skips: numbers of optimizers for which a flag is returned at the end that is set where the step was skipped.
@@ -75,6 +78,8 @@ class Captured:
     layouts: tuple[DTensor | None, ...]
     constants: tuple[tuple[int, int, str, Any], ...]
     grads: tuple[int, ...]
+    bindings: tuple[tuple[dict[str, Any], str], ...]
+    bound: tuple[DTensor | None, ...]
     told: tuple[tuple[GradScaler, optim.Optimizer, int], ...]
     skips: tuple[int, ...]
     cleared: frozenset[int]
@@ -89,6 +94,7 @@ def capture(
     kwargs: Mapping[str, Any],
     outside: Outside | None = None,
     *,
+    values: PythonValues | None = None,
     decompose: bool = False,
     delays: bool = False,
 ) -> Captured:
@@ -99,6 +105,7 @@ def capture(
         lifted: its model and optimizers.
         args, kwargs: of the call; tensors and numbers in lists, tuples and dicts.
         outside: what it reads from outside; its tensors may be written, too.
+        values: of Python, which it may read.
         decompose: take operators apart as Inductor needs it.
         delays: let optimizers step on the gradients of the call before, and keep those of this one.
 
@@ -106,13 +113,15 @@ def capture(
         ZgraphError: the function does what a graph cannot hold; says where and what to write.
     """
     outside = outside or Outside([], [], {})
-    tracer = _Tracer(function, lifted, args, kwargs, outside, delays=delays)
+    values = values or PythonValues([function], [lifted.model])
+    tracer = _Tracer(function, lifted, args, kwargs, outside, values, delays=delays)
     try:
         try:
             gm = tracer.trace(decompose)
         except data_dependent_errors():
+            values.effects()  # puts back what the first try has changed
             # Optimizers such as RAdam decide by the number of the step, which is then looked at before each call.
-            tracer = _Tracer(function, lifted, args, kwargs, outside, asks=True, delays=delays)
+            tracer = _Tracer(function, lifted, args, kwargs, outside, values, asks=True, delays=delays)
             gm = tracer.trace(decompose)
     except data_dependent_errors() as error:
         reader = tracer.watch.reader
@@ -121,6 +130,8 @@ def capture(
             "decides in Python by a value that is known only when the step runs; choose with torch.where, or do it "
             f"outside of the step{f' (another optimizer than {_kind(reader)} may not)' if reader else ''}."
         ) from error
+    finally:
+        values.effects()
     number_parts(gm.graph)
     resolve_windows(gm.graph)
     gm.recompile()
@@ -181,11 +192,13 @@ class _Tracer:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         outside: Outside,
+        values: PythonValues,
         *,
         asks: bool = False,
         delays: bool = False,
     ) -> None:
         self.function, self.lifted, self.outside, self.delays = function, lifted, outside, delays
+        self.values, self.bindings = values, list[Binding]()
         self.shared: set[int] = set()
         self.present: list[Tensor] = []
         self.told: list[tuple[GradScaler, optim.Optimizer, list[Tensor]]] = []
@@ -250,18 +263,28 @@ class _Tracer:
         self.watch.known.begin(self.present, [*held, *(traced for _, traced in every)])
         self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside, delays=self.delays)
         self.watch.stand_ins = stand_ins.by_id()
+        self.watch.gathered.names = {id(handle): param.name for param, handle in stand_ins.handles.items()}
         scopes = self.lifted.scopes()
         self.watch.accumulates = lambda: any(scope.accumulating for scope in scopes)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
+        redirect = Redirect(self.watch, stand_ins.note_reading)
         with contextlib.ExitStack() as stack:
             stack.enter_context(inline_compiled())
             for scaler in self.outside.scalers:
                 stack.enter_context(self._scaling(scaler, stand_ins))
-            stack.enter_context(stand_ins.in_place())
+            stack.enter_context(stand_ins.in_place(redirect))
+            stack.enter_context(same_random_numbers())
             stack.enter_context(self.watch)
-            stack.enter_context(Redirect(self.watch, stand_ins.note_reading))
+            stack.enter_context(redirect)
             result = self.function(*args, **kwargs)
+        self.bindings, changed = self.values.effects()
+        if changed:
+            raise ZgraphError(
+                f"zgraph.training_step: the step changes a value of Python, {changed}, which would happen only while "
+                "it is captured; change it outside of the step, return what it computes, or keep it in a tensor: "
+                'self.register_buffer("calls", torch.zeros(())), and self.calls.add_(1).'
+            )
         return self._outputs(result, stand_ins)
 
     @contextlib.contextmanager
@@ -318,6 +341,8 @@ class _Tracer:
         ]
         outputs += [(local_of(value) if isinstance(value, DTensor) else value).detach() for *_, value in tensors]
         outputs += [(local_of(grad) if isinstance(grad, DTensor) else grad).detach() for _, grad in grads]
+        bound = [self.watch.stand_ins.get(id(one.tensor), one.tensor) for one in self.bindings]
+        outputs += [(local_of(value) if isinstance(value, DTensor) else value).detach() for value in bound]
         outputs += [flag.detach() for _, _, flags in self.told for flag in flags]
         outputs += skips.values()
         self.found |= {
@@ -331,6 +356,8 @@ class _Tracer:
             ),
             "constants": tuple(entry for entry in added if not isinstance(entry[-1], Tensor)),
             "grads": tuple(position for position, _ in grads),
+            "bindings": tuple((one.holder, one.key) for one in self.bindings),
+            "bound": tuple(value if isinstance(value, DTensor) else None for value in bound),
             "cleared": frozenset(stand_ins.cleared),
             "steps": tuple(number for number, one in enumerate(stand_ins.optimizers) if one.stepped),
             "applied": tuple(

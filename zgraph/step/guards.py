@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zgraph.errors import ZgraphError
-from zgraph.step.variables import Outside
+from zgraph.step.outside.variables import Outside
 
 _NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -24,6 +24,7 @@ class Conditions:
         arguments: structure of the arguments, layouts of tensors, values of all else.
         modes: training or evaluation, and the numbers that each module holds, such as a dropout's probability.
         trainable: `requires_grad` of each parameter.
+        hooks: on parameters, as `parameter_hooks.conditions` has them.
         options: of the optimizers, without parameters and without what is an input of the graph.
         state: entries of the optimizers' state.
         layouts: shapes and dtypes of parameters and buffers.
@@ -37,6 +38,7 @@ class Conditions:
     arguments: tuple[Any, ...]
     modes: tuple[Any, ...]
     trainable: tuple[Any, ...]
+    hooks: tuple[Any, ...]
     options: tuple[Any, ...]
     state: tuple[Any, ...]
     layouts: tuple[Any, ...]

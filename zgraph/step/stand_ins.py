@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import Accumulation
 from zgraph.sharding.scope import ShardedParam
 from zgraph.step.lifted import Held, Lifted
-from zgraph.step.refusals import refusal
+from zgraph.step.lines.refusals import refusal
+from zgraph.step.lines.watch import Watch
+from zgraph.step.parameter_hooks import CarriedHooks
 from zgraph.step.traced_optimizer import TracedOptimizer
-from zgraph.step.watch import Watch
 from zgraph.torch_compat.dtensor import dtensor_like
-from zgraph.torch_compat.modules import local_buffers, replace_parameter
+from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 
-_WINDOW = ("accumulation", "window", "last", "repeats", "active", "gathered")  # of a Scope, as a forward leaves it
+WINDOW = ("accumulation", "window", "last", "repeats", "active", "gathered")  # of a Scope, as a forward leaves it
 
 
 @dataclass
@@ -84,11 +86,16 @@ class StandIns:
         self._clears = False
 
     @contextlib.contextmanager
-    def in_place(self) -> Generator[None]:
-        """Put them where the user's lines look for model and optimizers; afterwards all is as it was."""
+    def in_place(self, redirected: AbstractContextManager[Any]) -> Generator[None]:
+        """Put them where the user's lines look for model and optimizers; afterwards all is as it was.
+
+        Args:
+            redirected: in which hooks on parameters run.
+        """
         lifted = self.lifted
+        hooks = CarriedHooks(lifted.parameters, self.parameters, redirected)
         scopes = lifted.scopes()
-        windows = [{name: getattr(scope, name) for name in _WINDOW} for scope in scopes]
+        windows = [{name: getattr(scope, name) for name in WINDOW} for scope in scopes]
         for one, parameter in zip(lifted.parameters, self.parameters, strict=True):
             _put_parameter(one, parameter)
         for one, buffer in zip(lifted.buffers, self.buffers, strict=True):
@@ -104,6 +111,7 @@ class StandIns:
                     stack.enter_context(optimizer.in_place(self._clear))
                 yield
             self._check_after()
+            hooks.check()
         finally:
             for one in lifted.parameters:
                 _put_parameter(one, one.tensor)
@@ -166,18 +174,32 @@ class StandIns:
         self._clears = False
 
     def _check_after(self) -> None:
-        for one, buffer in zip(self.lifted.buffers, self.buffers, strict=True):
-            part, attribute = one.sites[0]
-            if local_buffers(part)[attribute] is not buffer:
-                raise ZgraphError(
-                    f"zgraph.training_step: the step binds another tensor to the buffer {one.name}; write its values "
-                    "in place, with copy_."
-                )
+        self._check_bindings("parameter", self.lifted.parameters, self.parameters, local_parameters)
+        self._check_bindings("buffer", self.lifted.buffers, self.buffers, local_buffers)
         for tensor, stand_in in self.outside:
             if stand_in.grad is not None:
                 raise ZgraphError(
                     f"zgraph.training_step: the step computes a gradient of a tensor of shape {list(tensor.shape)} "
                     "that is not a parameter of its model; train all that it steps as one module."
+                )
+
+    def _check_bindings(
+        self,
+        kind: str,
+        held: Sequence[Held],
+        stand_ins: Sequence[Tensor],
+        of_module: Callable[[nn.Module], Mapping[str, Tensor | None]],
+    ) -> None:
+        for one, stand_in in zip(held, stand_ins, strict=True):
+            if any(of_module(part).get(attribute) is not stand_in for part, attribute in one.sites):
+                raise ZgraphError(
+                    f"zgraph.training_step: the step binds another tensor to the {kind} {one.name}; write its values "
+                    "in place, with copy_."
+                )
+            if stand_in.requires_grad != one.tensor.requires_grad:
+                raise ZgraphError(
+                    f"zgraph.training_step: the step sets requires_grad of the {kind} {one.name}, which would happen "
+                    "only while it is captured; set it before the step."
                 )
 
 

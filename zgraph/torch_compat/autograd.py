@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -63,6 +64,17 @@ def drop_graph(value: Tensor) -> None:
     """Detach a tensor in place, if it can be: views cannot (`_is_view`, 2.11 - 2.13)."""
     if not value._is_view():
         value.detach_()
+
+
+def hooks_of(tensors: Iterable[Tensor]) -> tuple[list[dict[int, Any] | None], list[dict[int, Any] | None]]:
+    """Hooks on the gradient of each tensor, and those behind its accumulation, by handle ids.
+
+    `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13), past the search for a `__torch_function__`.
+    """
+    given = list(tensors)
+    with torch._C.DisableTorchFunctionSubclass():
+        on_grad = list(map(attrgetter("_backward_hooks"), given))
+        return on_grad, list(map(attrgetter("_post_accumulate_grad_hooks"), given))
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

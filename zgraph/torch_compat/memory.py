@@ -30,6 +30,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def traced_storage_key(tensor: Tensor) -> int:
+    """`storage_key` of what is traced, which is fake (`_cdata`, 2.11 - 2.13); of a sparse one its own id."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
 def holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and storages share it in Python and C++, itself too (`_storage_Use_Count`, 2.11 - 2.13)."""
     return torch._C._storage_Use_Count(storage._cdata)

@@ -40,6 +40,13 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     return unflatten(leaves, spec)
 
 
+def tree_leaves_with_paths(tree: object) -> list[tuple[str, Any]]:
+    """Leaves with the way to each, such as "['loss']" or "[0]" (`tree_flatten_with_path`, 2.11 - 2.13)."""
+    from torch.utils._pytree import keystr, tree_flatten_with_path
+
+    return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
+
+
 def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """A graph module whose code is generated when it is called or shown (`_LazyGraphModule`, 2.11 - 2.13)."""
     from torch.fx._lazy_graph_module import _LazyGraphModule

@@ -11,7 +11,7 @@ import torch
 from torch import optim
 
 from zgraph.errors import ZgraphError
-from zgraph.step.variables import variables_of
+from zgraph.step.outside.variables import variables_of
 from zgraph.torch_compat.modules import step_hooks
 
 # Each element is updated by its own gradient and state alone, so that they may step on shards; others step on DTensors.
@@ -31,7 +31,7 @@ ELEMENT_WISE = frozenset(
     }
 )
 
-_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).resolve().parent.parent}/")
+_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).resolve().parents[2]}/")
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,14 @@ class Outside:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], model: nn.Module, own: Container[int], device: torch.device) -> Outside:
+    def of(
+        cls,
+        function: Callable[..., Any],
+        model: nn.Module,
+        own: Container[int],
+        device: torch.device,
+        hooks: Sequence[Callable[..., Any]] = (),
+    ) -> Outside:
         """Look at a function's variables.
 
         Args:
@@ -107,8 +115,11 @@ class Outside:
             model: whose attributes are left out.
             own: ids of its tensors, which are left out, too.
             device: for scales of scalers that have not begun.
+            hooks: on parameters, which may read more.
         """
         variables = list(variables_of(function, but=model))
+        for number, hook in enumerate(hooks):
+            variables += [(f"hook{number}.{name}", value) for name, value in _variables_of_hook(hook, model)]
         scalers = {id(one): one for _, one in variables if isinstance(one, torch.amp.GradScaler) and one.is_enabled()}
         for scaler in scalers.values():
             begin_scaling(scaler, device)
@@ -118,6 +129,17 @@ class Outside:
                 if id(tensor) not in own:
                     found.setdefault(id(tensor), (path, tensor))
         return cls(variables, list(scalers.values()), dict(found.values()))
+
+
+def _variables_of_hook(hook: Callable[..., Any], model: nn.Module) -> Iterator[tuple[str, Any]]:
+    if isinstance(hook, partial):
+        yield from ((f"arguments[{place}]", value) for place, value in enumerate(hook.args))
+        yield from hook.keywords.items()
+        yield from _variables_of_hook(hook.func, model)
+        return
+    called = hook if inspect.isroutine(hook) else getattr(hook, "__call__", hook)  # noqa: B004  # of an object
+    if inspect.isfunction(getattr(called, "__func__", called)):
+        yield from variables_of(called, but=model)
 
 
 def _tensors_in(path: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:

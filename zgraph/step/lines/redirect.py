@@ -7,11 +7,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from zgraph.step.watch import Watch
+from zgraph.step.lines.refusals import refusal
+from zgraph.step.lines.watch import Watch
 from zgraph.torch_compat.aot import newest_node, node_of_number, nodes_after
+from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import number_hint
+from zgraph.torch_compat.memory import traced_storage_key
 from zgraph.torch_compat.operators import is_fused_update
 
 
@@ -28,6 +32,7 @@ class Redirect(TorchFunctionMode):
     def __init__(self, watch: Watch, on_gradient: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._watch, self._stand_ins, self._on_gradient = watch, watch.stand_ins, on_gradient
+        self._assigned: dict[int, Tensor] = {}  # by memory; kept, so that it stays theirs
 
     def __torch_function__(
         self,
@@ -43,6 +48,8 @@ class Redirect(TorchFunctionMode):
         )
         if getattr(func, "__self__", None) is Tensor.grad and len(args) == 1:
             self._on_gradient(args[0])
+        if getattr(func, "__self__", None) is Tensor.data and len(args) == 2:
+            return self._set_data(args[0], args[1])
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_"):
             return with_numbers(func, args, kwargs)
@@ -59,12 +66,40 @@ class Redirect(TorchFunctionMode):
             return given[0]  # `self.count += 1` binds it to the attribute, which outlives the trace
         return result
 
+    def _set_data(self, tensor: Any, value: Any) -> None:
+        """Write the values of `tensor.data = value`, which binds other memory to the tensor, into its own."""
+        if not any(tensor is one for one in self._stand_ins.values()):
+            raise refusal("assigns the .data of a tensor that the step has made", "write in place, with copy_")
+        ours, theirs = _layout_of(tensor), _layout_of(value)
+        if ours != theirs:
+            raise refusal(
+                f"assigns .data of another kind ({theirs}) to a tensor ({ours})",
+                "assign what has its shape, dtype and placement, or write in place, with copy_",
+            )
+        memory = _memory_of(value)
+        if memory in self._assigned or memory in map(_memory_of, self._stand_ins.values()):
+            raise refusal(
+                "assigns .data that another tensor has, too, so that later writes to one would change both",
+                "write in place, with copy_, or assign a clone()",
+            )
+        self._assigned[memory] = value
+        with torch.no_grad():
+            tensor.detach().copy_(value.detach())
+
     def _instead(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._stand_ins.get(id(value), value)
         if type(value) in (list, tuple):
             return type(value)(map(self._instead, value))
         return value
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return traced_storage_key(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    return (list(tensor.shape), tensor.dtype, *(tensor.placements if isinstance(tensor, DTensor) else ()))
 
 
 def _is_mask(index: Any) -> bool:

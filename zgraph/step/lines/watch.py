@@ -16,14 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.graph import meta
 from zgraph.runtime.window_state import OPEN
-from zgraph.step.refusals import is_library, refusal
+from zgraph.step.lines.gathered_memory import GatheredMemory
+from zgraph.step.lines.refusals import is_library, refusal
 from zgraph.torch_compat.aot import forget_constant, let_stand_for, newest_node, nodes_after, without_graph
 from zgraph.torch_compat.autograd import backward_number, forward_number, is_in_backward
 from zgraph.torch_compat.dtensor import local_of, on_local_parts
 from zgraph.torch_compat.fake_values import fake_number, is_fake, without_fake_mode
 from zgraph.torch_compat.memory import DispatchMode
 from zgraph.torch_compat.modules import tree_flatten
-from zgraph.torch_compat.operators import OpOverload, is_tagged_random
+from zgraph.torch_compat.operators import OpOverload, is_tagged_random, written_tensors
 
 aten = torch.ops.aten
 _READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default})
@@ -37,6 +38,7 @@ class Watch(DispatchMode):
         accumulates: whether `zgraph.no_sync` is active. Gradients of stage 3, which are reduced all the same, are then
             marked as those of an open window: error feedback takes no step for what follows.
         known: values of step counts and their like.
+        gathered: memory of parameters inside of forwards, which is not to be written.
         stand_ins: traced tensors, by id of the real ones, of which autograd may have saved some.
         part: number of the forward or backward that is running: 0 a forward, 1 its backward, 2 the next forward, ...;
             nodes are marked with it.
@@ -50,6 +52,7 @@ class Watch(DispatchMode):
         self.stand_ins: Mapping[int, Tensor] = {}
         self.accumulates: Callable[[], bool] = lambda: False
         self.known = KnownValues(mode, asks)
+        self.gathered = GatheredMemory()
         self.part = 0
         self.reader: object = None
 
@@ -71,6 +74,7 @@ class Watch(DispatchMode):
         if func in _READS and (decided := self.known.decide(args[0])) is not None:
             return decided
         self._check(func, args, kwargs, in_backward)
+        self.gathered.check(func, written_tensors(func, args, kwargs))
         if func is torch.ops.zgraph.reduce_grad.default and self.accumulates():
             args = [*args[:-3], OPEN, *args[-2:]]
         before = newest_node()
@@ -78,6 +82,7 @@ class Watch(DispatchMode):
         if func is aten._local_scalar_dense.default:
             return self.known.number(args[0], result)
         self.known.follow(func, args, kwargs, result)
+        self.gathered.follow(func, args, result)
         if func in _LITERALS:
             forget_constant(result)
         made = list(nodes_after(before))

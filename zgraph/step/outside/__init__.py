@@ -1,0 +1,1 @@
+"""What a captured step reads from outside of its arguments: variables, their tensors, and other values of Python."""

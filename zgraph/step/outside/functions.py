@@ -1,0 +1,134 @@
+"""Functions that a step may call, and what their code names: attributes, entries, globals, cells, defaults."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+_STDLIB = sysconfig.get_paths()["stdlib"] + "/"
+_SITES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "platlib"))
+_OWN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).resolve().parents[2]}/")
+_MOST_FUNCTIONS = 2000
+_CALLED_BY_PYTHON = frozenset({"forward", "backward", "setup_context", "__call__", "__init__"})
+
+
+@dataclass
+class Functions:
+    """Functions that can be reached by the names in each other's code.
+
+    Attributes:
+        names: attributes that any of them names, and strings by which it may ask for some.
+        seen: the functions.
+        packages: of which functions of installed packages are followed; others are libraries.
+    """
+
+    packages: frozenset[str]
+    names: set[str] = field(default_factory=set[str])
+    seen: dict[FunctionType, str] = field(default_factory=dict[FunctionType, str])
+    _users: dict[type, bool] = field(default_factory=dict[type, bool])
+
+    def add(self, value: Any, path: str) -> bool:
+        """Follow a function, or what stands for one; whether that is new."""
+        found = [one for one in _plain(value) if one not in self.seen and self.follows(one)]
+        for one in found if len(self.seen) < _MOST_FUNCTIONS else ():
+            self.seen[one] = path
+            self.names |= names_of(one.__code__)
+        return bool(found)
+
+    def follows(self, function: FunctionType) -> bool:
+        """Whether a function is the user's, or of a package that the model comes from."""
+        return self.is_users(function.__code__.co_filename, function.__module__)
+
+    def is_users(self, file: str, module: str | None) -> bool:
+        if file.startswith(_OWN) or file.startswith("<"):
+            return False
+        if file.startswith(_SITES):
+            return (module or "").partition(".")[0] in self.packages
+        return not file.startswith(_STDLIB)
+
+    def roots(self) -> Iterator[tuple[str, Any, Any]]:
+        """(path, holder, key) of what functions read by name: cells, globals, defaults."""
+        for function, path in self.seen.items():
+            code = function.__code__
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                yield name, cell, None
+            held = function.__globals__
+            for name in names_of(code):
+                if name in held:
+                    yield name, held, name
+            if function.__defaults__ or function.__kwdefaults__:
+                yield f"defaults of {path}", [*(function.__defaults__ or ()), function.__kwdefaults__ or {}], None
+
+    def methods(self, kind: type, path: str) -> bool:
+        """Follow what the code names of a class, and what Python calls itself; whether some of it is new."""
+        is_new = False
+        for base in kind.__mro__:
+            if base is object or not self.is_users_class(base):
+                continue
+            for name, member in vars(base).items():
+                if name in self.names or name in _CALLED_BY_PYTHON:
+                    is_new |= self.add(member, f"{path}.{name}")
+        return is_new
+
+    def is_users_class(self, kind: type) -> bool:
+        """Whether a class was defined by the user, or in a package that the model comes from."""
+        if kind not in self._users:
+            self._users[kind] = self._is_users_class(kind)
+        return self._users[kind]
+
+    def _is_users_class(self, kind: type) -> bool:
+        module = sys.modules.get(kind.__module__)
+        file = getattr(module, "__file__", None)
+        return (file is None and kind.__module__ == "__main__") or (
+            file is not None and self.is_users(file, kind.__module__)
+        )
+
+
+def packages_of(kinds: Iterable[type]) -> frozenset[str]:
+    """Top-level packages in which classes are defined."""
+    return frozenset(kind.__module__.partition(".")[0] for kind in kinds) - {"torch", "zgraph"}
+
+
+@functools.cache
+def names_of(code: CodeType) -> frozenset[str]:
+    """Globals and attributes that a function's code names, and its strings, by which it may ask for attributes."""
+    found = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str) and one.isidentifier())}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found |= names_of(inner)
+    return frozenset(found)
+
+
+def _plain(value: Any) -> list[FunctionType]:
+    """The functions that a value stands for."""
+    if isinstance(value, MethodType):
+        return _plain(value.__func__)
+    if isinstance(value, staticmethod | classmethod):
+        return _plain(cast(Any, value).__func__)
+    if isinstance(value, property):
+        return [one for member in (value.fget, value.fset) if member is not None for one in _plain(member)]
+    if isinstance(value, functools.partial):
+        return _plain(cast("functools.partial[Any]", value).func)
+    if not isinstance(value, FunctionType):
+        return []
+    wrapped: Callable[..., Any] | None = getattr(value, "__wrapped__", None)
+    return [value, *(_plain(wrapped) if wrapped is not None else ())]
+
+
+def is_library_module(value: ModuleType, functions: Functions) -> bool:
+    """Whether a module of Python is neither the user's nor of a package that the model comes from."""
+    file = getattr(value, "__file__", None)
+    return file is None or not functions.is_users(file, value.__name__)
+
+
+def classes_of(model: nn.Module) -> list[type]:
+    return list(dict.fromkeys(type(part) for part in model.modules()))

@@ -1,0 +1,107 @@
+"""Hooks on parameters in a captured step: they run while it is traced, on what stands in for the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zgraph.errors import ZgraphError
+from zgraph.step.lifted import Held
+from zgraph.torch_compat.autograd import hooks_of
+
+Registered = tuple[tuple[int, Any], ...]  # handle ids and functions, in the order of registration
+
+
+def conditions(parameters: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Conditions on the hooks of parameters: (position, functions on the gradient, functions behind it)."""
+    return tuple(
+        (position, *(tuple((hooks or {}).values()) for hooks in pair))
+        for position, pair in enumerate(zip(*hooks_of(parameters), strict=True))
+        if pair[0] or pair[1]
+    )
+
+
+def functions(parameters: Sequence[Tensor]) -> list[Any]:
+    """All hooks on parameters."""
+    return [hook for _, *pair in conditions(parameters) for hooks in pair for hook in hooks]
+
+
+@dataclass
+class CarriedHooks:
+    """Hooks of real parameters, registered on their stand-ins.
+
+    Args:
+        parameters: the model's.
+        stand_ins: of each.
+        redirected: in which hooks run, as the step's lines do: a call of `backward` has left it.
+    """
+
+    parameters: Sequence[Held]
+    stand_ins: Sequence[Tensor]
+    redirected: AbstractContextManager[Any]
+
+    def __post_init__(self) -> None:
+        self._real = _registered([one.tensor for one in self.parameters])
+        for (on_grad, behind), one, stand_in in zip(self._real, self.parameters, self.stand_ins, strict=True):
+            if stand_in.requires_grad:
+                for _, hook in on_grad:
+                    stand_in.register_hook(self._of_gradient(hook))
+                for _, hook in behind:
+                    # Given the parameter itself, by which the hook may look things up; calls of torch are redirected.
+                    stand_in.register_post_accumulate_grad_hook(self._behind(hook, one.tensor))
+        self._carried = _registered(self.stand_ins)
+
+    def _of_gradient(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+        def call(grad: Tensor) -> Tensor | None:
+            with self.redirected:
+                return hook(grad)
+
+        return call
+
+    def _behind(self, hook: Callable[[Tensor], None], parameter: Tensor) -> Callable[[Tensor], None]:
+        def call(stand_in: Tensor) -> None:
+            with self.redirected:
+                return hook(parameter)  # anything but None is torch's error
+
+        return call
+
+    def check(self) -> None:
+        """Refuse a step that has registered hooks, or removed some; the parameters get back those that they had.
+
+        Raises:
+            ZgraphError: names the parameter.
+        """
+        real = _registered([one.tensor for one in self.parameters])
+        carried = _registered(self.stand_ins)
+        changed = [
+            one
+            for place, one in enumerate(self.parameters)
+            if real[place] != self._real[place] or carried[place] != self._carried[place]
+        ]
+        for place, one in enumerate(self.parameters):
+            if real[place] != self._real[place]:
+                for hooks, kept in zip(_pair(one.tensor), self._real[place], strict=True):
+                    if hooks is not None:
+                        hooks.clear()
+                        hooks.update(kept)
+        if changed:
+            raise ZgraphError(
+                f"zgraph.training_step: the step registers or removes a hook on {changed[0].name}, which would happen "
+                "only while it is captured; register hooks before the step, or register and remove them in it."
+            )
+
+
+def _registered(tensors: Sequence[Tensor]) -> list[tuple[Registered, Registered]]:
+    on_grad, behind = hooks_of(tensors)
+    return [
+        (tuple((one or {}).items()), tuple((other or {}).items())) for one, other in zip(on_grad, behind, strict=True)
+    ]
+
+
+def _pair(tensor: Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
+    (on_grad,), (behind,) = hooks_of([tensor])
+    return on_grad, behind

@@ -142,7 +142,7 @@ class Drawing:
         if self.chance.random() < 0.75:
             found.append(self.clearing())
         if self.chance.random() < 0.4:
-            found.append(self.window())
+            found += self.window()
         found += [self.backwards() for _ in range(self.chance.choice([0, 1, 1, 2]))] or [self.backwards()]
         if self.chance.random() < 0.4:
             found.append(self.on_gradients())
@@ -203,24 +203,24 @@ class Drawing:
             ]
         )
 
-    def window(self) -> str:
+    def window(self) -> list[str]:
         """Micro-batches under no_sync, something between them, and one that closes the window."""
         partial = self.parts_in_windows
-        text = ""
+        found: list[str] = []
         for _ in range(self.chance.randint(1, 2)):
             if self.chance.random() < 0.3:
-                text += self.evaluation()
+                found.append(self.evaluation())
             inner = self.backwards(partial)
             if self.chance.random() < 0.3:  # what counts is where the forward ran
                 inner = f"{self.batch()}loss = {self.loss(partial)}\n"
-                text += "with run.no_sync():\n" + textwrap.indent(inner, "    ") + "loss.backward()\n"
+                found.append("with run.no_sync():\n" + textwrap.indent(inner, "    ") + "loss.backward()\n")
             else:
-                text += "with run.no_sync():\n" + textwrap.indent(inner, "    ")
+                found.append("with run.no_sync():\n" + textwrap.indent(inner, "    "))
             if self.chance.random() < 0.2:
-                text += self.clearing(in_window=True)
+                found.append(self.clearing(in_window=True))
             if self.chance.random() < 0.15:
-                text += "with run.no_sync():\n" + textwrap.indent(self.failure(), "    ")
-        return text + f"{self.batch()}loss = {self.loss(False)}\nloss.backward()\nrun.log_loss(loss)\n"
+                found.append("with run.no_sync():\n" + textwrap.indent(self.failure(), "    "))
+        return [*found, f"{self.batch()}loss = {self.loss(False)}\nloss.backward()\nrun.log_loss(loss)\n"]
 
     # --- between them -----------------------------------------------------------------------------------------------
 

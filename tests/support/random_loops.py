@@ -166,7 +166,7 @@ class Drawing:
                     f"loss = {self.loss(call='model')}\nloss.backward(retain_graph=True)\n(2 * loss).backward()\n",
                     f"first, loss = {self.loss(call='model')}, {self.loss(call='model')}\n"
                     "loss.backward()\nfirst.backward()\n",
-                    f"with torch.no_grad():\n    y = y.roll(1) if {number} else model(x)[0].argmax(1)\n"
+                    f"with torch.no_grad():\n    y = (y + 1) % 3 if {number} else model(x)[0].argmax(1)\n"
                     f"loss = {self.loss(call='model')}\nloss.backward()\n",
                     f"with run.no_sync():\n    loss = {self.loss(False, 'model')}\n    loss.backward()\n"
                     f"loss = {self.loss(False, 'model')}\nloss.backward()\n",

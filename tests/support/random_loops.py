@@ -108,12 +108,10 @@ def judge_together(program: Program) -> tuple[str, str]:
 class Drawing:
     """Statements, one after another; what it draws is right for the plain model."""
 
-    def __init__(self, seed: int, mode: str, *, parts_in_windows: bool) -> None:
+    def __init__(self, seed: int, mode: str) -> None:
         self.chance = random.Random(f"{mode} {seed}")
         self.mode = mode
-        self.parts_in_windows = parts_in_windows
         self.batches = 0
-        self.stored = False
 
     def draw(self, seed: int) -> Program:
         # Where a graph is compiled, an output that the loss does not use has zeros as gradients, and None elsewhere.
@@ -142,7 +140,7 @@ class Drawing:
         if self.chance.random() < 0.75:
             found.append(self.clearing())
         if self.chance.random() < 0.4:
-            found.append(self.window())
+            found += self.window()
         found += [self.backwards() for _ in range(self.chance.choice([0, 1, 1, 2]))] or [self.backwards()]
         if self.chance.random() < 0.4:
             found.append(self.on_gradients())
@@ -168,7 +166,7 @@ class Drawing:
                     f"loss = {self.loss(call='model')}\nloss.backward(retain_graph=True)\n(2 * loss).backward()\n",
                     f"first, loss = {self.loss(call='model')}, {self.loss(call='model')}\n"
                     "loss.backward()\nfirst.backward()\n",
-                    f"with torch.no_grad():\n    y = y.roll(1) if {number} else model(x)[0].argmax(1)\n"
+                    f"with torch.no_grad():\n    y = (y + 1) % 3 if {number} else model(x)[0].argmax(1)\n"
                     f"loss = {self.loss(call='model')}\nloss.backward()\n",
                     f"with run.no_sync():\n    loss = {self.loss(False, 'model')}\n    loss.backward()\n"
                     f"loss = {self.loss(False, 'model')}\nloss.backward()\n",
@@ -203,35 +201,36 @@ class Drawing:
             ]
         )
 
-    def window(self) -> str:
+    def window(self) -> list[str]:
         """Micro-batches under no_sync, something between them, and one that closes the window."""
-        partial = self.parts_in_windows
-        text = ""
+        found: list[str] = []
         for _ in range(self.chance.randint(1, 2)):
             if self.chance.random() < 0.3:
-                text += self.evaluation()
-            inner = self.backwards(partial)
+                found.append(self.evaluation())
+            inner = self.backwards()
             if self.chance.random() < 0.3:  # what counts is where the forward ran
-                inner = f"{self.batch()}loss = {self.loss(partial)}\n"
-                text += "with run.no_sync():\n" + textwrap.indent(inner, "    ") + "loss.backward()\n"
+                inner = f"{self.batch()}loss = {self.loss()}\n"
+                found.append("with run.no_sync():\n" + textwrap.indent(inner, "    ") + "loss.backward()\n")
             else:
-                text += "with run.no_sync():\n" + textwrap.indent(inner, "    ")
+                found.append("with run.no_sync():\n" + textwrap.indent(inner, "    "))
             if self.chance.random() < 0.2:
-                text += self.clearing(in_window=True)
+                found.append(self.clearing())
             if self.chance.random() < 0.15:
-                text += "with run.no_sync():\n" + textwrap.indent(self.failure(), "    ")
-        return text + f"{self.batch()}loss = {self.loss(False)}\nloss.backward()\nrun.log_loss(loss)\n"
+                found.append("with run.no_sync():\n" + textwrap.indent(self.failure(), "    "))
+        return [*found, f"{self.batch()}loss = {self.loss(False)}\nloss.backward()\nrun.log_loss(loss)\n"]
 
     # --- between them -----------------------------------------------------------------------------------------------
 
-    def clearing(self, in_window: bool = False) -> str:
-        ways = ["opt.zero_grad()\n", "model.zero_grad()\n", "for p in model.parameters():\n    p.grad = None\n"]
-        if not in_window or self.parts_in_windows:
-            ways += [
+    def clearing(self) -> str:
+        return self.chance.choice(
+            [
+                "opt.zero_grad()\n",
+                "model.zero_grad()\n",
+                "for p in model.parameters():\n    p.grad = None\n",
                 "opt.zero_grad(set_to_none=False)\n",
                 "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.zero_()\n",
             ]
-        return self.chance.choice(ways)
+        )
 
     def on_gradients(self) -> str:
         ways = [
@@ -279,8 +278,8 @@ class Drawing:
         return self.chance.choice(ways)
 
 
-def draw(seed: int, mode: str, *, parts_in_windows: bool = False) -> Program:
-    return Drawing(seed, mode, parts_in_windows=parts_in_windows).draw(seed)
+def draw(seed: int, mode: str) -> Program:
+    return Drawing(seed, mode).draw(seed)
 
 
 def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:

@@ -147,6 +147,10 @@ class Run:
         self.call: Any = self.compiled(self.model)
         self.logged = Log()
 
+    def shard_again(self) -> None:
+        if self.stage is not None:
+            zgraph.shard(self.model, zero_stage=self.stage)
+
     def compiled(self, function: Any) -> Any:
         """A module or function as the loop calls it: compiled, where the run's mode is to compile forwards."""
         if self.is_sharded and self.mode == "fx":

@@ -183,6 +183,20 @@ def new_module_after_shard(run: Run) -> None:
     plain_steps(run, adamw(run.model.parameters()), 0, 3)
 
 
+def new_modules_sharded_later(run: Run) -> None:
+    """As the refusals say: a new head and a new parameter, and zgraph.shard once more."""
+    opt = adamw(run.model.parameters())
+    plain_steps(run, opt, 0, 1)
+    torch.manual_seed(11)
+    run.model.head = nn.Linear(7, 3)
+    run.model.blocks[0].norm.weight = nn.Parameter(torch.full((7,), 1.5))
+    run.model.blocks[0].scale = nn.Parameter(torch.full((7,), 1.5))
+    run.model.blocks[0].register_forward_hook(lambda module, args, result: result * module.scale)
+    run.shard_again()
+    run.call = run.compiled(run.model)
+    plain_steps(run, adamw(run.model.parameters()), 1, 4)
+
+
 def new_parameter_after_shard(run: Run) -> None:
     """A parameter that a module gets after sharding."""
     run.model.blocks[0].scale = nn.Parameter(torch.full((7,), 1.5))
@@ -319,6 +333,7 @@ LOOPS = {
         transformed,
         new_module_after_shard,
         new_parameter_after_shard,
+        new_modules_sharded_later,
         tied_after_shard,
         removed_after_shard,
         swapped_after_shard,

@@ -290,6 +290,23 @@ def losses_summed_over_batches(run: Run) -> None:
     run.each_batch(train)
 
 
+def accumulated_in_pairs(run: Run) -> None:
+    """Micro-batches of two forwards and one backward, of which the last one closes the window."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        with run.no_sync():
+            (both(run.call(x), y) + 0.5 * both(run.call(-x), y)).backward()
+        loss = both(run.call(2 * x), y) + 0.5 * both(run.call(-2 * x), y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    run.each_batch(train)
+
+
 LOOPS = {
     loop.__name__: loop
     for loop in (
@@ -308,6 +325,7 @@ LOOPS = {
         cached_features,
         carried_state,
         losses_summed_over_batches,
+        accumulated_in_pairs,
     )
 }
 REFUSED: Refused = {}

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
@@ -42,6 +44,27 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
     strategy = _FrameExecStrategy(_FrameAction.SKIP, inside)
     set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def register_late(name: str, module: str) -> None:
+    """Make a backend known to a Dynamo that has looked for entry points before this one could be found.
+
+    Otherwise Dynamo finds it itself: a second registration under its name would be an error. `_lazy_import` looks for
+    entry points, once (2.11 - 2.13).
+
+    Args:
+        name: of the backend, and of the function in the module.
+        module: imported when something is compiled.
+    """
+    registry: Any = sys.modules.get("torch._dynamo.backends.registry")
+    if registry is None or not registry._lazy_import.cache_info().currsize:
+        return
+    if name not in registry.list_backends(exclude_tags=()):
+
+        def backend(*arguments: Any, **options: Any) -> Any:
+            return getattr(importlib.import_module(module), name)(*arguments, **options)
+
+        registry.register_backend(backend, name=name)
 
 
 def checkpoint_operator() -> object:

@@ -82,7 +82,9 @@ def _sums(setting: Setting, world: int, numel: int, dtype: torch.dtype) -> Row:
     received = torch.randn(world * numel).to(dtype)
     expected = sum_pieces(received, world, world, torch.float32)
     operator = torch.ops.zgraph.sum_ranks
-    return _without_name(same_bits("", [operator(received.to(setting.device), world, world, torch.float32)], [expected]))
+    return _without_name(
+        same_bits("", [operator(received.to(setting.device), world, world, torch.float32)], [expected])
+    )
 
 
 def _adam(setting: Setting, offset: int) -> Row:

@@ -1,4 +1,4 @@
-"""What the parts of gpu.py share: where they run, groups of one rank, sizes, and timing on a device that is kept busy."""
+"""What the parts of gpu.py share: where they run, groups of one rank, sizes, and timing on a busy device."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -238,9 +238,7 @@ def quartiles(times: Sequence[float]) -> Row:
     return {"ms": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
 
 
-def interleaved(
-    setting: Setting, steps: Mapping[str, Callable[[], object]], rounds: int = 7
-) -> dict[str, list[float]]:
+def interleaved(setting: Setting, steps: Mapping[str, Callable[[], object]], rounds: int = 7) -> dict[str, list[float]]:
     """Milliseconds of a step of each contender, who take turns, after a round that does not count."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(2 if setting.dry else rounds + 1):
@@ -251,7 +249,7 @@ def interleaved(
     return found
 
 
-# --- what a profiler saw -----------------------------------------------------------------------------------------------
+# --- what a profiler saw ----------------------------------------------------------------------------------------------
 
 
 def profiled(setting: Setting, step: Callable[[], object], steps: int = 3) -> Row:

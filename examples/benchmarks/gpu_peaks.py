@@ -58,7 +58,8 @@ def peaks(setting: Setting) -> Iterator[Row]:
 
 
 def _measured(setting: Setting, config: ModelConfig, case: Case, taken: dict[tuple[int, bool], int]) -> Row:
-    budget = None if case.budget is None else int(case.budget * taken[case.stage, case.whole])
+    share = 1.0 if setting.dry and case.budget is not None else case.budget  # toys cannot do with less
+    budget = None if share is None else int(share * taken[case.stage, case.whole])
     with _world(setting, case):
         step, predicted = _step(setting, config, case, budget)
         for _ in range(2):

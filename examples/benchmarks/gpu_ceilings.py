@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_setting import Row, Setting, attempt, host_mib, launches_ms
@@ -73,7 +74,8 @@ def _direct_into_pinned(setting: Setting) -> Row:
     path = _file(setting, MIB)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        found = os.preadv(descriptor, [buffer.numpy()], 0)
+        memory: Any = buffer.numpy()
+        found = os.preadv(descriptor, [memory], 0)
     finally:
         os.close(descriptor)
     return {"bytes": found, "ok": found == MIB and bool((buffer == 7).all())}

@@ -104,7 +104,7 @@ def _adam(setting: Setting, offset: int) -> Row:
         ]
         for number in range(3):
             steps = [torch.tensor(1.0 + number, device=device) for _ in numels]
-            run = adam_kernels.fused_adam_on_cuda if device.type == "cuda" else adam_kernels.fused_adam_
+            run: Any = adam_kernels.fused_adam_on_cuda if device.type == "cuda" else adam_kernels.fused_adam_
             run(*lists, steps, [1, 2, 3], [0, 5, 0], **ADAM)
         sides.append([tensor for tensors in lists for tensor in tensors])
     return _without_name(same_bits("", sides[1], sides[0]))

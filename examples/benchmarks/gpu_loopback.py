@@ -73,7 +73,8 @@ def _two_steps(setting: Setting, config: ModelConfig, passes: Passes, lowering: 
     with loopback(RANKS, wire), repeatable():
         pipeline = zgraph.Pipeline(passes(), target=zgraph.Target(hardware=Hardware.preset("h100")))
         model = _sharded(setting, config)
-        called: Any = torch.compile(model, backend="zgraph", options={"lowering": lowering, "pipeline": pipeline})
+        options: dict[str, Any] = {"lowering": lowering, "pipeline": pipeline}
+        called: Any = torch.compile(model, backend="zgraph", options=options)
         found: list[Tensor] = []
         for step in range(2):
             loss = called(make_batch(config, step, 0).to(setting.device))

@@ -1,5 +1,7 @@
 """Parts of gpu.py: two ranks that share the GPU, over gloo and over NCCL."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os
@@ -165,7 +167,8 @@ def _steps(
     model = zgraph.shard(Dropping(width).to(device), mesh, **of_shard)
     target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if passes is presets.planned else None
     pipeline = zgraph.Pipeline(passes(), target=target)
-    called: Any = torch.compile(model, backend="zgraph", options={"lowering": lowering, "pipeline": pipeline})
+    options: dict[str, Any] = {"lowering": lowering, "pipeline": pipeline}
+    called: Any = torch.compile(model, backend="zgraph", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(100 + rank)
     losses: list[Tensor] = []

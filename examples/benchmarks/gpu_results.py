@@ -29,8 +29,8 @@ class Results:
 
     def add(self, part: str, what: str, ok: bool | None, figures: Row, device: str = "") -> None:
         """Append one row; a line is written at once, so that nothing of it is lost when its process is killed."""
-        row = {"part": part, "what": what, "ok": ok, "figures": figures, "device": device}
-        row["at_s"] = round(time.time() - self.started, 1)
+        at_s = round(time.time() - self.started, 1)
+        row = {"part": part, "what": what, "ok": ok, "figures": figures, "device": device, "at_s": at_s}
         self._append("rows.jsonl", json.dumps(row, default=str) + "\n")
 
     def log(self, part: str, written: Path) -> None:

@@ -264,7 +264,7 @@ def profiled(setting: Setting, step: Callable[[], object], steps: int = 3) -> Ro
         for _ in range(steps):
             step()
         setting.synchronize()
-    return {key: round(value / steps, 3) for key, value in gaps_of(kernel_spans(taken.events())).items()}
+    return {key: round(value / steps, 3) for key, value in gaps_of(kernel_spans(taken.events() or [])).items()}
 
 
 def kernel_spans(events: Iterable[Any]) -> list[tuple[float, float]]:

@@ -38,7 +38,7 @@ PARTS: dict[str, Part] = {
     "nccl-two": Part(TOGETHER, 60, 110, "gpu_ranks:nccl_two", "two NCCL ranks on one GPU: the bits of gloo"),
     "ceilings": Part(ALONE, 15, 30, "gpu_ceilings:ceilings", "what the machine can do at most; calibrate()"),
     "kernels": Part(ALONE, 25, 45, "gpu_kernels:times", "compression kernels beside a copy of as many bytes"),
-    "step": Part(ALONE, 120, 160, "gpu_step:steps", "GPT-2 124M and a Llama 3 8B layer beside torch.compile, FSDP2"),
+    "step": Part(ALONE, 120, 160, "gpu_step:steps", "GPT-2 small and a Llama 3 8B layer beside torch.compile, FSDP2"),
     "peaks": Part(ALONE, 50, 70, "gpu_peaks:peaks", "predicted and measured peaks"),
     "offload": Part(ALONE, 60, 90, "gpu_offload:offload", "state on the host, hidden or not, beside FSDP2"),
     "overlap": Part(ALONE, 90, 120, "gpu_loopback:overlap", "8 ranks and an emulated link: exposed time"),

@@ -1,4 +1,4 @@
-"""Part of gpu.py: a step of GPT-2 small (head not tied), and of a layer of Llama 3 8B, beside torch.compile and FSDP2."""
+"""Part of gpu.py: a step of GPT-2 small, head not tied, and of a Llama 3 8B layer, beside torch.compile and FSDP2."""
 
 # pyright: reportPrivateImportUsage=false
 

@@ -5,11 +5,15 @@
     call 5, ...     arguments are copied to where the recording reads them; replayed
 
 What stays from call to call, such as shards and the optimizer's state, is read and written where it lies. If that comes
-to lie elsewhere, or if one of the numbers that the kernels were given changes, it starts again.
+to lie elsewhere, or if one of the numbers that the kernels were given changes, it starts again. A step that turns out
+not to be recordable goes on as in its first calls, with a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.codegen.cuda_graph_refusals import check_recordable
-from zgraph.errors import ZgraphError
+from zgraph.errors import ZgraphError, ZgraphWarning
 from zgraph.torch_compat.aot import boxed
 
 Program = Callable[[list[Any]], Any]
@@ -38,8 +42,18 @@ class Recording(NamedTuple):
     outputs: Sequence[Any]
 
 
+class RecordError(ZgraphError):
+    """A program cannot be recorded; nothing of it has run."""
+
+
 class Recorder(Protocol):
-    """Records programs on a device, all for one training step."""
+    """Records programs on a device, all for one training step.
+
+    Attributes:
+        has_failed: a program could not be recorded; none is recorded or replayed any more.
+    """
+
+    has_failed: bool
 
     def check(self, gm: fx.GraphModule, resident: int) -> None:
         """Raise a ZgraphError if the graph does what a replay would not do; `resident` as in `RecordedSteps`."""
@@ -50,7 +64,11 @@ class Recorder(Protocol):
         ...
 
     def record(self, program: Program, inputs: list[Any]) -> Recording:
-        """Record a program without running it."""
+        """Record a program without running it.
+
+        Raises:
+            RecordError: that cannot be done; the device is as it was before.
+        """
         ...
 
 
@@ -89,12 +107,20 @@ class _Recorded:
     def __call__(self, args: list[Any]) -> Any:
         inputs = args.copy()
         args.clear()
+        if self._recorder.has_failed:
+            self._recording, self._copied = None, []
+            return self._program(inputs)
         self._follow(inputs)
         if self._recording is None and self._calls < WARM_UP_CALLS:
             self._calls += 1
             return self._recorder.warm_up(self._program, inputs)
         if self._recording is None:
-            self._recording = self._record(inputs)
+            try:
+                self._recording = self._record(inputs)
+            except RecordError as error:
+                self._recorder.has_failed, self._copied = True, []
+                warnings.warn(str(error), ZgraphWarning, stacklevel=2)
+                return self._program(inputs)
         given = [value for value in inputs[self._resident :] if isinstance(value, Tensor)]
         for target, source in zip(self._copied, given, strict=True):
             target.copy_(source)
@@ -155,8 +181,10 @@ class CudaGraphs:
     """
 
     def __init__(self) -> None:
+        self.has_failed = False
         self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def check(self, gm: fx.GraphModule, resident: int) -> None:
         check_recordable(gm, resident)
@@ -170,6 +198,10 @@ class CudaGraphs:
         return outputs
 
     def record(self, program: Program, inputs: list[Any]) -> Recording:
+        if not self._graphs:
+            # A pool whose last graph is gone cannot be recorded into as long as one of its tensors is alive.
+            self._pool = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog asks for events meanwhile, which a capture of all threads would not survive.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
@@ -177,8 +209,23 @@ class CudaGraphs:
             with capture:
                 outputs = program(inputs)
         except RuntimeError as error:
-            raise ZgraphError(
-                f"zgraph.training_step: the step cannot be recorded as a CUDA graph: {error}. An operator that waits "
-                "for the GPU or copies from pageable memory is the usual reason; leave out cuda_graph, or the operator."
+            _leave_capture(current)
+            raise RecordError(
+                f"zgraph.training_step: the step cannot be recorded as a CUDA graph: {error}. It goes on without, call "
+                "by call. An operator that waits for the GPU or copies from pageable memory is the usual reason; leave "
+                "out cuda_graph, or the operator."
             ) from error
+        self._graphs.add(graph)
         return Recording(graph.replay, outputs)
+
+
+def _leave_capture(stream: torch.cuda.Stream) -> None:
+    """Undo what a capture that failed leaves behind (torch 2.11 - 2.13).
+
+    Its stream stays the current one, and the GPU's generator draws for a capture, in which nothing else may draw.
+    """
+    torch.cuda.set_stream(stream)
+    with contextlib.suppress(RuntimeError):  # of a GPU that is lost, about which the capture's own error says more
+        torch.cuda.synchronize()
+    generator = torch.cuda.default_generators[stream.device.index]
+    generator.graphsafe_set_state(generator.clone_state())

@@ -158,6 +158,22 @@ def test_a_process_alone_has_no_links(tmp_path: Path) -> None:
     assert zgraph.calibrate(cache=tmp_path / "not" / "there") == found
 
 
+def test_products_are_timed_on_values_like_a_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ones are multiplied faster. Nobody's generator moves."""
+    spreads: list[tuple[float, float]] = []
+    multiply = torch.mm
+
+    def seen(a: Tensor, b: Tensor, **options: Tensor) -> Tensor:
+        spreads.append((a.float().std().item(), b.float().std().item()))
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", seen)
+    before = torch.get_rng_state()
+    zgraph.calibrate(cache=tmp_path, refresh=True)
+    assert spreads and all(0.9 < one < 1.1 for pair in spreads for one in pair)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_line_is_found_beneath_disturbed_points() -> None:
     sizes = (256, 256, 4096, 4096, 2**18, 2**18, 2**20, 2**20, 2**22, 2**22)
     disturbed = (0, 4, 9)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import types
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -16,7 +20,14 @@ from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Net, Script, Setting, compare
 from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
-from zgraph.codegen.cuda_graph import MOST_CHANGES, WARM_UP_CALLS, Program, Recording
+from zgraph.codegen.cuda_graph import (
+    MOST_CHANGES,
+    WARM_UP_CALLS,
+    CudaGraphs,
+    Program,
+    RecordError,
+    Recording,
+)
 from zgraph.torch_compat.dtensor import local_of
 
 
@@ -25,6 +36,7 @@ class Tape:
     """Records without leaving a trace, and replays on the very memory that was recorded."""
 
     calls: list[str] = field(default_factory=list[str])
+    has_failed: bool = False
 
     def check(self, gm: fx.GraphModule, resident: int) -> None:
         self.calls.append("check")
@@ -276,6 +288,115 @@ def measured() -> list[str]:
 @worlds(2)
 def test_a_measured_step_runs_operator_by_operator(ranks: Ranks) -> None:
     assert ranks.run(measured) == [[], []]
+
+
+# --- what cannot be recorded ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Torn(Tape):
+    """A tape that tears at its n-th record, when the host has run the program for nothing."""
+
+    at: int = 1
+
+    def record(self, program: Program, inputs: list[Any]) -> Recording:
+        recording = super().record(program, inputs)
+        if self.calls.count("record") == self.at:
+            raise RecordError("zgraph.training_step: the step cannot be recorded as a CUDA graph: torn.")
+        return recording
+
+
+def calls_of_torn(setting: Setting, at: int) -> tuple[list[str], list[str]]:
+    """What was asked of a recorder that fails, in a step that equals its plain loop; and the warnings."""
+    tape = Torn(at=at)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compare(replace(setting, recorder=lambda: tape))
+    return tape.calls, [str(each.message) for each in caught if each.category is zgraph.ZgraphWarning]
+
+
+@worlds(2)
+def test_a_step_that_cannot_be_recorded_goes_on_without_and_says_so_once(ranks: Ranks) -> None:
+    for calls, said in ranks.run(calls_of_torn, replace(RECORDED, script=Drawing), 1):
+        assert calls == ["check", *WARM_UP, "record"]
+        assert said == ["zgraph.training_step: the step cannot be recorded as a CUDA graph: torn."]
+
+
+@worlds(2)
+@LONG
+def test_what_was_recorded_before_is_not_replayed_either(ranks: Ranks) -> None:
+    """A failed record replaces the generator that the other recordings draw from."""
+    for calls, said in ranks.run(calls_of_torn, replace(RECORDED, script=Shaped, steps=2 * STEPS), 2):
+        assert calls[-1] == "record" and calls.count("record") == 2 and len(said) == 1
+
+
+class Capturing:
+    """Stands for torch.cuda: what was captured into which pool, and the current stream."""
+
+    def __init__(self) -> None:
+        self.current, self.pools, self.fails = "main", [], False
+        self.drawn: list[str] = []
+
+    def graph(self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> Any:
+        @contextlib.contextmanager
+        def capture() -> Any:
+            self.pools.append(pool)
+            self.current = stream
+            yield
+            if self.fails:  # as in torch, before the stream is set back
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.current = "main"
+
+        return capture()
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Capturing:
+    found, handles = Capturing(), itertools.count()
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    class Stream(str):
+        device = torch.device("cuda", 0)
+
+    generator = types.SimpleNamespace(clone_state=lambda: "clone", graphsafe_set_state=found.drawn.append)
+    main, side = Stream("main"), Stream("side")
+    fakes = {
+        "Stream": lambda: side,
+        "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: next(handles),
+        "graph": found.graph,
+        "current_stream": lambda: main,
+        "set_stream": lambda stream: setattr(found, "current", str(stream)),
+        "synchronize": lambda: None,
+        "default_generators": (generator,),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return found
+
+
+def test_a_pool_is_left_once_none_of_its_recordings_is_there(capturing: Capturing) -> None:
+    recorder = CudaGraphs()
+    first = recorder.record(lambda inputs: [], [])
+    second = recorder.record(lambda inputs: [], [])
+    assert capturing.pools == [0, 0]
+    del first
+    third = recorder.record(lambda inputs: [], [])
+    assert capturing.pools == [0, 0, 0]
+    del second, third
+    recorder.record(lambda inputs: [], [])
+    assert capturing.pools == [0, 0, 0, 1]
+
+
+def test_a_failed_capture_gives_stream_and_generator_back(capturing: Capturing) -> None:
+    capturing.fails = True
+    with pytest.raises(
+        RecordError, match=r"^zgraph\.training_step: .* previous error during capture\. It goes on without"
+    ):
+        CudaGraphs().record(lambda inputs: [], [])
+    assert (capturing.current, capturing.drawn) == ("main", ["clone"])
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

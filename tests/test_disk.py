@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import io
 import itertools
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from zgraph.runtime.disk import transfer
 from zgraph.runtime.disk.buffers import Buffers
 from zgraph.runtime.disk.folder import DiskFolder
 from zgraph.runtime.disk.place import filesystem_of
+from zgraph.runtime.disk.system_calls import address_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
@@ -351,6 +354,43 @@ def test_staging_is_bounded(tmp_path: Path) -> None:
         assert disk.staging_bytes == (64 * KIB if disk._access.direct is not None else 0)
         disk.copy_to(tensor, tmp_path / "copy")
         assert disk.staging_bytes <= 64 * KIB
+
+
+def test_memory_that_no_disk_reaches_is_staged(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory of some drivers: the kernel refuses direct transfers from and to it, and copies of it work."""
+    source, back = (aligned(3 * KIB * KIB + 7) for _ in range(2))
+    refused: list[str] = []
+
+    def of_pinned(name: str) -> Any:
+        call = getattr(os, name)
+
+        def refusing(fd: int, buffers: Any, offset: int) -> int:
+            begins = [tensor.data_ptr() for tensor in (source, back)]
+            if fd == disk._access.direct and any(0 <= address_of(buffers[0]) - at < back.nbytes for at in begins):
+                refused.append(name)
+                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+            return call(fd, buffers, offset)
+
+        return refusing
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, of_pinned(name))
+    source.random_()
+    kept = disk.empty(source.shape, source.dtype, "weight")
+    for _ in range(2):
+        disk.start_write(source, kept).wait()
+        back.zero_()
+        disk.start_read(kept, back).wait()
+        assert torch.equal(back, source)
+    if disk._access.direct is not None:
+        assert refused == ["pwritev", "preadv"], "once each way, and then it is known"
+
+
+def aligned(nbytes: int) -> Tensor:
+    """Memory that direct transfers take in place, with room up to the next block."""
+    memory = torch.empty(nbytes + 2 * 4096, dtype=torch.uint8)
+    first = -memory.data_ptr() % 4096
+    return memory[first : first + nbytes]
 
 
 def test_space_is_counted_and_used_again(disk: DiskFolder) -> None:

@@ -137,6 +137,20 @@ def test_a_plan_for_gpus_knows_where_updates_run() -> None:
             assert found.ledger[1].step == 0
 
 
+def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
+    """In powers of two: shards of 22 rows are 5,632 bytes, and take 8,192; a CPU's host memory comes in pages."""
+    gpu = zgraph.Hardware.preset("h100")
+    for hardware, taken in ((gpu, 8192), (CPU, 22 * WIDTH * 4)):
+        _, host, _ = planned(3, HOST, hardware=hardware).ledger
+        assert (host.parameters, host.state) == (LAYERS * taken, 2 * LAYERS * taken)
+    found = planned(3, HOST, hardware=gpu)
+    assert found.ledger[1].step == LAYERS * 8192 + COUNTS, "gradients wait in blocks as large"
+    asked = found.ledger[1].together
+    assert planned(3, replace(HOST, host_budget_bytes=asked), hardware=gpu).ledger == found.ledger
+    with pytest.raises(ValueError, match=f"keeps {asked} bytes on the host of each rank"):
+        planned(3, replace(HOST, host_budget_bytes=asked - 1), hardware=gpu)
+
+
 @pytest.mark.slow  # plans, and compiles on ranks
 @worlds(2)
 def test_a_plan_counts_two_bytes_for_each_rounded_moment(ranks: Ranks) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +56,44 @@ if TYPE_CHECKING:
     from zgraph.sharding.state_dict import full_state_dict
     from zgraph.whole_step import training_step
 
+
+class _Checkout(Distribution):
+    """What Dynamo reads of an installed zgraph, so that `backend="zgraph"` is known from a checkout too."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename == "METADATA":
+            return "Metadata-Version: 2.1\nName: zgraph\nVersion: 0\n"
+        if filename == "entry_points.txt":
+            return "[torch_dynamo_backends]\nzgraph = zgraph.backend:zgraph\n"
+        return None
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(__file__).parent.parent / path
+
+
+class _CheckoutFinder(DistributionFinder):
+    """Finds the checkout where `importlib.metadata` finds no installed zgraph, which would come first.
+
+    Registering with Dynamo instead would load it, which takes seconds.
+    """
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        return None
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        asked = DistributionFinder.Context() if context is None else context
+        # Whoever names the package, or a folder, asks for what is installed.
+        return [_Checkout()] if asked.name is None and asked.path is sys.path else []
+
+
+sys.meta_path.append(_CheckoutFinder())
+
 # An unsupported torch is refused here if it is there already; otherwise by the first name that is asked for. `zgraph
 # --help` needs no torch, which takes seconds to load.
 if sys.modules.get("torch") is not None:
     importlib.import_module("zgraph.torch_compat")
+if sys.modules.get("torch._dynamo") is not None:
+    importlib.import_module("zgraph.torch_compat.dynamo").register_late("zgraph", "zgraph.backend")
 
 # Where each public name lives. It is imported when it is first asked for: DTensor and Dynamo take seconds to load.
 _HOMES = MappingProxyType(

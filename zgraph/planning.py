@@ -173,7 +173,7 @@ def plan(
         else:
             planner.compile(model, inputs)  # forward and backward are planned at once
         cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
-        ledger = plan_ledger(model, optimizer, resting, planner.curves)
+        ledger = plan_ledger(model, optimizer, resting, planner.curves, pinned=machine.backend == "nccl")
     if not planner.graphs:
         raise ZgraphError("zgraph.plan: nothing was compiled; the model's forward is disabled for torch.compile.")
     if axes is not None:

@@ -1,141 +1,114 @@
-"""What one GPU can tell of zgraph, unattended and in at most 40 minutes; one JSON and one table.
+"""What one GPU can tell of zgraph in ten minutes, unattended; from a checkout, with nothing installed but torch.
 
-    python examples/benchmarks/gpu.py                          # all parts in their order, into gpu_results/
+    python examples/benchmarks/gpu.py --seconds 550 --out OUT --scratch /tmp/scratch       # all parts
+    python examples/benchmarks/gpu.py --phase A                   # whether it is right: all at once, times nothing
+    python examples/benchmarks/gpu.py --phase B                   # how fast it is: one part after the other, alone
+    python examples/benchmarks/gpu.py --part nccl-two ceilings    # some of them
     python examples/benchmarks/gpu.py --list
-    python examples/benchmarks/gpu.py --part kernels train     # some of them, each under eight minutes
-    python examples/benchmarks/gpu.py --device cpu --tiny      # the same program with toy sizes, which needs no GPU
+    python examples/benchmarks/gpu.py --dry-run                   # the same program with toy sizes, on a CPU
 
-Each part is a process of its own. One that fails, hangs or is killed leaves what it has found so far, and the next one
-runs. The exit status tells whether everything has run and every check held. Nothing is downloaded.
+Each part is a process of its own, with a session that is killed at the part's limit. Four files come into OUT:
+rows.jsonl, to which each row is appended when it is known; gpu.json and gpu.md, written again after each part; and
+log.txt. All else (checkpoints, caches, files of the disk) goes to the scratch folder. A part that is not expected to
+end in the time that is left is skipped. The exit status is 0: whether all held is in the rows. Nothing is downloaded.
+
+Where a machine with a GPU is lent for one command of ten minutes, this is that command, from the checkout's root;
+$OUT is the folder that comes back. Two runs are better than one: T=170 B=160 P="--phase A", then what is left.
+
+    set +e; mkdir -p out/scratch "${OUT:=out/results}"
+    nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,clocks.sm,temperature.gpu \
+        --format=csv,noheader | tee "$OUT/smi.csv"
+    timeout -k 10 ${T:-575} python3 examples/benchmarks/gpu.py --seconds ${B:-560} --out "$OUT" --scratch out/scratch \
+        ${P:-} 2>&1 | tail -c 9000
+    ls -l "$OUT"
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
+import os
+import signal
 import sys
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from gpu_parts import PARTS
-from gpu_setting import Setting
+from gpu_jobs import Job, Runner
+from gpu_parts import ALONE, PARTS, TOGETHER
+from gpu_results import Results
 
-PART_S = 480.0
-ALL_S = 2400.0
-
-Result = dict[str, Any]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 
 
-def run_part(name: str, given: argparse.Namespace, limit_s: float) -> Result:
-    """One part in a process of its own: its rows, how it ended and how long it took."""
-    rows_file = given.out / f"{name}.jsonl"
-    rows_file.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--worker", name, "--device", given.device, "--out", str(given.out)]
-    started = time.perf_counter()
-    with (given.out / f"{name}.log").open("w") as log:
-        try:
-            done = subprocess.run(
-                [*command, *(["--tiny"] if given.tiny else [])],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=limit_s,
-                check=False,
-            )
-            ended = "" if done.returncode == 0 else f"exit status {done.returncode}"
-        except subprocess.TimeoutExpired:
-            ended = f"stopped after {limit_s:.0f} s"
-    seconds = time.perf_counter() - started
-    rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
-    return {"part": name, "seconds": round(seconds, 1), "ended": ended, "rows": rows}
+def environment(scratch: Path, *, together: bool) -> dict[str, str]:
+    """What the parts need of one: this checkout, results that repeat, no network, and a share of the processors."""
+    found = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+    }
+    return found | ({"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"} if together else {})
 
 
-def work(name: str, given: argparse.Namespace) -> int:
-    """Run a part here; each row is written as soon as it is known."""
-    setting = Setting(torch.device(given.device), given.tiny, given.out)
-    rows_file = given.out / f"{name}.jsonl"
-    try:
-        for row in PARTS[name].run(setting):
-            print(row, flush=True)
-            with rows_file.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    except Exception:
-        traceback.print_exc()
-        with rows_file.open("a") as file:
-            file.write(json.dumps({"what": "error", "ok": False, "said": traceback.format_exc()[-2000:]}) + "\n")
-        return 1
-    return 0
+def jobs(names: Sequence[str], given: argparse.Namespace, started: float, *, together: bool) -> list[Job]:
+    flags = ["--out", str(given.out), "--scratch", str(given.scratch), "--started", str(started)]
+    flags += ["--dry-run"] if given.dry_run else []
+    return [
+        Job(
+            name=name,
+            command=[sys.executable, str(HERE / "gpu_worker.py"), name, *flags],
+            expected_s=PARTS[name].expected_s,
+            limit_s=PARTS[name].limit_s * given.patience,
+            environment=environment(given.scratch, together=together),
+        )
+        for name in names
+    ]
 
 
-def machine(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "device": "CPU"}
-    if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found["cuda"] = str(torch.version.cuda)
-    return found
-
-
-def held(result: Result) -> bool:
-    return not result["ended"] and all(row.get("ok") is not False for row in result["rows"])
-
-
-def table(about: Mapping[str, str], results: Sequence[Result]) -> str:
-    """In Markdown: a line for each row, and one for each part that did not end well."""
-    lines = [", ".join(f"{key} {value}" for key, value in about.items()), "", "| part | what | figures | held |"]
-    lines.append("|---|---|---|---|")
-    for result in results:
-        for row in result["rows"]:
-            figures = ", ".join(
-                f"{key} {value}"
-                for key, value in row.items()
-                if key not in ("what", "ok", "said") and value is not None
-            )
-            said = str(row.get("said") or "").strip().splitlines()
-            verdict = {True: "yes", False: "NO", None: ""}[row.get("ok")]
-            lines.append(f"| {result['part']} | {row['what']} | {figures or (said[-1] if said else '')} | {verdict} |")
-        if result["ended"]:
-            lines.append(f"| {result['part']} | {result['ended']} after {result['seconds']} s | | NO |")
-    return "\n".join(lines)
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phase", nargs="+", choices=(TOGETHER, ALONE), default=[TOGETHER, ALONE])
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), help="these, of whatever phase")
+    parser.add_argument("--seconds", type=float, default=550.0, help="for all of it")
+    parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder of the four files")
+    parser.add_argument("--scratch", type=Path, help="folder of all other files; default: gpu_scratch beside --out")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of the parts' limits, on slow machines")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
+    parser.add_argument("--list", action="store_true", help="say what the parts are")
+    given = parser.parse_args()
+    given.out = given.out.resolve()
+    given.scratch = (given.scratch or given.out.parent / "gpu_scratch").resolve()
+    return given
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="which; default: all")
-    parser.add_argument("--list", action="store_true", help="say what the parts are")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that the program runs")
-    parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="directory for the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = arguments()
     if given.list:
-        print("\n".join(f"{name:<14} {part.about}" for name, part in PARTS.items()))
+        for name, part in PARTS.items():
+            print(f"{part.phase or '-'} {name:<14} {part.expected_s:>4.0f} s  {part.about}")
         return 0
-    given.out = given.out.resolve()
-    given.out.mkdir(parents=True, exist_ok=True)
-    if given.worker:
-        return work(given.worker, given)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this torch sees no GPU; --device cpu --tiny runs the same program with toy sizes")
-    about = machine(torch.device(given.device))
-    started = time.perf_counter()
-    results: list[Result] = []
-    for name in given.part:
-        left_s = ALL_S - (time.perf_counter() - started)
-        if left_s < 5:
-            results.append({"part": name, "seconds": 0.0, "ended": "no time was left", "rows": []})
-        else:
-            results.append(run_part(name, given, min(PART_S, left_s)))
-        print(f"{name}: {results[-1]['seconds']} s, {'held' if held(results[-1]) else 'DID NOT HOLD'}", flush=True)
-        # After every part: whoever stops the program keeps what it has found.
-        (given.out / "gpu.json").write_text(json.dumps({"machine": about, "parts": results}, indent=1))
-        (given.out / "gpu.md").write_text(table(about, results) + "\n")
-    print(f"\n{table(about, results)}\n\nwritten to {given.out}")
-    return 0 if all(map(held, results)) else 1
+    for folder in (given.out, given.scratch):
+        folder.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    results = Results(given.out, started)
+    runner = Runner(results, given.scratch, given.seconds)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, runner.stop)
+    for phase in (TOGETHER, ALONE):
+        names = [name for name, part in PARTS.items() if part.phase == phase and phase in given.phase]
+        if given.part:  # what runs on request has the machine to itself
+            names = [name for name in given.part if (PARTS[name].phase == TOGETHER) == (phase == TOGETHER)]
+        runner.run(jobs(names, given, started, together=phase == TOGETHER), together=phase == TOGETHER)
+    results.rewrite_tables()
+    print(f"\n{(given.out / 'gpu.md').read_text()}\nwritten to {given.out}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,45 +1,178 @@
-"""Parts of gpu.py: the compression kernels."""
+"""Parts of gpu.py: kernels of compression, sums and updates, against the CPU reference and against a copy."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from gpu_setting import HERE, Row, Setting
-from kernels import Bucket, differences, implementations, rows
+import torch
+from gpu_setting import Row, Setting, attempt, host_us, launches_ms, same_bits
+from kernels import Bucket, Implementation, copy_of, differences, implementations
+from torch import Tensor
 
-from zgraph.compression.methods import RngKey
+from zgraph.codegen import adam_kernels
+from zgraph.codegen.kernels import reference
+from zgraph.codegen.kernels.triton import dequantize_blocks
+from zgraph.compression.methods import BlockMethod, LoCo, RngKey
+from zgraph.compression.payload import BucketLayout
+from zgraph.dialect.sum_ranks import sum_pieces
+
+HERE = Path(__file__).resolve().parent
+DTYPES = (torch.float32, torch.bfloat16)
+ADAM: dict[str, Any] = {
+    **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8},
+    **{"decoupled": True, "maximize": False},
+}
 
 
-def run_kernels(setting: Setting) -> Iterator[Row]:
-    table = implementations(setting.device)
-    if setting.tiny:
-        table = {name: each for name, each in table.items() if name != "reference"}
-    for name, implementation in table.items():
-        for exponent, world in ((12, 1), (12, 3)) if setting.tiny else ((12, 1), (16, 3), (20, 8)):
+def bits(setting: Setting) -> Iterator[Row]:
+    """Every kernel, of 1, 3 and 8 ranks, on addresses that are aligned and that are not."""
+    for name, implementation in implementations(setting.device).items():
+        if setting.dry and name == "reference":
+            continue
+        for exponent, world in ((12, 1), (12, 3)) if setting.dry else ((12, 1), (16, 3), (20, 8)):
             numel = 2**exponent // world * world
-            wrong = differences(implementation, numel, world, setting.device)
-            said = f"differs in {', '.join(wrong)}" if wrong else None
-            yield {
-                "what": f"{name} equals the reference, {numel} elements, {world} ranks",
-                "ok": not wrong,
-                "said": said,
-            }
-    for exponent in (12,) if setting.tiny else (20, 24, 28):
-        for line in rows(2**exponent, 8, 3 if setting.tiny else 9, setting.device, table):
-            fields = line.split()
-            if fields[3] != "copy_":
-                what = f"{fields[2]} of 2^{exponent} elements by {fields[3]}"
-                yield {"what": what, "ms": float(fields[5]), "GB/s": float(fields[7]), "of a copy": fields[8]}
+            yield attempt(
+                f"{name}: quantize and dequantize, {numel} elements, {world} ranks",
+                lambda implementation=implementation, numel=numel, world=world: _differ(
+                    differences(implementation, numel, world, setting.device)
+                ),
+            )
+    for world in (1, 3, 8):
+        for numel in (63, 1000, 4096):
+            yield attempt(f"dequantize each, {world} x {numel}", lambda w=world, n=numel: _each(setting, w, n))
+            for dtype in DTYPES:
+                what = f"sum_pieces, {world} x {numel}, {str(dtype).removeprefix('torch.')}"
+                yield attempt(what, lambda w=world, n=numel, d=dtype: _sums(setting, w, n, d))
+    for offset in (0, 1):
+        what = f"adam of bf16 moments, {'aligned' if not offset else 'not aligned'}"
+        yield attempt(what, lambda offset=offset: _adam(setting, offset))
 
 
-def run_large_bucket(setting: Setting) -> Iterator[Row]:
+def _differ(wrong: Sequence[str]) -> Row:
+    return {"said": f"differs in {', '.join(wrong)}" if wrong else None, "ok": not wrong}
+
+
+def _each(setting: Setting, world: int, numel: int) -> Row:
+    """What ranks have sent, decoded rank after rank."""
+    method = LoCo()
+    assert isinstance(method, BlockMethod)
+    layout = BucketLayout(method, (numel,), 1)
+    kept = method.state(numel, 1)
+    torch.manual_seed(numel)
+    payload = torch.zeros(world, layout.payload_bytes, dtype=torch.uint8)
+    for rank in range(world):
+        state = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in kept.items()}
+        reference.quantize_bucket([torch.randn(numel)], [state], layout, RngKey(0), rank, payload[rank : rank + 1])
+    expected = torch.empty(world, numel)
+    reference.dequantize_each_bucket(payload, layout, RngKey(0), [expected])
+    found = torch.empty(world, numel, device=setting.device)
+    by = dequantize_blocks if setting.on_cuda else reference
+    by.dequantize_each_bucket(payload.to(setting.device), layout, RngKey(0), [found])
+    return _without_name(same_bits("", [found], [expected]))
+
+
+def _sums(setting: Setting, world: int, numel: int, dtype: torch.dtype) -> Row:
+    torch.manual_seed(numel)
+    received = torch.randn(world * numel).to(dtype)
+    expected = sum_pieces(received, world, world, torch.float32)
+    operator = torch.ops.zgraph.sum_ranks
+    return _without_name(
+        same_bits("", [operator(received.to(setting.device), world, world, torch.float32)], [expected])
+    )
+
+
+def _adam(setting: Setting, offset: int) -> Row:
+    """Three updates, of tensors that begin so many elements behind an aligned address."""
+    torch.manual_seed(0)
+    numels = (1000, 63, 4096)
+    sides: list[list[Tensor]] = []
+    values = [(torch.randn(numel), torch.randn(numel)) for numel in numels]
+    for device in (torch.device("cpu"), setting.device):
+        lists = [
+            [_behind(offset, value.to(dtype), device) for value in of_kind]
+            for of_kind, dtype in (
+                ([parameter for parameter, _ in values], torch.float32),
+                ([grad for _, grad in values], torch.float32),
+                *(([torch.zeros(numel) for numel in numels], torch.bfloat16) for _ in range(2)),
+            )
+        ]
+        for number in range(3):
+            steps = [torch.tensor(1.0 + number, device=device) for _ in numels]
+            run: Any = adam_kernels.fused_adam_on_cuda if device.type == "cuda" else adam_kernels.fused_adam_
+            run(*lists, steps, [1, 2, 3], [0, 5, 0], **ADAM)
+        sides.append([tensor for tensors in lists for tensor in tensors])
+    return _without_name(same_bits("", sides[1], sides[0]))
+
+
+def _behind(offset: int, value: Tensor, device: torch.device) -> Tensor:
+    room = torch.empty(value.numel() + offset, dtype=value.dtype, device=device)
+    return room[offset:].copy_(value)
+
+
+def _without_name(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key != "what"}
+
+
+def times(setting: Setting) -> Iterator[Row]:
+    """Milliseconds while the host is ahead, of four buckets in turn, beside a copy of as many bytes."""
+    world = 8
+    for exponent in (12,) if setting.dry else (20, 24, 28):
+        for name, implementation in implementations(setting.device).items():
+            buckets = [Bucket.draw(2**exponent, world, setting.device) for _ in range(4 if exponent < 28 else 1)]
+            for kind in ("quantize", "dequantize"):
+                calls = [_call(bucket, kind, implementation) for bucket in buckets]
+                yield _timed(setting, f"{kind} of 2^{exponent} by {name}", calls, _moved(buckets[0], kind))
+            del buckets
+    yield from _peer(setting, world)
+
+
+def _call(bucket: Bucket, kind: str, implementation: Implementation) -> Callable[[], object]:
+    return lambda: getattr(bucket, kind)(implementation)
+
+
+def _moved(bucket: Bucket, kind: str) -> int:
+    return bucket.quantize_bytes() if kind == "quantize" else bucket.dequantize_bytes()
+
+
+def _timed(setting: Setting, what: str, calls: Sequence[Callable[[], object]], moved: int) -> Row:
+    for call in calls:
+        call()
+    copies = [copy_of(moved, setting.device) for _ in calls]
+    spent, copied = launches_ms(setting, calls), launches_ms(setting, copies)
+    return {
+        "what": what,
+        "ms": round(spent, 4),
+        "GB/s": round(moved / spent / 1e6, 1),
+        "copy ms": round(copied, 4),
+        "share of a copy": round(copied / spent, 3),
+        "host us a call": round(host_us(setting, calls[0]), 1),
+    }
+
+
+def _peer(setting: Setting, world: int) -> Iterator[Row]:
+    """The same arithmetic in plain PyTorch under torch.compile, which is what one would write without a kernel."""
+    compiled: Implementation = (
+        torch.compile(reference.quantize_bucket, backend=setting.compiler),
+        torch.compile(reference.dequantize_sum_bucket, backend=setting.compiler),
+    )
+    exponent = 12 if setting.dry else 24
+    for kind in ("quantize", "dequantize"):
+        what = f"{kind} of 2^{exponent} by torch.compile of the reference"
+        bucket = Bucket.draw(2**exponent, world, setting.device)
+        row = attempt(what, lambda b=bucket, k=kind, w=what: _timed(setting, w, [_call(b, k, compiled)], _moved(b, k)))
+        yield row | {"ok": None}  # a peer's
+
+
+def large_bucket(setting: Setting) -> Iterator[Row]:
     """What lies behind element 2^31 comes back as well as what lies at the beginning."""
     world, part = 8, 2**14
-    numel = 2**17 if setting.tiny else 2**31 + 2**20
+    numel = 2**17 if setting.dry else 2**31 + 2**20
     found = {name: each for name, each in implementations(setting.device).items() if name != "reference"}
     for name, implementation in found.items():
         bucket = Bucket.draw(numel, world, setting.device)
@@ -58,7 +191,7 @@ def run_large_bucket(setting: Setting) -> Iterator[Row]:
         yield {"what": f"{name}, {numel} elements", "relative error": [round(error, 4) for error in errors], "ok": even}
 
 
-def run_sanitizer(setting: Setting) -> Iterator[Row]:
+def sanitizer(setting: Setting) -> Iterator[Row]:
     tool = shutil.which("compute-sanitizer")
     if tool is None or not setting.on_cuda:
         yield {"what": "compute-sanitizer", "said": "not there, or no GPU: left out"}
@@ -68,5 +201,5 @@ def run_sanitizer(setting: Setting) -> Iterator[Row]:
         "assert not [w for each in implementations(d).values() for w in differences(each, 3 * 2**10, 3, d)]"
     )
     command = [tool, "--error-exitcode", "9", sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=420, check=False)
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     yield {"what": "compute-sanitizer memcheck", "ok": done.returncode == 0, "said": done.stdout[-500:]}

@@ -1,24 +1,47 @@
-"""The parts of gpu.py in their order: each yields rows of figures, and of checks that held or did not."""
+"""The parts of gpu.py: what each shows, what it costs, and the function that yields its rows."""
 
 from __future__ import annotations
 
-from gpu_kernels import run_kernels, run_large_bucket, run_sanitizer
-from gpu_offload import run_offload
-from gpu_overlap import run_overlap
-from gpu_profiles import run_profile_gpt, run_profile_llama
-from gpu_resume import run_resume
-from gpu_setting import Part
-from gpu_training import run_nccl, run_train
+from dataclasses import dataclass
+
+TOGETHER, ALONE, ON_REQUEST = "A", "B", ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        phase: "A", whose parts time nothing and run together; "B", one by one; "" runs where it is named alone.
+        expected_s: on an H100 with empty caches.
+        limit_s: after which it is killed.
+        function: "module:function", which takes a Setting and yields rows.
+        about: what `--list` says of it.
+    """
+
+    phase: str
+    expected_s: float
+    limit_s: float
+    function: str
+    about: str
+
 
 PARTS: dict[str, Part] = {
-    "kernels": Part("kernels against the CPU reference, bit for bit, and against a copy", run_kernels),
-    "large-bucket": Part("one bucket above 2^31 elements", run_large_bucket),
-    "sanitizer": Part("the kernels under compute-sanitizer, where it is installed", run_sanitizer),
-    "train": Part("README's script in four precisions against plain PyTorch; predicted and real peak", run_train),
-    "overlap": Part("eight ranks looped back on the device: step, exposed and predicted time", run_overlap),
-    "offload": Part("parameters and state on the host: the same bits, predicted and real peak, time", run_offload),
-    "resume": Part("two gloo ranks share the device: resumed with dropout and LoCo, bitwise", run_resume),
-    "profile-gpt": Part("GPT-2 124M: gaps between islands against one Inductor graph", run_profile_gpt),
-    "profile-llama": Part("one layer of Llama 3 8B: the same", run_profile_llama),
-    "nccl": Part("NCCL with one rank and device_id", run_nccl),
+    "bits-kernels": Part(TOGETHER, 60, 110, "gpu_kernels:bits", "kernels against the CPU reference, bit for bit"),
+    "train-bits": Part(TOGETHER, 90, 110, "gpu_training:train_bits", "README's script against plain PyTorch"),
+    "loopback-bits": Part(
+        TOGETHER, 70, 110, "gpu_loopback:loopback_bits", "8 ranks on one GPU: late collectives change no bit"
+    ),
+    "offload-bits": Part(TOGETHER, 90, 110, "gpu_offload_bits:offload_bits", "on host and disk: the same bits"),
+    "graph-bits": Part(TOGETHER, 60, 110, "gpu_training:graph_bits", "steps as CUDA graphs: the same bits"),
+    "gloo-two": Part(TOGETHER, 40, 110, "gpu_ranks:gloo_two", "two gloo ranks: resumed bitwise"),
+    "nccl-two": Part(TOGETHER, 60, 110, "gpu_ranks:nccl_two", "two NCCL ranks on one GPU: the bits of gloo"),
+    "ceilings": Part(ALONE, 15, 30, "gpu_ceilings:ceilings", "what the machine can do at most; calibrate()"),
+    "kernels": Part(ALONE, 25, 45, "gpu_kernels:times", "compression kernels beside a copy of as many bytes"),
+    "step": Part(ALONE, 120, 160, "gpu_step:steps", "GPT-2 small and a Llama 3 8B layer beside torch.compile, FSDP2"),
+    "peaks": Part(ALONE, 50, 70, "gpu_peaks:peaks", "predicted and measured peaks"),
+    "offload": Part(ALONE, 60, 90, "gpu_offload:offload", "state on the host, hidden or not, beside FSDP2"),
+    "overlap": Part(ALONE, 90, 120, "gpu_loopback:overlap", "8 ranks and an emulated link: exposed time"),
+    "large-bucket": Part(ON_REQUEST, 15, 60, "gpu_kernels:large_bucket", "one bucket above 2^31 elements"),
+    "sanitizer": Part(ON_REQUEST, 240, 420, "gpu_kernels:sanitizer", "the kernels under compute-sanitizer"),
 }

@@ -1,149 +1,189 @@
-"""Parts of gpu.py: the README's script beside plain PyTorch, and NCCL with one rank."""
+"""Parts of gpu.py: the README's script beside plain PyTorch, and whole steps as CUDA graphs."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator
+import copy
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from gpu_setting import Row, Setting, alone, cast_to, config_of
+import torch.nn.functional as F
+from gpu_setting import (
+    Row,
+    Setting,
+    alone,
+    attempt,
+    built,
+    cast_to,
+    config_of,
+    local,
+    peak_of,
+    repeatable,
+    same_bits,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from workload import LanguageModel, ModelConfig, make_batch
+from workload import ModelConfig, make_batch
 
 import zgraph
-from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all, start_grouped_gather
-from zgraph.torch_compat.collectives import reduce_scatter_op, wait
+
+STEPS = 5
+FIRST, LATER = 1e-6, 1e-3  # by how much losses in fp32 may be off: Adam steps by the sign of gradients near 0
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How a model is trained; `tolerance` of its losses beside plain PyTorch's, relative."""
+    """How a model is trained; `first` and `later`: by how much its losses may be off plain PyTorch's, relative."""
 
     name: str
-    tolerance: float
+    first: float
+    later: float
     param_dtype: torch.dtype | None = None
     autocast: bool = False
     scales: bool = False
 
 
-PRECISIONS = (
-    Precision("fp32", 1e-4),
-    Precision("bf16", 2e-2, torch.bfloat16),
-    Precision("autocast", 2e-2, autocast=True),
-    Precision("fp16 with a scaler", 2e-2, torch.float16, scales=True),
-)
+@dataclass(frozen=True)
+class Trained:
+    losses: list[Tensor]
+    weights: list[Tensor]
+    figures: Row
 
 
-def run_train(setting: Setting) -> Iterator[Row]:
-    """The script of the README, against the same steps in plain PyTorch."""
+FP32 = Precision("fp32", FIRST, LATER)
+BF16 = Precision("bf16", 2e-2, 2e-2, torch.bfloat16)
+PRECISIONS = {
+    "fx": (
+        *(FP32, BF16, Precision("autocast", 2e-2, 2e-2, autocast=True)),
+        Precision("fp16 with a scaler", 2e-2, 2e-2, torch.float16, scales=True),
+    ),
+    "inductor": (FP32, BF16),
+}
+
+
+def train_bits(setting: Setting) -> Iterator[Row]:
+    """The script of the README, against the same steps in plain PyTorch, which first repeats itself."""
     config = config_of(setting, vocabulary=8192, width=512, layers=4, heads=8, sequence=256, batch=8)
-    with alone(setting):
-        for precision in PRECISIONS:
-            expected, _ = _losses(setting, config, precision, None)
-            for lowering in setting.lowerings:
-                row: Row = {"what": f"{precision.name}, {lowering}"}
-                try:
-                    found, figures = _losses(setting, config, precision, lowering)
-                except Exception as error:
-                    yield {**row, "ok": False, "said": f"{type(error).__name__}: {str(error)[-500:]}"}
-                    continue
-                off = max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
-                yield {**row, "loss off by": f"{off:.1e}", **figures, "ok": off <= precision.tolerance}
+    plain: dict[str, Trained] = {}
+    with alone(setting), repeatable():
+        for lowering in setting.lowerings:
+            for precision in PRECISIONS[lowering]:
+                if precision.name not in plain:
+                    plain[precision.name] = _trained(setting, config, precision, None)
+                    again = _trained(setting, config, precision, None)
+                    what = f"control: plain PyTorch twice, {precision.name}"
+                    yield same_bits(what, again.weights, plain[precision.name].weights)
+                expected = plain[precision.name]
+                yield attempt(
+                    f"{precision.name}, {lowering}",
+                    lambda p=precision, by=lowering, e=expected: _compared(p, _trained(setting, config, p, by), e),
+                )
 
 
-def _losses(
-    setting: Setting, config: ModelConfig, precision: Precision, lowering: str | None
-) -> tuple[list[float], Row]:
-    """Some steps by zgraph, or for None by plain PyTorch; with zgraph, the measured peak beside the predicted one."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model: nn.Module = LanguageModel(config).to(setting.device)
-    called: Callable[..., Tensor] = model
-    if lowering is None:
-        if precision.param_dtype is not None:
-            called = cast_to(precision.param_dtype, model)
-    else:
+def _compared(precision: Precision, found: Trained, expected: Trained) -> Row:
+    off = [float(abs(one / other - 1)) for one, other in zip(found.losses, expected.losses, strict=True)]
+    same = all(map(torch.equal, found.weights, expected.weights))
+    held = off[0] <= precision.first and max(off) <= precision.later
+    return {"first loss off by": f"{off[0]:.1e}", "all": f"{max(off):.1e}", "same bits": same, **found.figures} | {
+        "ok": held
+    }
+
+
+def _trained(setting: Setting, config: ModelConfig, precision: Precision, lowering: str | None) -> Trained:
+    """Some steps by zgraph, or for None by plain PyTorch."""
+    model: nn.Module = built(setting, config)
+    called: Callable[..., Tensor] = cast_to(precision.param_dtype, model)
+    if lowering is not None:
         mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
         model = zgraph.shard(model, mesh, param_dtype=precision.param_dtype)
         called = torch.compile(model, backend="zgraph", options={"lowering": lowering})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scaling = precision.scales
-    scaler = (zgraph.GradScaler if lowering else torch.amp.GradScaler)(setting.device.type, 2.0**10, enabled=scaling)
-    losses: list[float] = []
-    peaks: list[int] = []
-    for step in range(5):
+    kind = zgraph.GradScaler if lowering else torch.amp.GradScaler
+    scaler = kind(setting.device.type, 2.0**10, enabled=precision.scales)
+    losses: list[Tensor] = []
+    figures: Row = {}
+
+    def forward_backward(tokens: Tensor) -> None:
+        with torch.autocast(setting.device.type, torch.bfloat16, enabled=precision.autocast):
+            loss = called(tokens)
+        scaler.scale(loss).backward()
+        losses.append(local(loss))
+
+    for step in range(STEPS):
         tokens = make_batch(config, step, 0).to(setting.device)
-        with requested(setting, peaks):
-            with torch.autocast(setting.device.type, torch.bfloat16, enabled=precision.autocast):
-                loss = called(tokens)
-            scaler.scale(loss).backward()
+        figures = peak_of(setting, lambda tokens=tokens: forward_backward(tokens))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    if lowering is None:
-        return losses, {}
-    predicted = max((graph.peak.bytes for graph in zgraph.explain(model).graphs if graph.peak is not None), default=0)
-    figures: Row = {"predicted peak MiB": round(predicted / 2**20, 2)}
-    if peaks:
-        figures |= {"peak MiB": round(peaks[-1] / 2**20, 2), "of predicted": round(peaks[-1] / predicted, 3)}
-    return losses, figures
+    if lowering is not None:
+        peaks = [graph.peak.bytes for graph in zgraph.explain(model).graphs if graph.peak is not None]
+        figures |= {
+            "predicted MiB": round(max(peaks, default=0) / 2**20, 1),
+            "islands": zgraph.summary(model).islands,
+        }
+    return Trained(losses, [local(parameter) for parameter in model.parameters()], figures if lowering else {})
 
 
-@contextlib.contextmanager
-def requested(setting: Setting, peaks: list[int]) -> Generator[None]:
-    """Append by how much what was asked of the CUDA allocator rises inside."""
-    if not setting.on_cuda:
-        yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    yield
-    torch.cuda.synchronize()
-    peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
+# --- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
-def run_nccl(setting: Setting) -> Iterator[Row]:
-    """One rank with `device_id`, as torchrun starts it on a machine with one GPU; gloo where there is none."""
-    options: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if setting.on_cuda else {}
-    config = config_of(setting, vocabulary=1024, width=256, layers=2, heads=4, sequence=128, batch=4)
-    with alone(setting, **options):
-        mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
-        found: list[list[float]] = []
-        for lowering in (None, *setting.lowerings):
-            torch.compiler.reset()
-            torch.manual_seed(0)
-            model = zgraph.shard(LanguageModel(config).to(setting.device), mesh, zero_stage=3)
-            called: Any = model
-            if lowering is not None:
-                called = torch.compile(model, backend="zgraph", options={"lowering": lowering})
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            losses: list[float] = []
-            for step in range(3):
-                loss = called(make_batch(config, step, 0).to(setting.device))
-                loss.backward()
-                zgraph.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            found.append(losses)
-            off = max(abs(one - other) / other for one, other in zip(losses, found[0], strict=True))
-            yield {"what": f"one rank, {lowering or 'eager'}", "loss off by": f"{off:.1e}", "ok": off < 1e-3}
-        x = torch.arange(8.0, device=setting.device)
-        gathered = _collectives(x)
-        yield {"what": "collectives with oneself", "ok": all(torch.equal(one, x) for one in gathered)}
+class Dropping(nn.Module):
+    """Layers with dropout, which draws from the GPU's generator."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.dropout(torch.tanh(layer(x)), 0.2, self.training)
+        return x.square().mean()
 
 
-def _collectives(x: Tensor) -> list[Tensor]:
+def graph_bits(setting: Setting) -> Iterator[Row]:
+    """Eight steps; eight with another learning rate; eight with optimizer state that was loaded."""
+    with alone(setting), repeatable():
+        for lowering in setting.lowerings:
+            expected, _ = _graphed(setting, lowering, recorded=False)
+            found, said = _graphed(setting, lowering, recorded=setting.on_cuda)
+            names = ("dropout", "another learning rate", "loaded state")
+            for name, one, other in zip(names, found, expected, strict=True):
+                yield same_bits(f"{lowering}, as a CUDA graph: {name}", one, other)
+            # A step that cannot be recorded runs on without.
+            yield {"what": f"{lowering}, recorded without a warning", "said": said or None, "ok": not said}
 
-    group = dist.group.WORLD
-    assert group is not None
-    name = group.group_name
-    started = [start_all_gather(x, 1, name), *start_grouped_gather([x, x], 1, name)]
-    started += [start_all_to_all(x, [8], [8], name), reduce_scatter_op()(x, "sum", 1, name)]
-    return [wait(one) for one in started]
+
+def _graphed(setting: Setting, lowering: str, *, recorded: bool) -> tuple[list[list[Tensor]], str]:
+    """What each eight steps leave, losses first; and what zgraph has warned of."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    width = 16 if setting.dry else 512
+    mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
+    model = zgraph.shard(Dropping(width).to(setting.device), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    options: dict[str, Any] = {"lowering": lowering, **({"cuda_graph": True} if recorded else {})}
+
+    @zgraph.training_step(model, optimizer, options=options)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    inputs = torch.randn(8, 8, width, generator=torch.Generator().manual_seed(1)).to(setting.device)
+    torch.manual_seed(2)
+    found: list[list[Tensor]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for change in (None, "rate", "state"):
+            if change == "rate":
+                optimizer.param_groups[0]["lr"] = 5e-4
+            elif change == "state":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            losses = [local(step(x)) for x in inputs]
+            found.append([*losses, *(local(parameter) for parameter in model.parameters())])
+    said = [str(each.message) for each in caught if issubclass(each.category, zgraph.ZgraphWarning)]
+    return found, "; ".join(said)

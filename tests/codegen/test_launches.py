@@ -158,3 +158,42 @@ def test_numbers_to_try_kernels_on_leave_the_generator_of_the_user_alone() -> No
 def test_signs_are_made_where_they_are_needed() -> None:
     assert reference.draw_signs(3, 128, RngKey(0), 0, torch.device("meta")).device.type == "meta"
     assert reference.draw_signs(3, 128, RngKey(0), 0).device.type == "cpu"
+
+
+class Gpu:
+    """A host and a device, whose clocks stand for those of a GPU that launches are sent to."""
+
+    def __init__(self) -> None:
+        self.host_us = self.device_us = 0.0
+
+    def launch(self, host_us: float, device_us: float) -> None:
+        self.host_us += host_us
+        self.device_us = max(self.device_us, self.host_us) + device_us
+
+    def event(self, enable_timing: bool) -> Any:
+        class Event:
+            at = 0.0
+
+            def record(event) -> None:
+                event.at = max(self.device_us, self.host_us)
+
+            def synchronize(event) -> None:
+                self.host_us = max(self.host_us, event.at)
+
+            def elapsed_time(event, end: Any) -> float:
+                return (end.at - event.at) / 1e3
+
+        return Event()
+
+
+def test_options_are_chosen_by_the_time_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that the host takes longer to launch is the faster one, and is launched while the GPU is busy."""
+    gpu, slow, quick = Gpu(), *launch_options.OPTIONS
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(launch_options, "compile_all", lambda run: None)
+    monkeypatch.setattr(launch_options, "keep_busy", lambda cycles: gpu.launch(10.0, cycles / 2e3))
+
+    def run(options: LaunchOptions) -> None:
+        gpu.launch(*{slow: (150.0, 60.0), quick: (250.0, 12.0)}[options])
+
+    assert launch_options.fastest(run, torch.device("cpu")) == quick

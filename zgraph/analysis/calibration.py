@@ -26,12 +26,13 @@ from zgraph.analysis.measured_links import (
     fit_link,
     link_of,
     median_us,
+    random_values,
     ranks_on_one_host,
 )
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.groups import backend_of
 
-_FORMAT = 4  # version of the measurements: files of another version are not read
+_FORMAT = 5  # version of the measurements: files of another version are not read
 
 
 def calibrate(
@@ -130,7 +131,7 @@ def _launch_us(ranks: MeasuringRanks) -> float:
 def _copy_us(ranks: MeasuringRanks, device: torch.device) -> float:
     """Microseconds to read or write a byte of tensors larger than caches, while all ranks do."""
     size = 64 * MIB if device.type == "cpu" else 1024 * MIB
-    source = torch.ones(size // 4, device=device)
+    source = random_values(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return median_us(ranks, lambda: target.copy_(source)) / (2 * size)
 
@@ -138,7 +139,7 @@ def _copy_us(ranks: MeasuringRanks, device: torch.device) -> float:
 def _product_us(ranks: MeasuringRanks, dtype: torch.dtype) -> float:
     """Microseconds for one flop of a large matrix product."""
     size = 768 if ranks.device.type == "cpu" else 8192
-    a = torch.ones(size, size, device=ranks.device, dtype=dtype)
+    a = random_values(size, size, dtype=dtype, device=ranks.device)
     out = torch.empty_like(a)
     return median_us(ranks, lambda: torch.mm(a, a, out=out), least=3) / (2 * size**3)
 

@@ -13,9 +13,10 @@ from itertools import accumulate
 from torch import fx
 
 from zgraph.analysis.storages import Finder, Storage, as_all_ranks_count
-from zgraph.analysis.workspace import disk_staging_bytes, transient_bytes
+from zgraph.analysis.workspace import computes_elsewhere, disk_staging_bytes, transient_bytes
 from zgraph.graph import nodes
 from zgraph.graph.lanes import MemorySpace
+from zgraph.runtime.offload.pinned_pool import pinned_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Allocator:
     slack_bytes: int = 0
 
     def allocated_bytes(self, requested_bytes: int) -> int:
-        if requested_bytes == 0:
+        if not requested_bytes:
             return 0
         mapped = self.mapped_from_bytes is not None and requested_bytes >= self.mapped_from_bytes
         block = self.page_bytes if mapped else self.block_bytes
@@ -162,7 +163,7 @@ def memory_curve(
     transient = transient_bytes(
         graph, allocator.allocated_bytes, threads=threads, late_peers=late_peers, device_type=device_type
     )
-    curve = _curve(list(graph.nodes), found, allocator, list(transient), agreed)
+    curve = _curve(list(graph.nodes), found, allocator, list(transient), agreed, device_type)
     return replace(curve, staging_bytes=disk_staging_bytes(graph.nodes, device_type))
 
 
@@ -231,7 +232,7 @@ def step_curve(
         )
     ]
     order = [*forward.nodes, *backward.nodes]
-    curve = _curve(order, found, allocator, transient, agreed)
+    curve = _curve(order, found, allocator, transient, agreed, device_type)
     return replace(curve, staging_bytes=disk_staging_bytes(order, device_type))
 
 
@@ -258,11 +259,18 @@ def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCur
 
 
 def _curve(
-    order: Sequence[fx.Node], found: Finder, allocator: Allocator, transient: Sequence[int], agreed: bool
+    order: Sequence[fx.Node],
+    found: Finder,
+    allocator: Allocator,
+    transient: Sequence[int],
+    agreed: bool,
+    device_type: str | None,
 ) -> MemoryCurve:
     storages = found.storages()
     if agreed:
         storages = as_all_ranks_count(storages, order)
+    if any(one.space == "host" for one in storages) and computes_elsewhere(order, device_type):
+        storages = [replace(one, nbytes=pinned_bytes(one.nbytes)) if one.space == "host" else one for one in storages]
     if allocator is not EXACT:
         storages = [replace(one, nbytes=allocator.allocated_bytes(one.nbytes)) for one in storages]
     return _over(order, storages, transient, tuple(found.unknown))

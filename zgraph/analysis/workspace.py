@@ -90,6 +90,18 @@ def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None)
     return pinned_bytes(sizes[True], sizes[False])
 
 
+def computes_elsewhere(order: Iterable[fx.Node], device_type: str | None) -> bool:
+    """Whether the device is not a CPU, so that what lies on the host is pinned.
+
+    Args:
+        device_type: of the device; None: that of the values.
+    """
+    values = [meta.value(node) for node in order] if device_type is None else []
+    return (device_type or "cpu") != "cpu" or any(
+        isinstance(value, Tensor) and value.device.type != "cpu" for value in values
+    )
+
+
 def remaining_bytes(node: fx.Node) -> int:
     """Bytes that a call adds to a parameter's state, besides its results: the accumulated gradients of stage 1."""
     if node.target is not torch.ops.zgraph.accumulate_grad.default:

@@ -12,6 +12,7 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.memory_ledger import SPACES, SpaceUse
 from zgraph.graph.lanes import MemorySpace
+from zgraph.runtime.offload.pinned_pool import pinned_bytes
 from zgraph.sharding.offload import Offload, Resting
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.dtensor import local_of
@@ -68,7 +69,12 @@ def rest_on_paper(
 
 
 def plan_ledger(
-    model: nn.Module, optimizer: optim.Optimizer | None, resting: Resting | None, curves: Sequence[MemoryCurve]
+    model: nn.Module,
+    optimizer: optim.Optimizer | None,
+    resting: Resting | None,
+    curves: Sequence[MemoryCurve],
+    *,
+    pinned: bool = False,
 ) -> tuple[SpaceUse, ...]:
     """What this rank keeps in each memory space.
 
@@ -77,16 +83,17 @@ def plan_ledger(
         optimizer: with its state; None: two moments of each trained element stand for it.
         resting: where these rest; None: on the device.
         curves: of the step's frames.
+        pinned: whether memory of the host is pinned, as where the device is a GPU.
     """
     found: dict[tuple[MemorySpace, bool], int] = {}  # by space, and whether it is state
     tier = "device" if resting is None else resting.options.optimizer or "device"
     for value in map(_local, (*model.parameters(), *model.buffers())):
         space = "device" if resting is None else resting.space_of(value)
-        found[space, False] = found.get((space, False), 0) + _bytes(value)
+        found[space, False] = found.get((space, False), 0) + _bytes(value, pinned and space == "host")
     dtype = None if resting is None else resting.options.moments_dtype
     for value, count in _state_of(model, optimizer, dtype):
         space = tier if value.ndim else "device"
-        found[space, True] = found.get((space, True), 0) + count * _bytes(value)
+        found[space, True] = found.get((space, True), 0) + count * _bytes(value, pinned and space == "host")
     return tuple(
         SpaceUse(
             space=space,
@@ -152,5 +159,6 @@ def _local(value: Tensor) -> Tensor:
     return local_of(value) if isinstance(value, DTensor) else value.detach()
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
+def _bytes(tensor: Tensor, pinned: bool) -> int:
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    return pinned_bytes(nbytes) if pinned else nbytes

@@ -19,6 +19,7 @@ from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.rounded_adam import Drawn
+from zgraph.runtime.offload.pinned_pool import pinned_bytes
 from zgraph.sharding.offload import Resting
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of, locals_of
@@ -262,7 +263,8 @@ class Lifted:
         stepped = (position for one in self.optimizers for position in dict.fromkeys(one.positions()))
         trained = [position for position in stepped if self.parameters[position].tensor.requires_grad]
         shards = ((position, local(self.parameters[position].tensor)) for position in trained)
-        return sum(self.longest_bytes(position, shard) for position, shard in shards if shard.ndim)
+        sizes = [self.longest_bytes(position, shard) for position, shard in shards if shard.ndim]
+        return sum(map(pinned_bytes, sizes) if self.resting is not None and self.resting.computes_elsewhere else sizes)
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.

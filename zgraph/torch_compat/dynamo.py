@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
@@ -56,6 +58,27 @@ def compiles_frames() -> bool:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     return callable(get_eval_frame_callback())
+
+
+def register_late(name: str, module: str) -> None:
+    """Make a backend known to a Dynamo that has looked for entry points before this one could be found.
+
+    Otherwise Dynamo finds it itself: a second registration under its name would be an error. `_lazy_import` looks for
+    entry points, once (2.11 - 2.13).
+
+    Args:
+        name: of the backend, and of the function in the module.
+        module: imported when something is compiled.
+    """
+    registry: Any = sys.modules.get("torch._dynamo.backends.registry")
+    if registry is None or not registry._lazy_import.cache_info().currsize:
+        return
+    if name not in registry.list_backends(exclude_tags=()):
+
+        def backend(*arguments: Any, **options: Any) -> Any:
+            return getattr(importlib.import_module(module), name)(*arguments, **options)
+
+        registry.register_backend(backend, name=name)
 
 
 def checkpoint_operator() -> object:

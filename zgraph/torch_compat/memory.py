@@ -1,4 +1,4 @@
-"""Storages and allocations, as the allocator and the profiler see them."""
+"""Storages and allocations, as the allocator and the profiler see them; and a GPU that is kept busy."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -63,3 +63,8 @@ def allocation_events(
         elif name.startswith(prefix):
             spans[name] = (event.start_ns(), event.start_ns() + event.duration_ns())
     return spans, sorted(events, key=lambda event: event[0])
+
+
+def keep_busy(cycles: int) -> None:
+    """Let the current stream of the current GPU do nothing for so many cycles (`torch.cuda._sleep`, 2.11 - 2.13)."""
+    torch.cuda._sleep(cycles)

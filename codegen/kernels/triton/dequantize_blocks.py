@@ -177,7 +177,7 @@ def _sign_base(draw: RngKey) -> int:
 @functools.cache
 def _fastest(method: BlockMethod, dtype: torch.dtype, ranks: int, device: torch.device) -> LaunchOptions:
     """Find the fastest launch options, on a separate bucket so that the caller's sums are not affected."""
-    numel = 2**22
+    numel = 2**21
     layout = BucketLayout(method, (numel,), world=ranks)
     received = torch.zeros(ranks, layout.payload_bytes, dtype=torch.uint8, device=device)
     output = torch.empty(numel, dtype=dtype, device=device)

@@ -96,8 +96,11 @@ def _launch(
 
 @functools.cache
 def _fastest(method: BlockMethod, dtype: torch.dtype, device: torch.device) -> LaunchOptions:
-    """Find the fastest launch options, on a separate bucket: the caller's errors must not change."""
-    numel = 2**24
+    """Find the fastest launch options, on a separate bucket: the caller's errors must not change.
+
+    A small one: it is there in the middle of the first backward, and fills the device nevertheless.
+    """
+    numel = 2**21
     layout = BucketLayout(method, (numel,), world=1)
     state = {
         name: torch.zeros(shape, dtype=kept, device=device) for name, (shape, kept) in method.state(numel, 1).items()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from zgraph.errors import DiskError
@@ -69,6 +70,7 @@ class Mover:
         self.space, self.access, self.rate = space, access, rate
         self._most_bytes = min(STAGING_BYTES, staging_bytes // BLOCK * BLOCK)
         self._staging: mmap.mmap | None = None
+        self._reaches_pinned = True  # whether the disk transfers from and to all memory that it was given
         self._beside = ThreadPoolExecutor(1, "zgraph-disk-half")  # has no thread before the first large read
 
     def close(self) -> None:
@@ -162,8 +164,9 @@ class Mover:
 
     def _read_directly(self, part: Part, address: int, room: int) -> None:
         assert self.access.direct is not None
-        whole = min(room // BLOCK * BLOCK, blocks(part.nbytes)) if self._is_aligned(address) else 0
-        self._read_in_place(self.access.direct, address, whole, part.offset)
+        whole = min(room // BLOCK * BLOCK, blocks(part.nbytes)) if self._in_place(address) else 0
+        if not self._reached(partial(self._read_in_place, self.access.direct, address, whole, part.offset)):
+            whole = 0
         staging = self.staging(part.nbytes - whole) if whole < part.nbytes else 0
         for start, nbytes in steps(whole, part.nbytes, self.staging_bytes):
             repeat(os.preadv, self.access.direct, staging, blocks(nbytes), part.offset + start)
@@ -187,17 +190,35 @@ class Mover:
 
     def _write_directly(self, part: Part, address: int) -> None:
         assert self.access.direct is not None
-        whole = part.nbytes // BLOCK * BLOCK if self._is_aligned(address) else 0
-        for start, nbytes in steps(0, whole, REQUEST_BYTES):
-            repeat(os.pwritev, self.access.direct, address + start, nbytes, part.offset + start)
+        whole = part.nbytes // BLOCK * BLOCK if self._in_place(address) else 0
+        if not self._reached(partial(self._write_in_place, self.access.direct, address, whole, part.offset)):
+            whole = 0
         staging = self.staging(part.nbytes - whole) if whole < part.nbytes else 0
         for start, nbytes in steps(whole, part.nbytes, self.staging_bytes):
             ctypes.memmove(staging, address + start, nbytes)
             ctypes.memset(staging + nbytes, 0, blocks(nbytes) - nbytes)
             repeat(os.pwritev, self.access.direct, staging, blocks(nbytes), part.offset + start)
 
-    def _is_aligned(self, address: int) -> bool:
-        return address % self.access.alignment == 0
+    def _write_in_place(self, fd: int, address: int, whole: int, offset: int) -> None:
+        for start, nbytes in steps(0, whole, REQUEST_BYTES):
+            repeat(os.pwritev, fd, address + start, nbytes, offset + start)
+
+    def _in_place(self, address: int) -> bool:
+        return self._reaches_pinned and address % self.access.alignment == 0
+
+    def _reached(self, transfer: Callable[[], None]) -> bool:
+        """Run a transfer in place; whether the disk reaches its memory.
+
+        Pinned memory may be a device's own mapping, which the kernel gives to no disk (EFAULT): that is known to the
+        driver alone. From the first such refusal on all transfers are staged.
+        """
+        try:
+            transfer()
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            self._reaches_pinned = False
+        return self._reaches_pinned
 
     def _pace(self, begun: float, nbytes: int) -> None:
         if self.rate is not None:

@@ -6,6 +6,14 @@ import torch
 from torch import Tensor
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """Size of the block that torch's allocator of pinned memory gives for a tensor: the next power of two.
+
+    CachingHostAllocator.h of torch 2.11 - 2.13: `roundSize = c10::llvm::PowerOf2Ceil(size)`.
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 class PinnedPool:
     """Tensors of torch's own allocator of pinned memory, which gives a block to others once no stream copies it."""
 

@@ -36,6 +36,8 @@ WANTED_ := $(if $(shell command -v nvidia-smi),,$(WITHOUT_CUDA)) torch
 # The interpreter of triton 3.6 turns arrays into numbers in a way that numpy 2.4 refuses.
 OTHER_2.11 := triton~=3.6.0 setuptools<82 numpy<2.4
 OTHER_2.12 := triton~=3.7.0 setuptools<82
+OTHER_2.14 := triton~=3.8.0
+OTHER_2.15 := triton~=3.9.0
 SERIES := $(subst $(eval ) ,.,$(wordlist 1,2,$(subst ., ,$(RELEASE))))
 # One thread a rank: the ranks share the cores, and are themselves the parallelism.
 # Bytecode is kept, whatever the shell says: without it each of many processes compiles zgraph, and pytest all tests, anew.

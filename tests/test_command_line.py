@@ -352,7 +352,7 @@ def test_the_doctor_works_without_torch(tmp_path: Path) -> None:
     found = run(tmp_path, "-c", program, python=())
     document = json.loads(found.stdout)
     (missing,) = [check for check in document["checks"] if check["status"] == "missing"]
-    assert (found.returncode, missing["name"], missing["advice"]) == (1, "torch", "pip install 'torch>=2.11,<2.14'")
+    assert (found.returncode, missing["name"], missing["advice"]) == (1, "torch", "pip install 'torch>=2.11,<2.16'")
 
 
 def test_rich_reads_no_markup_in_names(capsys: pytest.CaptureFixture[str]) -> None:

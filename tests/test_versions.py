@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import zgraph
+from tests.support import breakages
 from zgraph.torch_compat import (
     NEWEST,
     OLDEST,
@@ -125,6 +126,41 @@ def test_every_series_has_its_pins():
     found = re.findall(r"^OTHER_(\d+)\.(\d+) :=", (ROOT / "Makefile").read_text(), re.MULTILINE)
     checked = [(OLDEST[0], minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
     assert [(int(major), int(minor)) for major, minor in found] == [one for one in checked if one != pinned]
+
+
+RANKS = """\
+tests.support.ranks.RankFailure: --- rank 0
+Traceback (most recent call last):
+  File "a.py", line 3, in f
+    g()
+torch.distributed.DistStoreError: wait timeout after 55000ms
+
+--- rank 1
+no answer within 10.0 s after rank 0 had failed
+"""
+
+
+def test_the_summary_groups_failures_by_cause():
+    head, names, count, *rest = breakages.summary(
+        [
+            ("tests/test_a.py::test_one", "AssertionError: assert 3 == 4\n  where 3 = f()"),
+            ("tests/test_b.py::test_two", RANKS),
+            ("tests/test_a.py::test_three", "AssertionError: assert 17 == 5"),
+            ("tests/test_c.py::test_four", ""),
+        ]
+    )
+    assert head.startswith(f"torch {torch.__version__}, triton ")
+    assert names == "private names that are missing: none"
+    assert count == "tests that failed: 4, causes: 3"
+    assert rest == [
+        "2 x AssertionError: assert 3 == 4",
+        "    tests/test_a.py::test_one",
+        "    tests/test_a.py::test_three",
+        "1 x torch.distributed.DistStoreError: wait timeout after 55000ms",
+        "    tests/test_b.py::test_two",
+        "1 x no text",
+        "    tests/test_c.py::test_four",
+    ]
 
 
 def test_tests_run_on_the_wanted_torch(pytestconfig: pytest.Config):

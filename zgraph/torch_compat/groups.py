@@ -144,6 +144,18 @@ def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any
     return states[chunk].stage_output_for_backward(), states[chunk].input_values
 
 
+def stages_hold_messages() -> bool:
+    """Whether torch's `PipelineStage` holds what it sends and receives longer than it needs it.
+
+    2.11 - 2.14: outputs stay until their backward, their messages until the step ends, and there is a buffer for each
+    micro-batch's activation and gradient. 2.15 lets go of an output that has been sent (`release_fwd_send_outputs`),
+    and has one buffer for gradients.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    return not hasattr(PipelineStage, "release_fwd_send_outputs")
+
+
 def default_store() -> Store:
     """The rendezvous store of the default group (2.11 - 2.13: there is no public getter)."""
     from torch.distributed.distributed_c10d import _get_default_store

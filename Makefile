@@ -1,6 +1,6 @@
 # make train   trains the example on two local ranks
 # make test    ruff, pyright and the tests that see nearly every mistake, in minutes
-# make test TORCH=2.11.0              the same with another torch (2.11 to 2.13), in a venv of its own: .venv-2.11.0
+# make test TORCH=2.11.0              the same with another torch (2.11 to 2.15, or newer), in a venv of its own: .venv-2.11.0; ends with what that torch breaks, by cause
 # make test TORCH=2.11.0 BUILD=cuda   cuda or cpu: which build of it, whether there is a GPU or not, in .venv-2.11.0-cuda
 # Each first makes its venv, and again only after pyproject.toml or constraints.txt has changed.
 
@@ -33,9 +33,12 @@ WANTED_cuda := torch===$(RELEASE)
 WANTED_cpu := $(WITHOUT_CUDA) torch===$(RELEASE)$(LOCAL)
 WANTED_ := $(if $(shell command -v nvidia-smi),,$(WITHOUT_CUDA)) torch
 # What another torch needs at another version than constraints.txt has. Its CUDA build pins triton itself.
-# The interpreter of triton 3.6 turns arrays into numbers in a way that numpy 2.4 refuses.
+# The interpreter of triton 3.6 turns arrays into numbers in a way that numpy 2.4 refuses. A series that is not here yet
+# needs its line first: pip says which triton and setuptools its CUDA build asks for.
 OTHER_2.11 := triton~=3.6.0 setuptools<82 numpy<2.4
 OTHER_2.12 := triton~=3.7.0 setuptools<82
+OTHER_2.14 := triton~=3.8.0
+OTHER_2.15 := triton~=3.9.0
 SERIES := $(subst $(eval ) ,.,$(wordlist 1,2,$(subst ., ,$(RELEASE))))
 # One thread a rank: the ranks share the cores, and are themselves the parallelism.
 # Bytecode is kept, whatever the shell says: without it each of many processes compiles zgraph, and pytest all tests, anew.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import breakages
 from tests.support.checkpoints import save_both_ways
 from tests.support.hash_seeds import HashSeeds
 from tests.support.ranks import Ranks, RanksPool
@@ -77,6 +78,22 @@ def _leave_worlds(items: list[pytest.Item]) -> None:
             if {1, 4} <= by_world.keys():
                 for world in (last, 4 if first == 2 else 1):
                     by_world[world].add_marker(pytest.mark.long)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what another torch breaks."""
+    if config.getoption("--torch") is None:
+        return
+    terminalreporter.section("what this torch breaks")
+    reports = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
+    for line in breakages.summary((one.nodeid, _message_of(one)) for one in reports):
+        terminalreporter.write_line(line)
+
+
+def _message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """What a test raised; where only text of it is left, as of a worker that has died, that text."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return report.longreprtext if crash is None else crash.message
 
 
 def pytest_sessionstart() -> None:

@@ -243,7 +243,7 @@ def test_plan_refuses_in_one_line(folder: Path, words: list[str], message: str) 
     [
         ("number", "the function returned int; return a model and the tuple"),
         ("failing", "the function failed: KeyError: 'no batch' (users_step.py:"),
-        ("wide", "the step cannot be compiled: RuntimeError("),
+        ("wide", "the step cannot be compiled: RuntimeError"),  # and what torch says of it, in the words of its version
     ],
 )
 def test_plan_says_what_a_users_function_did_wrong(folder: Path, name: str, message: str) -> None:
@@ -352,7 +352,7 @@ def test_the_doctor_works_without_torch(tmp_path: Path) -> None:
     found = run(tmp_path, "-c", program, python=())
     document = json.loads(found.stdout)
     (missing,) = [check for check in document["checks"] if check["status"] == "missing"]
-    assert (found.returncode, missing["name"], missing["advice"]) == (1, "torch", "pip install 'torch>=2.11,<2.14'")
+    assert (found.returncode, missing["name"], missing["advice"]) == (1, "torch", "pip install 'torch>=2.11,<2.16'")
 
 
 def test_rich_reads_no_markup_in_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ from zgraph.scheduling.cluster.schedule_order import (
     schedules_for,
     why_not,
 )
+from zgraph.torch_compat.groups import stages_hold_messages
 
 SHAPES = [
     *[(1, 1, 1), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (4, 3, 6), (2, 3, 3)],
@@ -188,7 +189,14 @@ def test_sending_delays_the_first_and_the_last_micro_batch() -> None:
 def judge(order: list[Action], costs: list[StageCost], places: tuple[int, ...], holds_sent: bool, splits: bool) -> int:
     """Peak of a rank by asking, at each action, what has run before it."""
     ends = "weights" if splits else "backward"
+    holds = stages_hold_messages()
     peak = 0
+
+    def left_behind(stage: int) -> int:
+        """Of an output that goes to another rank: what is no longer there once it is sent, in newer torch."""
+        is_sent = stage + 1 < len(places) and places[stage] != places[stage + 1]
+        return costs[stage].left_activation_bytes if is_sent and not holds else 0
+
     for place, action in enumerate(order):
         before, cost = order[:place], costs[action.stage]
         held = 0
@@ -208,7 +216,8 @@ def judge(order: list[Action], costs: list[StageCost], places: tuple[int, ...], 
             running = {action.micro_batch} if action.stage == stage else set[int]()
             closes = now == ends and len(ended) == count - 1
             held += of_stage.resting_bytes + of_stage.buffer_bytes
-            held += (of_stage.saved_bytes - handed_on) * len(
+            held -= 0 if holds else handed_on + handed_back * count  # there are no buffers for these
+            held += (of_stage.saved_bytes - handed_on - left_behind(stage)) * len(
                 set(ran) - set(returned) - (running if now == "backward" else set())
             )
             if splits:
@@ -222,14 +231,15 @@ def judge(order: list[Action], costs: list[StageCost], places: tuple[int, ...], 
                 held += of_stage.waiting_bytes
             held += of_stage.gradient_bytes if ended else 0
             held -= of_stage.own_gradient_bytes if ended and closes else 0
-            held += (of_stage.left_bytes - handed_on - handed_back) * len(returned) if holds_sent else 0
-            if (
-                not holds_sent
-            ):  # 1F1B: the last but one that was sent before the first backward, as long as forwards run
+            left = of_stage.left_bytes - handed_on - handed_back - left_behind(stage)
+            held += left * len(returned) if holds_sent else 0
+            if holds and not holds_sent:
+                # 1F1B: the last but one that was sent before the first backward, as long as forwards run
                 warm_up = [one.kind for one in order].index("backward")
                 overwritten = count - warm_up  # the backward behind the last forward
                 is_there = warm_up > 1 and warm_up - 2 in returned
                 held += of_stage.left_activation_bytes if is_there and overwritten not in returned else 0
+            held -= left_behind(stage) if now == "backward" else 0
             if now == "forward":
                 held += cost.forward_peak_bytes
             elif now == "backward" and splits:

@@ -31,11 +31,12 @@ BESIDE = "0.reductions"
 def shard_many_models() -> list[list[int]]:
     """Members of the groups for reductions: of the world, and of one axis of a mesh."""
     rank = dist.get_rank()
+    # From torch 2.14 on a mesh that is made on ranks in unequally many groups waits for ever: it comes first.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     if rank < 2:  # ranks need not be in equally many groups
         dist.new_group([0, 1], use_local_synchronization=True)
     zgraph.shard(nn.Linear(4, 4), zero_stage=0)
     assert reduction_group("0") == "0", "nothing is gathered"
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     found: list[list[int]] = []
     for group in (dist.group.WORLD, mesh.get_group("local")):
         assert group is not None

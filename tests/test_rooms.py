@@ -15,8 +15,8 @@ import zgraph
 ROOT = Path(__file__).resolve().parent.parent
 # From the ground up: a file may import what lies in its own room, or in one further up in this list.
 ROOMS = (
-    "zgraph.torch_compat",
     "zgraph.errors",
+    "zgraph.torch_compat",
     "zgraph.runtime.disk",
     "zgraph.runtime.offload",
     "zgraph.runtime",

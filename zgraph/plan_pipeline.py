@@ -31,6 +31,7 @@ from zgraph.sharding.pipeline.kept_parameters import gathered_bytes, keep_gather
 from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_on_cpu
+from zgraph.torch_compat.groups import stages_hold_messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +292,8 @@ def _planned(
         closing_peak_bytes=peak_of(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
         left_bytes=returned if is_last else returned + leaving,
         left_activation_bytes=0 if is_last else leaving,
-        # torch's stage has a buffer for each micro-batch's activations, and one for their gradients.
-        buffer_bytes=micro_batches * (entering + leaving),
+        # torch's stage has a buffer for each micro-batch's activations, and for the gradients of each, or of all.
+        buffer_bytes=micro_batches * entering + (micro_batches if is_last or stages_hold_messages() else 1) * leaving,
     )
     cost = replace(cost, split=_split_cost(compiled, cost, micro_batches, None if number else leaving))
     return PlannedStage(

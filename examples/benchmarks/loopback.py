@@ -184,17 +184,13 @@ class LoopbackGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._name
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device("cuda")]
-
     def _get_backend(self, device: torch.device) -> LoopbackGroup:
         return self
 
     def _get_sequence_number_for_group(self) -> int:
         return self._started
 
-    # --- collectives, by the names that 2.11 - 2.13 call --------------------------------------------------------------
+    # --- collectives, by the names that 2.11 - 2.15 call --------------------------------------------------------------
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None

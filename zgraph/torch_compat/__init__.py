@@ -1,41 +1,133 @@
 """The only room that touches private torch names; each entry says on which versions it was checked.
 
-Everything here was read and run on torch 2.13.0, and run with the CUDA builds of 2.11.0, 2.12.1 and 2.13.0; the 2.11
-and 2.12 notes say what differs there. A new torch release is adopted by running the suite (`make test TORCH=...`) and
-reading this page, nothing else.
+Everything here was read and run on torch 2.13.0, and run with the CUDA builds of 2.11.0, 2.12.1, 2.13.0, 2.14.1 and
+2.15.0; notes of single versions say what differs there. A new torch release is adopted by running the suite
+(`make test TORCH=...`, which ends with what it breaks) and reading this page, nothing else.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
+from zgraph.errors import ZgraphWarning
+
 OLDEST = (2, 11)
-NEWEST = (2, 13)
+NEWEST = (2, 15)
+# What builds of one and the same version have or lack, or what is asked for only where it is there.
+OPTIONAL = frozenset({"torch.distributed.ProcessGroupNCCL", "torch.distributed.all_gather_into_tensor"})
+CHECKED = "torch>={}.{},<{}.{}".format(*OLDEST, NEWEST[0], NEWEST[1] + 1)
 
 
 def release_of(version: str) -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
-        raise ImportError(f"zgraph: cannot read the torch version {version!r}; install torch>=2.11,<2.14.")
+        raise ImportError(f"zgraph: cannot read the torch version {version!r}; install {CHECKED}.")
     return int(found[1]), int(found[2])
 
 
 def require_supported_torch(version: str) -> None:
-    """Refuse a torch that zgraph was not checked with.
+    """Refuse a torch that is too old, and warn of one that is newer than all that zgraph was checked with.
 
     Raises:
-        ImportError: version lies outside 2.11 ... 2.13.
+        ImportError: version is too old, or newer and without a name that zgraph uses.
     """
     release = release_of(version)
     if release < OLDEST:
-        raise ImportError(f"zgraph: torch {version} is too old; install torch>=2.11,<2.14.")
+        raise ImportError(f"zgraph: torch {version} is too old; install {CHECKED}.")
     if release > NEWEST:
+        _look_at_newer_torch(version)
+
+
+def _look_at_newer_torch(version: str) -> None:
+    missing = missing_names()
+    if missing:
         raise ImportError(
-            f"zgraph: torch {version} is newer than this zgraph was checked with; install torch>=2.11,<2.14 "
-            "or a newer zgraph."
+            f"zgraph: torch {version} lacks what zgraph uses of it: {', '.join(missing)}; install {CHECKED} or a newer "
+            "zgraph."
         )
+    warnings.warn(
+        f"zgraph: torch {version} is newer than the newest that this zgraph was checked with, "
+        f"{NEWEST[0]}.{NEWEST[1]}; compare the first steps with those of the plain model, or install {CHECKED} or a "
+        "newer zgraph.",
+        ZgraphWarning,
+        stacklevel=2,
+    )
+
+
+def names_used() -> list[str]:
+    """Every name of torch in this room's files, in full; what is read of objects of an unknown class is not among them.
+
+    Empty where zgraph was installed without its source.
+    """
+    found: dict[str, None] = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found |= dict.fromkeys(names_in(ast.parse(path.read_text(encoding="utf-8"))))
+    return list(found)
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """The names of torch in a piece of source: what it imports, and the attributes that it reads of that."""
+    return _names_in(tree, {})
+
+
+def _names_in(node: ast.AST, meaning: dict[str, str]) -> Iterator[str]:
+    """Args: a node, and what each imported name means around it."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        meaning = dict(meaning)
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            name = alias.name if alias.asname else alias.name.partition(".")[0]
+            meaning[alias.asname or name] = name
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        for alias in node.names:
+            meaning[alias.asname or alias.name] = name = f"{node.module}.{alias.name}"
+            if _is_of_torch(name):
+                yield name
+    elif isinstance(node, ast.Attribute):
+        start, _, rest = ast.unparse(node).partition(".")
+        if start in meaning and _is_of_torch(meaning[start]) and rest.replace(".", "").isidentifier():
+            yield f"{meaning[start]}.{rest}"
+            return  # with all that it is an attribute of
+    for child in ast.iter_child_nodes(node):
+        yield from _names_in(child, meaning)
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.partition(".")[0] in ("torch", "functorch")
+
+
+def missing_names() -> list[str]:
+    """The names that this torch lacks. Imports the modules that they lie in, which takes seconds."""
+    return [name for name in names_used() if not _is_optional(name) and not exists(name)]
+
+
+def _is_optional(name: str) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in OPTIONAL)
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name can be imported, or is an attribute of what can be."""
+    parts = name.split(".")
+    try:
+        found = importlib.import_module(parts[0])
+    except ImportError:
+        return False
+    for place, part in enumerate(parts[1:], start=1):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(parts[: place + 1]))
+            except (ImportError, TypeError):
+                return False
+    return True
 
 
 require_supported_torch(torch.__version__)

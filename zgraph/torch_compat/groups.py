@@ -75,7 +75,8 @@ def make_sibling_group(
     if members is not None:
         ranks = [ranks[member] for member in members]
     backend, store = _world.pg_map[group]
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # a fake one has none
+    device = next(iter(group._device_types), torch.device("cpu"))  # none of a group that is its own backend
+    options = getattr(group._get_backend(device), "options", None)  # a fake one has none
     timeout = options._timeout if options is not None else timedelta(minutes=30)
     chosen: Any = None
     if high_priority and "nccl" in str(backend):
@@ -129,6 +130,30 @@ class NoMessageToItself:
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         stage = cast(Any, super())
         return [one for one in stage._get_init_p2p_neighbors_ops() if one.peer != dist.get_rank()]
+
+
+def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Outputs and inputs that torch's `PipelineStage` keeps of a micro-batch's forward until its backward.
+
+    2.11 - 2.14: `fwd_cache`. 2.15: `_forward_chunk_states`; in place of an output that has been sent stands its edge of
+    autograd's graph (`GradientEdge`), or None.
+    """
+    states: Any = getattr(stage, "_forward_chunk_states", None)
+    if states is None:
+        return stage.fwd_cache[chunk]
+    return states[chunk].stage_output_for_backward(), states[chunk].input_values
+
+
+def stages_hold_messages() -> bool:
+    """Whether torch's `PipelineStage` holds what it sends and receives longer than it needs it.
+
+    2.11 - 2.14: outputs stay until their backward, their messages until the step ends, and there is a buffer for each
+    micro-batch's activation and gradient. 2.15 lets go of an output that has been sent (`release_fwd_send_outputs`),
+    and has one buffer for gradients.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    return not hasattr(PipelineStage, "release_fwd_send_outputs")
 
 
 def default_store() -> Store:

@@ -128,11 +128,12 @@ def adam(
     if ALIGNED:
         parameter, grad = tl.multiple_of(parameter, 16), tl.multiple_of(grad, 16)
         exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
+    if SKIPS:
+        numel = tl.where(tl.load(factors + SKIPPED) == 0, numel, 0)
+    if ALIGNED:
         numel = tl.multiple_of(numel, 8)
     at = run * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numel
-    if SKIPS:
-        inside = inside & (tl.load(factors + SKIPPED) == 0)
+    inside = at < numel  # by itself: Triton 3.9's interpreter takes no mask that was made by "&" of such
 
     used = tl.load(grad + at, mask=inside, other=0.0)
     if SCALED:

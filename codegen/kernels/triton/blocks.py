@@ -1,6 +1,6 @@
 """Functions that the Triton kernels share: how a group lies in a program, and arithmetic of the same bits everywhere.
 
-Checked with Triton 3.6.0 and 3.7.1 (which torch 2.11 and 2.13 bring):
+Checked with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0 (which torch 2.11, 2.13, 2.14 and 2.15 bring):
 
 - `enable_fp_fusion=False`, given at launch, keeps a multiplication and an addition apart: LLVM writes mul.rn and
   add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals. Where all products that are
@@ -167,13 +167,27 @@ def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 
 
 @triton.jit
-def exact_sum(x, STRIPES: tl.constexpr, PLACES: tl.constexpr):
-    """[STRIPES * THREADS] -> [THREADS]; exact, so in any order."""
-    x = tl.sum(tl.reshape(x, [STRIPES, x.shape[0] // STRIPES]), axis=0)
+def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
+    """Twice [STRIPES * THREADS] -> [THREADS], the sums of their products; exact, so in any order."""
+    total = add_products(tl.zeros([x.shape[0] >> STRIPE_HALVINGS], tl.float32), x, y, STRIPE_HALVINGS)
     if PLACES > 1:
-        of_group = tl.sum(tl.reshape(x, [x.shape[0] // PLACES, PLACES]), axis=1, keep_dims=True)
-        x = tl.reshape(tl.broadcast_to(of_group, [x.shape[0] // PLACES, PLACES]), [x.shape[0]])
-    return x
+        of_group = tl.sum(tl.reshape(total, [total.shape[0] // PLACES, PLACES]), axis=1, keep_dims=True)
+        total = tl.reshape(tl.broadcast_to(of_group, [total.shape[0] // PLACES, PLACES]), [total.shape[0]])
+    return total
+
+
+@triton.jit
+def add_products(total, x, y, HALVINGS: tl.constexpr):
+    """Add to [THREADS] the products of a thread's stripes, one after the other: each is one fused multiplication.
+
+    `tl.sum` does so up to Triton 3.7. That of 3.8 adds neighbours first, of whose products only one can be fused.
+    """
+    if HALVINGS == 0:
+        return tl.fma(x, y, total)
+    else:
+        x_first, x_second = halves(x, 1, x.shape[0] // 2)
+        y_first, y_second = halves(y, 1, y.shape[0] // 2)
+        return add_products(add_products(total, x_first, y_first, HALVINGS - 1), x_second, y_second, HALVINGS - 1)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from zgraph.codegen.kernels.triton.blocks import (
     RUN,
     TINY,
     draw_signs,
-    exact_sum,
+    exact_dot,
     flip,
     for_all,
     from_bf16,
@@ -172,18 +172,18 @@ def best_levels(grid, CASE: tl.constexpr):
     """Levels c + b of integers u + ROUNDER; and what makes their scale, `over` what is `under`."""
     unit = grid - ROUNDER
     levels = levels_of(unit, grid, 0, CASE)
-    along = group_sum(unit * levels, CASE)
+    along = group_dot(unit, levels, CASE)
     square = along
     if len(CASE.slopes) > 1 or not CASE.unbiased:
-        square = group_sum(levels * levels, CASE)
+        square = group_dot(levels, levels, CASE)
     for clip in tl.static_range(1, len(CASE.slopes)):
         other = levels_of(unit, grid, clip, CASE)
-        other_along, other_square = group_sum(unit * other, CASE), group_sum(other * other, CASE)
+        other_along, other_square = group_dot(unit, other, CASE), group_dot(other, other, CASE)
         better = other_along * other_along * square > along * along * other_square
         levels = tl.where(to_all(better.to(tl.int1), CASE.stripes), other, levels)
         along, square = tl.where(better, other_along, along), tl.where(better, other_square, square)
     if CASE.unbiased:
-        over, under = group_sum(unit * unit, CASE), along
+        over, under = group_dot(unit, unit, CASE), along
     else:
         over, under = along, square
     return levels, over, under
@@ -204,11 +204,12 @@ def levels_of(unit, grid, CLIP: tl.constexpr, CASE: tl.constexpr):
 
 
 @triton.jit
-def group_sum(x, CASE: tl.constexpr):
+def group_dot(x, y, CASE: tl.constexpr):
+    """The sum of products over each group."""
     if CASE.exact_sums:
-        total = exact_sum(x, CASE.stripes, CASE.places)
+        total = exact_dot(x, y, CASE.stripe_halvings, CASE.places)
     else:
-        total = ordered_sum(x, CASE.stripe_halvings, CASE.place_halvings)
+        total = ordered_sum(x * y, CASE.stripe_halvings, CASE.place_halvings)
     return total
 
 
@@ -224,8 +225,8 @@ def store_codes(payload, code_at, levels, finite, group, place, real, CASE: tl.c
         at = offsets(group, place, CASE.code_bytes // 4, 2, 2, CASE.places)
         tl.store(words + at, in_runs(packed, 2, 2), mask=for_all(real, 2, 2))
     else:
-        packed = low_bits(levels - CASE.after) & ((1 << CASE.bits) - 1)
-        packed = tl.where(to_all(finite, CASE.stripes), packed, 0)
+        kept = tl.where(finite, (1 << CASE.bits) - 1, 0)  # of what is selected LLVM makes bytes, and widens them
+        packed = low_bits(levels - CASE.after) & to_all(kept, CASE.stripes)
         if CASE.bits == 4:
             first, second = halves(packed, 1, packed.shape[0] // 2)
             packed = first | (second << 4)

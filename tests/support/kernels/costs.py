@@ -128,6 +128,7 @@ class Case:
         instructions, registers, narrow_bytes, shared: budgets, see `Cost`.
         old_triton: the first, second and last of these with Triton 3.6, which moves values between threads where newer
             ones leave them in their registers.
+        new_triton: the first two with Triton 3.8 and newer, whose LLVM puts the same PTX in another order.
         ranks: whose payloads are dequantized.
     """
 
@@ -140,6 +141,7 @@ class Case:
     narrow_bytes: float
     shared: float
     old_triton: tuple[float, int, float]
+    new_triton: tuple[float, int] | None = None
     ranks: int = 8
 
     def needed_bytes(self) -> tuple[float, float]:
@@ -171,8 +173,8 @@ class Case:
 
 
 # The one place where budgets stand: what `python -m tests.support.kernels.costs` prints, rounded up. Whoever makes a
-# kernel better lowers them. Counted with Triton 3.7.1, and 3.6.0. Runs of 8 elements of the error, and of codes, are
-# narrow.
+# kernel better lowers them. Counted with Triton 3.7.1, 3.6.0, 3.8.0 and 3.9.0. Runs of 8 elements of the error, and of
+# codes, are narrow.
 _EIGHT_BITS = NoFeedback(bits=8)
 CASES = {
     "quantize": Case(
@@ -203,7 +205,10 @@ CASES = {
         registers=90,
         narrow_bytes=2.82,
         shared=0.26,
-        old_triton=(43.1, 142, 2.32),
+        old_triton=(43.3, 142, 2.32),
+        # Registers are handed out in eights: 94 take the room of 90. Bytes that are selected, not masked, cost 3.8 one
+        # instruction more, and save 3.6 a fifth of one.
+        new_triton=(19.6, 94),
     ),
     "dequantize": Case(
         kind="dequantize",
@@ -213,6 +218,8 @@ CASES = {
         narrow_bytes=6.01,
         shared=1.01,
         old_triton=(118.3, 96, 1.51),
+        # On sm_80 ptxas computes some places in uniform registers, and moves them there: that takes 80 registers.
+        new_triton=(116.2, 94),
     ),
     "dequantize 8 bits of one rank": Case(
         kind="dequantize",
@@ -233,10 +240,14 @@ def case_of(name: str) -> Case:
     import triton
 
     case = CASES[name]
-    if not triton.__version__.startswith("3.6."):
-        return case
-    instructions, registers, shared = case.old_triton
-    return replace(case, instructions=instructions, registers=registers, shared=shared)
+    major, minor = (int(part) for part in triton.__version__.split(".")[:2])
+    if (major, minor) >= (3, 8) and case.new_triton is not None:
+        instructions, registers = case.new_triton
+        return replace(case, instructions=instructions, registers=registers)
+    if (major, minor) == (3, 6):
+        instructions, registers, shared = case.old_triton
+        return replace(case, instructions=instructions, registers=registers, shared=shared)
+    return case
 
 
 def main(names: list[str]) -> None:

@@ -59,7 +59,7 @@ def _python_checks() -> list[Check]:
 
         importlib.import_module("zgraph.torch_compat")
     except ImportError as error:
-        advice = "pip install 'torch>=2.11,<2.14'"
+        advice = "pip install 'torch>=2.11,<2.16'"
         return [*found, Check(group="versions", name="torch", found=str(error), status="missing", advice=advice)]
     found.append(Check(group="versions", name="torch", found=torch.__version__))
     found.append(_triton())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zgraph.scheduling.cluster.schedule_order import SPLITTING, Action, order_of, ranks_of
+from zgraph.torch_compat.groups import stages_hold_messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,30 @@ def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
     has_previous = number > 0 and places[number - 1] == places[number]
     activation = cost.left_activation_bytes if has_next else 0
     gradient = cost.left_bytes - cost.left_activation_bytes if has_previous else 0
-    return replace(cost, saved_bytes=cost.saved_bytes - activation, left_bytes=cost.left_bytes - activation - gradient)
+    beside = replace(
+        cost, saved_bytes=cost.saved_bytes - activation, left_bytes=cost.left_bytes - activation - gradient
+    )
+    if stages_hold_messages():
+        return beside
+    if number + 1 < len(places) and not has_next:
+        beside = _without_sent(beside)
+    # Of neighbours nothing is received.
+    return replace(beside, buffer_bytes=cost.buffer_bytes - activation - gradient * len(cost.forward_us))
+
+
+def _without_sent(cost: StageCost) -> StageCost:
+    """Cost of a stage that holds an output no longer than until it is sent."""
+    sent, split = cost.left_activation_bytes, cost.split
+    return replace(
+        cost,
+        saved_bytes=cost.saved_bytes - sent,
+        left_bytes=cost.left_bytes - sent,
+        left_activation_bytes=0,
+        backward_peak_bytes=cost.backward_peak_bytes - sent,
+        first_peak_bytes=cost.first_peak_bytes - sent,
+        closing_peak_bytes=cost.closing_peak_bytes - sent,
+        split=None if split is None else replace(split, inputs_peak_bytes=split.inputs_peak_bytes - sent),
+    )
 
 
 def _memory(

@@ -13,11 +13,11 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import CLOSING, OPEN
 from zgraph.sharding.pipeline.kept_parameters import keep_gathered, may_be_kept
-from zgraph.sharding.pipeline.weight_backwards import WeightBackwards, input_gradients, way_through
+from zgraph.sharding.pipeline.weight_backwards import WeightBackwards, edges_of, input_gradients, way_through
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.autograd import is_compiled
 from zgraph.torch_compat.dynamo import without_compile
-from zgraph.torch_compat.groups import NoMessageToItself
+from zgraph.torch_compat.groups import NoMessageToItself, kept_of_forward
 
 
 class PipelineStage(NoMessageToItself, TorchStage):
@@ -134,13 +134,15 @@ class PipelineStage(NoMessageToItself, TorchStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run the backward of a micro-batch, or of its inputs where that is to be had alone."""
-        if full_backward or self.is_first or not _any_compiled(self.fwd_cache[bwd_chunk_id][0]):
+        outputs, inputs = kept_of_forward(self, bwd_chunk_id) if self.has_backward else ((), ())
+        if full_backward or self.is_first or not _any_compiled(outputs):
             with self._backward_of(bwd_chunk_id) if full_backward else contextlib.nullcontext():
                 super().backward_one_chunk(
                     bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
                 )
             return
-        way = way_through(*self.fwd_cache[bwd_chunk_id]) if self._splits_compiled else None
+        way = way_through(outputs, inputs) if self._splits_compiled else None
+        del outputs, inputs  # held no longer than torch's stage holds them
         if way is None or len(way.readers) != self._splitting[bwd_chunk_id]:
             self._whole.add(bwd_chunk_id)
             with self._backward_of(bwd_chunk_id):
@@ -256,7 +258,7 @@ def _are_plain_shards(module: nn.Module, params: Iterable[ShardedParam]) -> bool
 
 def _any_compiled(outputs: Iterable[Any]) -> bool:
     """Whether the backward of some output passes through a compiled function."""
-    waiting = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
+    waiting = [edge.node for edge in edges_of(outputs)]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

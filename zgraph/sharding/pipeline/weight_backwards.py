@@ -81,12 +81,12 @@ class WeightBackwards:
 
 
 def input_gradients(
-    outputs: Iterable[Tensor], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
+    outputs: Iterable[Any], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a stage's inputs, added to their `.grad`; None for those that need none.
 
     Args:
-        outputs: of the stage, or the loss; they are detached.
+        outputs: of the stage, or their edges of autograd's graph, or the loss; tensors are detached.
         output_grads: of each output; None: ones.
         inputs: of the stage.
     """
@@ -94,7 +94,7 @@ def input_gradients(
     found = [
         (value, torch.ones_like(value) if output_grads is None else output_grads[place])
         for place, value in enumerate(outputs)
-        if value.requires_grad
+        if isinstance(value, GradientEdge) or (isinstance(value, Tensor) and value.requires_grad)
     ]
     wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     grads = iter(
@@ -105,8 +105,18 @@ def input_gradients(
         if grad is not None:
             value.grad = grad if value.grad is None else value.grad + grad
     for value in outputs:
-        drop_graph(value)
+        if isinstance(value, Tensor):
+            drop_graph(value)
     return tuple(result)
+
+
+def edges_of(outputs: Iterable[Any]) -> list[GradientEdge]:
+    """Where autograd's graph begins: for each output of a stage that has one its edge, unless it is given itself."""
+    return [
+        one if isinstance(one, GradientEdge) else get_gradient_edge(one)
+        for one in outputs
+        if isinstance(one, GradientEdge) or (isinstance(one, Tensor) and one.grad_fn is not None)
+    ]
 
 
 def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
@@ -117,7 +127,7 @@ def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
         compiled functions on that way.
     """
     ends = {get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad}
-    edges = [get_gradient_edge(one) for one in outputs if isinstance(one, Tensor) and one.grad_fn is not None]
+    edges = edges_of(outputs)
     begins = [edge.node for edge in edges]
     leads: dict[Node, bool] = {}  # to an input
     parameters: dict[Node, bool] = {}  # to a leaf that is none

@@ -94,20 +94,19 @@ def train(zero_stage: int, lowering: str, dropout: float, timed: bool = False) -
         backend="zgraph",
         options={"lowering": lowering, "pipeline": pipeline, "report": report},  # pyright: ignore[reportArgumentType]
     )
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        for step in range(2):
-            (output,), expected = reference.step(step)
-            inputs, target = batches(case, step)[torch.distributed.get_rank()]
-            torch.manual_seed(77 + step)
-            found = called(inputs)
-            case.loss(found, target).backward()
-            torch.testing.assert_close(found.detach(), output)
-            for name, parameter in sharded.named_parameters():
-                if lowering == "fx":
-                    assert_equal(f"gradient of {name}", whole(parameter.grad), expected[name])
-                torch.testing.assert_close(whole(parameter.grad), expected[name])
-                gradients.append(whole(parameter.grad))
-            sharded.zero_grad()
+    for step in range(2):
+        (output,), expected = reference.step(step)
+        inputs, target = batches(case, step)[torch.distributed.get_rank()]
+        torch.manual_seed(77 + step)
+        found = called(inputs)
+        case.loss(found, target).backward()
+        torch.testing.assert_close(found.detach(), output)
+        for name, parameter in sharded.named_parameters():
+            if lowering == "fx":
+                assert_equal(f"gradient of {name}", whole(parameter.grad), expected[name])
+            torch.testing.assert_close(whole(parameter.grad), expected[name])
+            gradients.append(whole(parameter.grad))
+        sharded.zero_grad()
     assert [graph.peak is not None for graph in report.graphs] == [True, True]
     notes = [note.partition("count_operators on ")[2] for note in report.notes if "count_operators" in note]
     return notes, gradients
@@ -166,18 +165,17 @@ def train_compressed(zero_stage: int, dropout: float) -> list[str]:
     ]
     options: Any = {"pipeline": zgraph.Pipeline(passes), "report": report}
     called: Any = torch.compile(sharded, backend="zgraph", options=options)
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        for step in range(2):
-            (output,), expected = reference.step(step)
-            inputs, target = batches(case, step)[torch.distributed.get_rank()]
-            torch.manual_seed(77 + step)
-            found = called(inputs)
-            case.loss(found, target).backward()
-            assert off(found.detach(), output) < 3e-2
-            every = {name: whole(parameter.grad) for name, parameter in sharded.named_parameters()}
-            for name, value in every.items():
-                assert off(value, expected[name], floor=1e-2) < 0.2, name
-            sharded.zero_grad()
+    for step in range(2):
+        (output,), expected = reference.step(step)
+        inputs, target = batches(case, step)[torch.distributed.get_rank()]
+        torch.manual_seed(77 + step)
+        found = called(inputs)
+        case.loss(found, target).backward()
+        assert off(found.detach(), output) < 3e-2
+        every = {name: whole(parameter.grad) for name, parameter in sharded.named_parameters()}
+        for name, value in every.items():
+            assert off(value, expected[name], floor=1e-2) < 0.2, name
+        sharded.zero_grad()
     assert len(report.graphs) == 2, "the checkpointed blocks are compiled with what is around them"
     return sorted(feedback_of(sharded))
 

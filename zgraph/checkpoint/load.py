@@ -25,7 +25,7 @@ from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_
 from zgraph.checkpoint.several_optimizers import Checkpointed, as_one
 from zgraph.checkpoint.stages import names_of_no_rank, of_this_stage
 from zgraph.errors import CheckpointError
-from zgraph.sharding.dry_run_load import COMPILED
+from zgraph.sharding.model.dry_run_load import COMPILED
 from zgraph.sharding.scope import window_is_open
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready

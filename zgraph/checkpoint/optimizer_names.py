@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.several_optimizers import Checkpointed
 from zgraph.errors import CheckpointError
-from zgraph.sharding.dry_run_load import COMPILED
+from zgraph.sharding.model.dry_run_load import COMPILED
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.modules import local_parameters
 

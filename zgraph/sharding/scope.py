@@ -30,13 +30,13 @@ from zgraph.runtime.window_state import (
     state_behind,
 )
 from zgraph.sharding.codes import Codes
-from zgraph.sharding.dry_run_load import COMPILED
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.meshes.tensor_split import TensorSplit
+from zgraph.sharding.model.dry_run_load import COMPILED
+from zgraph.sharding.model.uncompiled import Uncompiled
 from zgraph.sharding.model.written_weights import Gathered
 from zgraph.sharding.offload import Resting
-from zgraph.sharding.uncompiled import Uncompiled
 from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
 from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten

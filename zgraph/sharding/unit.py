@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.dialect.markers import unshard
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE
-from zgraph.sharding.dry_run_load import load_all_or_nothing
+from zgraph.sharding.model.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.whole_units import after_gathers, reduce_all_params

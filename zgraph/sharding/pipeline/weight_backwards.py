@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,14 +92,13 @@ def input_gradients(
     """
     outputs = list(outputs)
     found = [
-        (value, torch.ones_like(value) if output_grads is None else output_grads[place])
+        (value, torch.ones_like(cast(Tensor, value)) if output_grads is None else output_grads[place])
         for place, value in enumerate(outputs)
         if isinstance(value, GradientEdge) or (isinstance(value, Tensor) and value.requires_grad)
     ]
     wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-    grads = iter(
-        torch.autograd.grad([value for value, _ in found], wanted, [grad for _, grad in found], allow_unused=True)
-    )
+    sources: Any = [value for value, _ in found]  # edges and tensors may be mixed, which torch's types do not say
+    grads = iter(torch.autograd.grad(sources, wanted, [grad for _, grad in found], allow_unused=True))
     result = [next(grads) if isinstance(value, Tensor) and value.requires_grad else None for value in inputs]
     for value, grad in zip(inputs, result, strict=True):
         if grad is not None:

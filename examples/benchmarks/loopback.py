@@ -90,6 +90,11 @@ class _Store(dist.Store):
         super().__init__()
         self.wire = wire
         self.groups: list[LoopbackGroup] = []
+        self._counts: dict[str, int] = {}
+
+    def add(self, key: str, value: int) -> int:
+        self._counts[key] = self._counts.get(key, 0) + value
+        return self._counts[key]
 
     def set(self, key: str, value: str) -> None: ...
 

@@ -87,7 +87,7 @@ class Place:
         """What people call an entry."""
         if self.keys is not None:
             return f"{self.path}.{self.keys[place]}" if self.path else self.keys[place]
-        if isinstance(self.holder, dict) and len(self.held) == 2 * len(self.holder):
+        if (isinstance(self.holder, dict) or self.holder is os.environ) and len(self.held) == 2 * len(self.holder):
             return f"{self.path}[{self.held[place % len(self.holder)]!r}]"
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 

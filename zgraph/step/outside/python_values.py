@@ -12,10 +12,10 @@ import os
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import is_, length_hint
+from operator import call, is_, length_hint
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -74,10 +74,7 @@ class Place:
                 return [len(holder)]
             return [*holder, *holder.values()]
         if isinstance(holder, CellType):
-            try:
-                return [holder.cell_contents]
-            except ValueError:
-                return [_MISSING]
+            return _contents(holder) or [_MISSING]
         if isinstance(holder, list | tuple | deque):
             return list(holder) if len(holder) <= _MOST_ENTRIES else [len(holder)]
         if isinstance(holder, set):
@@ -90,7 +87,7 @@ class Place:
         """What people call an entry."""
         if self.keys is not None:
             return f"{self.path}.{self.keys[place]}" if self.path else self.keys[place]
-        if isinstance(self.holder, dict) and len(self.held) == 2 * len(self.holder):
+        if (isinstance(self.holder, dict) or self.holder is os.environ) and len(self.held) == 2 * len(self.holder):
             return f"{self.path}[{self.held[place % len(self.holder)]!r}]"
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
@@ -129,34 +126,50 @@ class _Compared:
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
-        attributes = [place for place in places if place.keys is not None and isinstance(place.holder, dict)]
-        self._owners = [place.holder for place in attributes for _ in place.keys or ()]
+        attributes = [place for place in places if place.keys is not None]
+        self._readers = [place.holder.get for place in attributes for _ in place.keys or ()]
         self._keys = [key for place in attributes for key in place.keys or ()]
         self._values = [value for place in attributes for value in place.held]
-        sized = [
-            place for place in places if place.counts or (place.keys is None and type(place.holder) in (dict, list))
-        ]
-        self._sized = [place.holder for place in sized]
+        whole = [place for place in places if place.keys is None]
+        sized = [place for place in whole if isinstance(place.holder, dict | list | deque)]
+        self._sized = [place.holder for place in (*sized, *(place for place in attributes if place.counts))]
         self._sizes = list(map(len, self._sized))
-        self._dicts = [place.holder for place in sized if place.keys is None and type(place.holder) is dict]
-        self._dicts = [holder for holder in self._dicts if 0 < len(holder) <= _MOST_ENTRIES]
-        self._entries = [*chain.from_iterable(self._dicts), *chain.from_iterable(map(dict.values, self._dicts))]
-        lists = [place.holder for place in sized if type(place.holder) is list and len(place.holder) <= _MOST_ENTRIES]
-        self._lists = lists
-        self._items = list(chain.from_iterable(lists))
-        known = {id(place) for place in (*attributes, *sized)}
-        self._others = [place for place in places if id(place) not in known and type(place.holder) is not tuple]
+        short = [place.holder for place in sized if 0 < len(place.holder) <= _MOST_ENTRIES]
+        self._dicts = [holder for holder in short if isinstance(holder, dict)]
+        self._lists = [holder for holder in short if not isinstance(holder, dict)]
+        self._cells = [place.holder for place in whole if isinstance(place.holder, CellType)]
+        self._others = [place for place in whole if isinstance(place.holder, set) or place.holder is os.environ]
+        self._entries = list(self._now())
+
+    def _now(self) -> Iterator[Any]:
+        return chain(
+            chain.from_iterable(self._dicts),
+            chain.from_iterable(map(dict.values, self._dicts)),
+            chain.from_iterable(self._lists),
+            (content for cell in self._cells for content in _contents(cell)),
+        )
 
     def are_same(self) -> bool:
         """Whether all entries are the same objects."""
-        entries = chain(chain.from_iterable(self._dicts), chain.from_iterable(map(dict.values, self._dicts)))
         return (
-            all(map(is_, map(dict.get, self._owners, self._keys), self._values))
+            all(map(is_, map(cast(Any, call), self._readers, self._keys), self._values))
             and list(map(len, self._sized)) == self._sizes
-            and all(map(is_, entries, self._entries))
-            and all(map(is_, chain.from_iterable(self._lists), self._items))
-            and all(_is_same_place(place) for place in self._others)
+            and _are_same(self._now(), self._entries)
+            and all(place.now() == place.held for place in self._others)
         )
+
+
+def _contents(cell: CellType) -> list[Any]:
+    """What is in a cell; nothing if it is empty."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _are_same(now: Iterator[Any], before: list[Any]) -> bool:
+    """Whether there are as many, and the same objects."""
+    return all(map(is_, chain(now, (_MISSING,)), chain(before, (_MISSING,))))
 
 
 def _is_same_place(place: Place) -> bool:

@@ -91,7 +91,7 @@ def _drop_kept_dims(graph: fx.Graph) -> None:
 
 
 def _call_linear(graph: fx.Graph) -> None:
-    """Let ATen transpose the weight of a layer; it calls the same kernel (`linear`, 2.11 - 2.13)."""
+    """Let ATen transpose the weight of a layer; it calls the same kernel (`linear`, 2.11 - 2.15)."""
     for node in nodes.call_functions(graph, lambda node: node.target is aten.addmm.default):
         bias, x, transposed = cast("tuple[fx.Node, fx.Node, fx.Node]", node.args)
         if transposed.target is aten.t.default and len(transposed.users) == 1 and not node.kwargs and _rank(bias) == 1:

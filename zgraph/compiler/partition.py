@@ -66,7 +66,7 @@ def _settle_states(forward: fx.GraphModule, backward: fx.GraphModule, user_outpu
     """Give wrapped operators their values, and put the states where AOTAutograd looks for tensors.
 
     It reads forward's outputs as those of the user, tensors, tensors that may have been written to, other objects (a
-    device mesh), symbolic sizes; torch 2.11 - 2.13 put states in front of the sizes.
+    device mesh), symbolic sizes; torch 2.11 - 2.15 put states in front of the sizes.
     """
     save, run = rng_state_operators()
     taken = {str(node.args[0]): node for node in nodes.call_functions(backward.graph, lambda node: node.target is run)}

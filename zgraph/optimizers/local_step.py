@@ -73,7 +73,7 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
 class _StandIn:
     """An optimizer of the same class that holds the local shards, and whose step replaces the user's optimizer's.
 
-    torch.optim's step hooks may replace the arguments, the first of which is the optimizer (2.11 - 2.13).
+    torch.optim's step hooks may replace the arguments, the first of which is the optimizer (2.11 - 2.15).
     """
 
     def __init__(self, kind: type[optim.Optimizer]) -> None:

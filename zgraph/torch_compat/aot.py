@@ -28,7 +28,7 @@ def aot_autograd(
     partition: Partitioner,
     decompose: bool = False,
 ) -> Callable[..., Any]:
-    """A Dynamo backend that traces forward and backward (2.11 - 2.13).
+    """A Dynamo backend that traces forward and backward (2.11 - 2.15).
 
     `decompose` takes operators apart as Inductor needs it; else they stay what they are in eager mode.
 
@@ -49,7 +49,7 @@ def aot_autograd(
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's min-cut partitioner, which honours `meta["recompute"]`.
 
-    2.11 - 2.13: where Inductor may draw in its own way (`fallback_random` is off), operators on GPUs that backward
+    2.11 - 2.15: where Inductor may draw in its own way (`fallback_random` is off), operators on GPUs that backward
     computes again draw from generators of the graph instead of the device's.
     """
     from functorch.compile import min_cut_rematerialization_partition
@@ -60,19 +60,19 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
 
 
 def fusible_operators() -> frozenset[object]:
-    """What torch's partitioner counts on compilers to fuse, overloads together (`get_default_op_list`, 2.11 - 2.13)."""
+    """What torch's partitioner counts on compilers to fuse, overloads together (`get_default_op_list`, 2.11 - 2.15)."""
     from torch._functorch.partitioners import get_default_op_list
 
     return frozenset(get_default_op_list().fusible_ops)
 
 
 def may_be_written(node: fx.Node) -> bool:
-    """Whether AOTAutograd lets a saved tensor change until backward reads it (2.11 - 2.13)."""
+    """Whether AOTAutograd lets a saved tensor change until backward reads it (2.11 - 2.15)."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def rng_state_operators() -> tuple[object, object]:
-    """What the partitioner wraps random operators in that backward computes again (2.11 - 2.13).
+    """What the partitioner wraps random operators in that backward computes again (2.11 - 2.15).
 
     `save(operator, ...)` returns the generator's state and the operator's result, `run(state, operator, ...)` the
     result.
@@ -85,7 +85,7 @@ def rng_state_operators() -> tuple[object, object]:
 def aot_input_index(node: fx.Node) -> int | None:
     """Which input of the Dynamo graph a joint-graph placeholder came from; None for tangents and unknown kinds.
 
-    2.11 - 2.13 leave a descriptor in `meta["desc"]`; DTensor inputs are flattened, so several placeholders may share
+    2.11 - 2.15 leave a descriptor in `meta["desc"]`; DTensor inputs are flattened, so several placeholders may share
     one index.
     """
     described: Any = node.meta.get("desc")
@@ -96,12 +96,12 @@ def aot_input_index(node: fx.Node) -> int | None:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a joint-graph placeholder is a gradient of an output, by its name as in the partitioner (2.11 - 2.13)."""
+    """Whether a joint-graph placeholder is a gradient of an output, by its name as in the partitioner (2.11 - 2.15)."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs of a joint graph that hold something else once the step has run (2.11 - 2.13).
+    """Inputs of a joint graph that hold something else once the step has run (2.11 - 2.15).
 
     Nodes write to them, or an output describes itself (`meta["desc"]`) as what is copied into one afterwards.
     """
@@ -116,7 +116,7 @@ def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Tell AOTAutograd that `run` takes one list and empties it (`_boxed_call`, 2.11 - 2.13)."""
+    """Tell AOTAutograd that `run` takes one list and empties it (`_boxed_call`, 2.11 - 2.15)."""
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
@@ -147,7 +147,7 @@ def trace(function: Callable[..., Any], fakes: Sequence[Any], mode: Any, *, deco
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # 2.11 - 2.13: operators that read a tensor's value are traced as nodes whose result is a symbol.
+    # 2.11 - 2.15: operators that read a tensor's value are traced as nodes whose result is a symbol.
     table: Mapping[Any, Any] = inductor_decompositions() if decompose else {}
     with mode:
         return make_fx(function, decomposition_table=dict(table), _error_on_data_dependent_ops=False)(*fakes)
@@ -161,26 +161,26 @@ def _graph() -> fx.Graph | None:
 
 
 def without_graph() -> AbstractContextManager[Any]:
-    """Keep what is done with symbolic numbers out of the graph (`disable_proxy_modes_tracing`, 2.11 - 2.13)."""
+    """Keep what is done with symbolic numbers out of the graph (`disable_proxy_modes_tracing`, 2.11 - 2.15)."""
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     return disable_proxy_modes_tracing()
 
 
 def newest_node() -> fx.Node | None:
-    """The last node of the graph that `make_fx` is making (`get_proxy_mode`, 2.11 - 2.13)."""
+    """The last node of the graph that `make_fx` is making (`get_proxy_mode`, 2.11 - 2.15)."""
     graph = _graph()
     return None if graph is None else next(iter(reversed(graph.nodes)), graph._root)
 
 
 def nodes_after(node: fx.Node | None) -> Iterator[fx.Node]:
-    """The nodes that were made since; their doubly linked list ends at its root (`_root`, 2.11 - 2.13)."""
+    """The nodes that were made since; their doubly linked list ends at its root (`_root`, 2.11 - 2.15)."""
     while node is not None and (node := node.next).op != "root":
         yield node
 
 
 def node_of_number(number: Any) -> fx.Node:
-    """The node whose result a symbolic number is, in the graph that is being made (`get_proxy_slot`, 2.11 - 2.13)."""
+    """The node whose result a symbolic number is, in the graph that is being made (`get_proxy_slot`, 2.11 - 2.15)."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode: Any = get_proxy_mode()
@@ -188,7 +188,7 @@ def node_of_number(number: Any) -> fx.Node:
 
 
 def forget_constant(literal: Tensor) -> None:
-    """Let the tensor of a literal be like any other in the graph that is being made (2.11 - 2.13).
+    """Let the tensor of a literal be like any other in the graph that is being made (2.11 - 2.15).
 
     FakeTensorMode and `make_fx` compute at once what is computed of literals alone (`FakeTensor.constant`,
     `_ProxyTensor.constant`). For the former a symbolic number among the arguments is a NaN; the latter misses what
@@ -205,7 +205,7 @@ def forget_constant(literal: Tensor) -> None:
 
 
 def let_stand_for(number: Any, other: Any) -> None:
-    """Give a symbolic number the node of another one (`set_proxy_slot`, 2.11 - 2.13)."""
+    """Give a symbolic number the node of another one (`set_proxy_slot`, 2.11 - 2.15)."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
     tracer: Any = cast(Any, get_proxy_mode()).tracer

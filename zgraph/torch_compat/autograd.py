@@ -17,7 +17,7 @@ from zgraph.torch_compat import release_of
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is running a backward (`_current_graph_task_id`, 2.11 - 2.13)."""
+    """Whether this thread is running a backward (`_current_graph_task_id`, 2.11 - 2.15)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -29,7 +29,7 @@ def inside_functional_transform() -> bool:
 
 
 def forward_number() -> int:
-    """Number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.13).
+    """Number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.15).
 
     To be asked while it runs; operators that record nothing have that of the last one that did.
     """
@@ -37,23 +37,23 @@ def forward_number() -> int:
 
 
 def backward_number() -> int:
-    """`forward_number` of what this thread is differentiating (`_current_autograd_node`, 2.11 - 2.13); -1: nothing."""
+    """`forward_number` of what this thread is differentiating (`_current_autograd_node`, 2.11 - 2.15); -1: nothing."""
     node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
     return -1 if node is None else node._sequence_nr()
 
 
 def is_compiled(node: torch.autograd.graph.Node) -> bool:
-    """Whether a node of autograd's graph is the backward of a compiled function (AOTAutograd's class, 2.11 - 2.13)."""
+    """Whether a node of autograd's graph is the backward of a compiled function (AOTAutograd's class, 2.11 - 2.15)."""
     return node.name() == "CompiledFunctionBackward"
 
 
 def is_leaf(node: torch.autograd.graph.Node) -> bool:
-    """Whether a node of autograd's graph adds to the `.grad` of a leaf (by its name, 2.11 - 2.13)."""
+    """Whether a node of autograd's graph adds to the `.grad` of a leaf (by its name, 2.11 - 2.15)."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def current_node() -> torch.autograd.graph.Node:
-    """The node of autograd's graph that this thread is running (`_current_autograd_node`, 2.11 - 2.13).
+    """The node of autograd's graph that this thread is running (`_current_autograd_node`, 2.11 - 2.15).
 
     That of a function written in Python has one entry in `next_functions` for each tensor it was given, in its order.
     """
@@ -61,7 +61,7 @@ def current_node() -> torch.autograd.graph.Node:
 
 
 def drop_graph(value: Tensor) -> None:
-    """Detach a tensor in place, if it can be: views cannot (`_is_view`, 2.11 - 2.13)."""
+    """Detach a tensor in place, if it can be: views cannot (`_is_view`, 2.11 - 2.15)."""
     if not value._is_view():
         value.detach_()
 
@@ -78,7 +78,7 @@ def hooks_of(tensors: Iterable[Tensor]) -> tuple[list[dict[int, Any] | None], li
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward that this thread is running has come to its end (2.11 - 2.13)."""
+    """Call a function when the backward that this thread is running has come to its end (2.11 - 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -102,7 +102,7 @@ def tangents_outlive_backward() -> bool:
 class AgreeingGradScaler(torch.amp.GradScaler):
     """A GradScaler that shows its overflow flags to `agree` before it acts on them.
 
-    `_unscale_grads_` (2.11 - 2.13) makes all of them: for `unscale_`, for a step without it, and for the fused
+    `_unscale_grads_` (2.11 - 2.15) makes all of them: for `unscale_`, for a step without it, and for the fused
     optimizers, which unscale on their own.
     """
 
@@ -120,14 +120,14 @@ class AgreeingGradScaler(torch.amp.GradScaler):
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-    """What an enabled scaler keeps from step to step, once it has begun (`_scale`, `_growth_tracker`, 2.11 - 2.13)."""
+    """What an enabled scaler keeps from step to step, once it has begun (`_scale`, `_growth_tracker`, 2.11 - 2.15)."""
     if not scaler.is_enabled() or scaler._scale is None or scaler._growth_tracker is None:
         return {}
     return {"scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
 
 
 def begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Make an enabled scaler's tensors, as its first `scale()` does (2.11 - 2.13)."""
+    """Make an enabled scaler's tensors, as its first `scale()` does (2.11 - 2.15)."""
     if scaler.is_enabled() and scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
 
@@ -138,7 +138,7 @@ def steps_decided_by(
 ) -> Generator[None]:
     """Let a scaler hand the optimizer and the sum of its flags to `decide`, which skips the step where it is not 0.
 
-    2.11 - 2.13: `_maybe_opt_step`, which fused optimizers do not need, reads the flags.
+    2.11 - 2.15: `_maybe_opt_step`, which fused optimizers do not need, reads the flags.
 
     Raises:
         RuntimeError: gradients were unscaled without an `update()` behind.

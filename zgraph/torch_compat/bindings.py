@@ -27,7 +27,7 @@ _SAME_NAMES = (
     *("maximum", "minimum", "mean", "amax", "_softmax", "_log_softmax", "_foreach_sqrt", "_foreach_neg"),
 )
 # Functions that take the arguments of an overload as they are, by place and by name, and call just this overload
-# (2.11 - 2.13).
+# (2.11 - 2.15).
 FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     {
         **{getattr(aten, name).default: getattr(torch, name) for name in _SAME_NAMES},
@@ -62,7 +62,7 @@ FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 def function_for(node: fx.Node) -> Callable[..., Any]:
     """What calls a node's operator fastest with these arguments: a function of torch, or else its bound entry (`_op`).
 
-    A number in place of a tensor is left to the operator's schema (`_schema`, 2.11 - 2.13).
+    A number in place of a tensor is left to the operator's schema (`_schema`, 2.11 - 2.15).
     """
     operator = node.target
     assert isinstance(operator, OpOverload)
@@ -79,14 +79,14 @@ def function_for(node: fx.Node) -> Callable[..., Any]:
 
 
 def flatten_each(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy contiguous tensors into one vector, one behind the other (`flatten_dense_tensors`, 2.11 - 2.13)."""
+    """Copy contiguous tensors into one vector, one behind the other (`flatten_dense_tensors`, 2.11 - 2.15)."""
     return cast(Any, torch._C)._nn.flatten_dense_tensors(tensors)
 
 
 def views_of(buffer: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of a vector with the shapes of these tensors, one behind the other.
 
-    `unflatten_dense_tensors`, 2.11 - 2.13. None of them may be empty: torch would make its shape [0].
+    `unflatten_dense_tensors`, 2.11 - 2.15. None of them may be empty: torch would make its shape [0].
     """
     return cast(Any, torch._C)._nn.unflatten_dense_tensors(buffer, like)
 
@@ -104,5 +104,5 @@ def rows_as(buffer: Tensor, index: Tensor, width: int, like: Sequence[Tensor]) -
 
 
 def interleave(tensors: Sequence[Tensor], count: int) -> Tensor:
-    """Cut each tensor's rows into equal parts; row r of the result has part r of each (`_chunk_cat`, 2.11 - 2.13)."""
+    """Cut each tensor's rows into equal parts; row r of the result has part r of each (`_chunk_cat`, 2.11 - 2.15)."""
     return torch._chunk_cat(list(tensors), 0, count)

@@ -53,7 +53,7 @@ def grouped_gather_op() -> Any:
 def gather_group(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
     """Gather each input into its output, launched as one where the backend can (NCCL); one work for all.
 
-    2.11 - 2.13: `ProcessGroup.allgather_into_tensor_coalesced`, which the functional op calls as well. That one leaves
+    2.11 - 2.15: `ProcessGroup.allgather_into_tensor_coalesced`, which the functional op calls as well. That one leaves
     its work with every output, to be waited for once for each.
     """
     return group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
@@ -85,12 +85,12 @@ def wait(started: Tensor) -> Tensor:
 
 
 def register_work(result: Tensor, work: dist.Work) -> None:
-    """Let `wait(result)` wait for this as well; several works of one tensor add up (`_register_work`, 2.11 - 2.13)."""
+    """Let `wait(result)` wait for this as well; several works of one tensor add up (`_register_work`, 2.11 - 2.15)."""
     _register_work(result, work)
 
 
 def works_waited_for() -> int:
-    """How much is registered to be waited for (`_get_work_registry_size`, 2.11 - 2.13)."""
+    """How much is registered to be waited for (`_get_work_registry_size`, 2.11 - 2.15)."""
     from torch._C._distributed_c10d import _get_work_registry_size
 
     return _get_work_registry_size()

@@ -19,7 +19,7 @@ from zgraph.torch_compat.operators import OpOverload
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """This rank's part, without a place in autograd's graph (`_local_tensor`, 2.11 - 2.13).
+    """This rank's part, without a place in autograd's graph (`_local_tensor`, 2.11 - 2.15).
 
     `to_local()` of it takes forty times as long, more yet where gradients are enabled.
     """
@@ -35,7 +35,7 @@ def has_storage_of(tensor: DTensor, storage: torch.UntypedStorage) -> bool:
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor of the same mesh, placements and shape as another, around this local tensor (`_spec`, 2.11 - 2.13).
+    """A DTensor of the same mesh, placements and shape as another, around this local tensor (`_spec`, 2.11 - 2.15).
 
     `DTensor.from_local` checks first, and `DTensor(...)` goes through a guard against Dynamo: both take far longer.
     """
@@ -43,27 +43,27 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def locals_of(tensors: Iterable[DTensor]) -> list[Tensor]:
-    """`local_of` of each, many at once (`_local_tensor`, 2.11 - 2.13)."""
+    """`local_of` of each, many at once (`_local_tensor`, 2.11 - 2.15)."""
     return list(map(attrgetter("_local_tensor"), tensors))
 
 
 def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
     """`.grad` of each; of a DTensor it takes a third of the time past the search for a `__torch_function__`.
 
-    `DisableTorchFunctionSubclass`, 2.11 - 2.13; DTensor's own is the disabled one.
+    `DisableTorchFunctionSubclass`, 2.11 - 2.15; DTensor's own is the disabled one.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attrgetter("grad"), tensors))
 
 
 def requires_grad_of(tensors: Iterable[Tensor]) -> list[bool]:
-    """`.requires_grad` of each, past the same search as in `gradients_of` (2.11 - 2.13)."""
+    """`.requires_grad` of each, past the same search as in `gradients_of` (2.11 - 2.15)."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attrgetter("requires_grad"), tensors))
 
 
 def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
-    """What says how each lies on its mesh, of which shape and dtype; tensors may share one (`_spec`, 2.11 - 2.13)."""
+    """What says how each lies on its mesh, of which shape and dtype; tensors may share one (`_spec`, 2.11 - 2.15)."""
     return list(map(attrgetter("_spec"), tensors))
 
 
@@ -71,7 +71,7 @@ def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
 def own_placements() -> Generator[None]:
     """Let DTensor find placements anew, and forget what it finds here.
 
-    Caches of `ShardingPropagator` (2.11 - 2.13) compare arguments, and fail on a symbolic number of another trace,
+    Caches of `ShardingPropagator` (2.11 - 2.15) compare arguments, and fail on a symbolic number of another trace,
     which has no proxy in this one.
     """
     _forget_placements()
@@ -89,7 +89,7 @@ def _forget_placements() -> None:
 def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator; if it is pointwise and has symbolic numbers, on the local parts of DTensors that lie alike.
 
-    DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.13), and the hash of a symbolic number
+    DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.15), and the hash of a symbolic number
     makes a constant of it: each new learning rate would need another graph.
     """
     from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -115,7 +115,7 @@ def _lies_like(tensor: Tensor, like: DTensor) -> bool:
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
-    """This rank's rows of a tensor whose `rows` lie on all ranks of a mesh in order (`DTensorSpec`, 2.11 - 2.13).
+    """This rank's rows of a tensor whose `rows` lie on all ranks of a mesh in order (`DTensorSpec`, 2.11 - 2.15).
 
     `DTensor.from_local` would move a tensor of the host to the mesh's device.
     """
@@ -129,7 +129,7 @@ def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
 
 
 def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A number that all ranks of a mesh have, without what `DTensor.from_local` checks (`DTensorSpec`, 2.11 - 2.13)."""
+    """A number that all ranks of a mesh have, without what `DTensor.from_local` checks (`DTensorSpec`, 2.11 - 2.15)."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -139,7 +139,7 @@ def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_type: float) -> DTensor:
-    """Norms of what each rank has of some tensors, which are split along these axes of a mesh (2.11 - 2.13).
+    """Norms of what each rank has of some tensors, which are split along these axes of a mesh (2.11 - 2.15).
 
     `_NormPartial` is what DTensor's own norms of sharded tensors return.
     """
@@ -151,7 +151,7 @@ def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_t
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh of the axes of several, as FSDP2 makes it beside tensor parallelism (`_concatenate`, 2.11 - 2.13).
+    """The mesh of the axes of several, as FSDP2 makes it beside tensor parallelism (`_concatenate`, 2.11 - 2.15).
 
     Raises:
         RuntimeError: they overlap, or are slices of different meshes.
@@ -160,7 +160,7 @@ def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Placement of what another axis has split into so many parts on this dim before (`_StridedShard`, 2.11 - 2.13)."""
+    """Placement of what another axis has split into so many parts on this dim before (`_StridedShard`, 2.11 - 2.15)."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)

@@ -27,7 +27,7 @@ def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
     """Let Dynamo trace the function as part of its caller, and run it as it is where the caller is not traced.
 
     A function that Dynamo compiles alone has its integers turned into symbols as soon as two calls differ in them.
-    2.11 - 2.13: `torch._dynamo.eval_frame.skip_code` does the same, and would load Dynamo at import.
+    2.11 - 2.15: `torch._dynamo.eval_frame.skip_code` does the same, and would load Dynamo at import.
     """
     from torch._C._dynamo.eval_frame import _FrameAction
 
@@ -35,7 +35,7 @@ def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def no_frames_inside(function: Callable[P, R]) -> Callable[P, R]:
-    """As `never_a_frame`, and what the function calls is run as it is too, such as `DTensor.to_local` (2.11 - 2.13)."""
+    """As `never_a_frame`, and what the function calls is run as it is too, such as `DTensor.to_local` (2.11 - 2.15)."""
     from torch._C._dynamo.eval_frame import _FrameAction
 
     return _skip_frames(function, inside=_FrameAction.SKIP)
@@ -82,7 +82,7 @@ def register_late(name: str, module: str) -> None:
 
 
 def checkpoint_operator() -> object:
-    """What calls a checkpointed region in a Dynamo graph: `(body, *operands, **options of checkpoint)`; 2.11 - 2.13."""
+    """What calls a checkpointed region in a Dynamo graph: `(body, *operands, **options of checkpoint)`; 2.11 - 2.15."""
     return torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -124,19 +124,19 @@ def is_inlining(function: Callable[..., Any]) -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether torch.compile made it around another module (2.11 - 2.13)."""
+    """Whether torch.compile made it around another module (2.11 - 2.15)."""
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule)
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """The module inside what torch.compile returned, else the module itself (`_orig_mod`, 2.11 - 2.13)."""
+    """The module inside what torch.compile returned, else the module itself (`_orig_mod`, 2.11 - 2.15)."""
     return cast(nn.Module, module._orig_mod) if is_compiled_wrapper(module) else module
 
 
 def inline_compiled() -> AbstractContextManager[Any]:
-    """Run compiled modules as they were before torch.compile while `make_fx` traces (2.11 - 2.13).
+    """Run compiled modules as they were before torch.compile while `make_fx` traces (2.11 - 2.15).
 
     `error_on_nested_fx_trace` off: a compiled function calls the original one.
     """
@@ -146,7 +146,7 @@ def inline_compiled() -> AbstractContextManager[Any]:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a text to torch's structured trace of this compile; made only where TORCH_TRACE is on (2.11 - 2.13)."""
+    """Add a text to torch's structured trace of this compile; made only where TORCH_TRACE is on (2.11 - 2.15)."""
     from torch._logging import trace_structured
 
     trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
@@ -155,7 +155,7 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 def is_to_local(node: fx.Node) -> bool:
     """Whether a node of a Dynamo graph is `DTensor.to_local()`, without arguments.
 
-    2.12 and 2.13: a call of the method. 2.11: of a function that Dynamo has made for it, which hides the arguments
+    2.12 - 2.15: a call of the method. 2.11: of a function that Dynamo has made for it, which hides the arguments
     (`to_local_fn_with_prim_types`).
     """
     if node.op == "call_method":
@@ -167,17 +167,17 @@ def is_to_local(node: fx.Node) -> bool:
 
 
 def dynamo_example(node: fx.Node) -> object:
-    """The real value behind a placeholder of a Dynamo graph, or None once Dynamo has dropped it (2.11 - 2.13)."""
+    """The real value behind a placeholder of a Dynamo graph, or None once Dynamo has dropped it (2.11 - 2.15)."""
     return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example
 
 
 def dynamo_fake(node: fx.Node) -> object:
-    """The fake value of a placeholder of a Dynamo graph (2.11 - 2.13)."""
+    """The fake value of a placeholder of a Dynamo graph (2.11 - 2.15)."""
     return node.meta.get("example_value")
 
 
 def compile_id() -> str:
-    """Dynamo's "frame/recompile" id of this compile, such as "0/1"; "manual" outside of one (2.11 - 2.13)."""
+    """Dynamo's "frame/recompile" id of this compile, such as "0/1"; "manual" outside of one (2.11 - 2.15)."""
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
@@ -187,7 +187,7 @@ def compile_id() -> str:
 def recompile_reason() -> str:
     """The guard that failed, when the frame being compiled was compiled before; "" else.
 
-    Dynamo notes it for its own metrics (`get_metrics_context`, 2.11 - 2.13), of the variant it asked first. "" also
+    Dynamo notes it for its own metrics (`get_metrics_context`, 2.11 - 2.15), of the variant it asked first. "" also
     where it has noted nothing: wording and place are Dynamo's affair.
     """
     from torch._dynamo.utils import get_metrics_context
@@ -198,7 +198,7 @@ def recompile_reason() -> str:
 
 
 def graph_breaks() -> dict[str, int]:
-    """Graph breaks that Dynamo has met in this process, by reason (`counters`, 2.11 - 2.13).
+    """Graph breaks that Dynamo has met in this process, by reason (`counters`, 2.11 - 2.15).
 
     A break counts each time Dynamo traces up to it: once for the outermost frame, again for each frame inside it that
     Dynamo then compiles alone.
@@ -230,7 +230,7 @@ def raise_through_dynamo(message: str, kind: type[Exception] = ValueError) -> No
     """Raise an error while Dynamo traces or compiles so that the caller of the compiled model gets it as it is.
 
     Dynamo wraps what backends raise in BackendCompilerFailed, and what traced functions raise in
-    InternalTorchDynamoError. 2.11 - 2.13: a ShortenTraceback passes, less Dynamo's own part of the traceback, and with
+    InternalTorchDynamoError. 2.11 - 2.15: a ShortenTraceback passes, less Dynamo's own part of the traceback, and with
     a hint for Dynamo's developers added to its arguments.
 
     Args:

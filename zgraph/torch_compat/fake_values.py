@@ -14,19 +14,19 @@ from torch import Tensor
 
 
 def fake_mode() -> Any:
-    """A mode whose tensors have shapes and no values; real ones may be beside them (FakeTensorMode, 2.11 - 2.13)."""
+    """A mode whose tensors have shapes and no values; real ones may be beside them (FakeTensorMode, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def size_expression(size: Any) -> Any:
-    """An integer as it is, a symbolic one (or a product of some) as its sympy expression (`node.expr`, 2.11 - 2.13)."""
+    """An integer as it is, a symbolic one (or a product of some) as its sympy expression (`node.expr`, 2.11 - 2.15)."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def fake_storage_key(value: Tensor) -> int:
-    """One number for all fake tensors that share storage, good while they are alive (`_cdata`, 2.11 - 2.13).
+    """One number for all fake tensors that share storage, good while they are alive (`_cdata`, 2.11 - 2.15).
 
     Sparse tensors, which have no storage of their own, share none.
     """
@@ -34,12 +34,12 @@ def fake_storage_key(value: Tensor) -> int:
 
 
 def hint_of(size: object) -> int | None:
-    """A size as a number, without a guard; None for one that only the data will tell (`SymNode.hint`, 2.11 - 2.13)."""
+    """A size as a number, without a guard; None for one that only the data will tell (`SymNode.hint`, 2.11 - 2.15)."""
     if not isinstance(size, torch.SymInt):
         return cast(int, size)
     try:
         hint = size.node.hint
-    except Exception:  # 2.11 - 2.13 raise errors of their own, of the shape environment, for data-dependent sizes
+    except Exception:  # 2.11 - 2.15 raise errors of their own, of the shape environment, for data-dependent sizes
         return None
     return hint if isinstance(hint, int) else None
 
@@ -48,7 +48,7 @@ def hint_of(size: object) -> int | None:
 def replaying(mode: Any) -> Generator[None]:
     """A fake mode in which an operator runs once more, so that nothing is decided and no symbol is new.
 
-    2.11 - 2.13: `ShapeEnv.suppress_guards` and `ignore_fresh_unbacked_symbols`.
+    2.11 - 2.15: `ShapeEnv.suppress_guards` and `ignore_fresh_unbacked_symbols`.
     """
     env = mode.shape_env
     if env is None:
@@ -60,28 +60,28 @@ def replaying(mode: Any) -> Generator[None]:
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:
-    """Real tensors in the middle of a compile: torch._subclasses.fake_tensor.unset_fake_temporarily (2.11 - 2.13)."""
+    """Real tensors in the middle of a compile: torch._subclasses.fake_tensor.unset_fake_temporarily (2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
 def fake_mode_of(values: Sequence[object]) -> Any:
-    """The FakeTensorMode that made these values, or None (2.11 - 2.13)."""
+    """The FakeTensorMode that made these values, or None (2.11 - 2.15)."""
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(list(values))
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values (FakeTensor, 2.11 - 2.13)."""
+    """Whether a tensor has no values (FakeTensor, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def step_mode() -> Any:
-    """A fake mode with static shapes, in which numbers read from tensors are symbols (FakeTensorMode, 2.11 - 2.13)."""
+    """A fake mode with static shapes, in which numbers read from tensors are symbols (FakeTensorMode, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -89,7 +89,7 @@ def step_mode() -> Any:
 
 
 def fake_of(mode: Any, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A leaf without gradient that looks like the tensor (`from_tensor`, 2.11 - 2.13), which may be another mode's.
+    """A leaf without gradient that looks like the tensor (`from_tensor`, 2.11 - 2.15), which may be another mode's.
 
     Args:
         mode: in which it is.
@@ -112,7 +112,7 @@ def fake_on_cpu(mode: Any, tensor: Tensor) -> Tensor:
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
-    """What is raised where Python asks for a value that only the run will know (2.11 - 2.13)."""
+    """What is raised where Python asks for a value that only the run will know (2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -120,7 +120,7 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
 
 
 def fake_number(mode: Any, value: float, name: str) -> Any:
-    """A number that a graph takes as an input; what Python decides by it is noted (`create_symfloatnode`, 2.11 - 2.13).
+    """A number that a graph takes as an input; what Python decides by it is noted (`create_symfloatnode`, 2.11 - 2.15).
 
     Args:
         mode: what `step_mode` returned.
@@ -136,19 +136,19 @@ def fake_number(mode: Any, value: float, name: str) -> Any:
 
 
 def unknown_number(number: torch.SymFloat) -> Any:
-    """Another number, of which nothing is known (`create_unbacked_symfloat`, 2.11 - 2.13)."""
+    """Another number, of which nothing is known (`create_unbacked_symfloat`, 2.11 - 2.15)."""
     env = number.node.shape_env
     with env.ignore_fresh_unbacked_symbols():
         return env.create_unbacked_symfloat()
 
 
 def number_hint(number: torch.SymFloat) -> float:
-    """The value that a number of `fake_number` has while tracing (`SymNode.hint`, 2.11 - 2.13)."""
+    """The value that a number of `fake_number` has while tracing (`SymNode.hint`, 2.11 - 2.15)."""
     return float(number.node.hint)
 
 
 class NumberGuards:
-    """What Python, and compilers since, have decided by numbers of `fake_number` (`ShapeEnv.guards`, 2.11 - 2.13).
+    """What Python, and compilers since, have decided by numbers of `fake_number` (`ShapeEnv.guards`, 2.11 - 2.15).
 
     A number that was found to equal a constant is this constant to `SymNode.expr`, and still a symbol in `_expr`.
 

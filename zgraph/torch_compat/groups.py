@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def resolve_group(group_name: str) -> ProcessGroup:
-    """The process group of that name (2.11 - 2.13: public only through functional collectives)."""
+    """The process group of that name (2.11 - 2.15: public only through functional collectives)."""
     return _resolve_process_group(cast(Any, group_name))
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
     """ "gloo", "nccl", ...: what moves a group's tensors of a device; "" where nothing does.
 
-    2.11 - 2.13: `dist.get_backend` says "undefined" of a group that serves several devices, such as `init_device_mesh`
+    2.11 - 2.15: `dist.get_backend` says "undefined" of a group that serves several devices, such as `init_device_mesh`
     makes where nobody has called `init_process_group`; hence `_get_backend`.
     """
     try:
@@ -37,14 +37,14 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
 
 
 def find_group(group_name: str) -> ProcessGroup | None:
-    """The process group of that name, None where there is none (`_world.pg_names`, 2.11 - 2.13)."""
+    """The process group of that name, None where there is none (`_world.pg_names`, 2.11 - 2.15)."""
     from torch.distributed.distributed_c10d import _world
 
     return next((group for group, name in _world.pg_names.items() if name == group_name), None)
 
 
 def groups_of_ranks() -> int:
-    """How many groups of more than one rank this rank is in (`_world.pg_names`, 2.11 - 2.13)."""
+    """How many groups of more than one rank this rank is in (`_world.pg_names`, 2.11 - 2.15)."""
     from torch.distributed.distributed_c10d import _world
 
     return sum(dist.get_world_size(group) > 1 for group in _world.pg_names)
@@ -65,7 +65,7 @@ def make_sibling_group(
     Where the default group is bound to a device (`init_process_group(device_id=...)`) the new one is as well, and is
     split off its communicator here and now; all ranks of the world take part in that.
 
-    2.11 - 2.13: `dist.new_group` would need every rank of the world, and `use_local_synchronization` names a group by
+    2.11 - 2.15: `dist.new_group` would need every rank of the world, and `use_local_synchronization` names a group by
     how many groups a rank is in, which members of one group need not agree on. `_new_process_group_helper` takes a
     name. `destroy_process_group()` destroys what it has made with all others.
     """
@@ -102,7 +102,7 @@ def make_sibling_group(
 def collectives_so_far(group: ProcessGroup) -> int:
     """How many collectives a group has started, as its flight recorder counts them in `collective_seq_id`.
 
-    2.11 - 2.13: `_get_sequence_number_for_group` of its backend, which counts a coalesced collective once.
+    2.11 - 2.15: `_get_sequence_number_for_group` of its backend, which counts a coalesced collective once.
     """
     return cast(Any, group)._get_sequence_number_for_group()
 
@@ -124,7 +124,7 @@ class NoMessageToItself:
 
     2.11: a schedule opens with a message between each pair of neighbours (`_get_init_p2p_neighbors_ops`), also where
     both are on one rank, as in a V, and gloo refuses to send to itself. What stages of one rank hand each other is no
-    message in any version. 2.12 and 2.13 open otherwise, and do not ask.
+    message in any version. 2.12 - 2.15 open otherwise, and do not ask.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -157,7 +157,7 @@ def stages_hold_messages() -> bool:
 
 
 def default_store() -> Store:
-    """The rendezvous store of the default group (2.11 - 2.13: there is no public getter)."""
+    """The rendezvous store of the default group (2.11 - 2.15: there is no public getter)."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
@@ -167,7 +167,7 @@ def default_store() -> Store:
 def fake_world(world: int) -> Generator[None]:
     """This process as rank 0 of a group of its own making, whose collectives return at once and move nothing.
 
-    torch.testing._internal.distributed.fake_pg, which registers the backend "fake" (2.11 - 2.13).
+    torch.testing._internal.distributed.fake_pg, which registers the backend "fake" (2.11 - 2.15).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -179,7 +179,7 @@ def fake_world(world: int) -> Generator[None]:
 
 
 def is_fake_world() -> bool:
-    """Whether the default group has nobody else in it (backend "fake", 2.11 - 2.13)."""
+    """Whether the default group has nobody else in it (backend "fake", 2.11 - 2.15)."""
     return dist.get_backend() == "fake"
 
 

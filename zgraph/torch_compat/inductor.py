@@ -21,7 +21,7 @@ from zgraph.torch_compat.fake_values import fake_mode_of, without_fake_mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor expects to be taken apart, random operators as eager torch draws them (2.11 - 2.13)."""
+    """What Inductor expects to be taken apart, random operators as eager torch draws them (2.11 - 2.15)."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
@@ -63,7 +63,7 @@ def _attention_patterns(device: torch.device) -> Any:
 
 
 def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
-    """Put `scaled_dot_product_attention` where a joint graph spells it out; returns how often (2.11 - 2.13).
+    """Put `scaled_dot_product_attention` where a joint graph spells it out; returns how often (2.11 - 2.15).
 
     As Inductor's joint-graph passes do it, forward and backward together, and by the graph alone. Patterns describe
     graphs without views and copies that change nothing, so those go first, found or not.
@@ -82,7 +82,7 @@ def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Compile a functional aten graph that returns a tuple; called inside a compile (compile_fx_inner, 2.11 - 2.13).
+    """Compile a functional aten graph that returns a tuple; called inside a compile (compile_fx_inner, 2.11 - 2.15).
 
     Args:
         gm: its output tensors keep the strides that `meta["val"]` says.
@@ -126,7 +126,7 @@ def load_cpp(source: str) -> ctypes.CDLL:
     once on a machine; processes that come at the same time wait for the first. Exact: no multiplication is contracted
     with an addition, and nothing is assumed of NaNs, signed zeros or the order of sums.
 
-    Run on 2.11 and 2.13 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's own options
+    Run on 2.11 - 2.15 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's own options
     (`CppOptions`) turn off the vectorization of loops, so they are not taken.
 
     Raises:
@@ -176,7 +176,7 @@ def _processor() -> str:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor calls; None where it finds none (`get_cpp_compiler`, 2.11 - 2.13)."""
+    """The C++ compiler that Inductor calls; None where it finds none (`get_cpp_compiler`, 2.11 - 2.15)."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -186,7 +186,7 @@ def cpp_compiler() -> str | None:
 
 
 def inductor_cache_directory() -> str:
-    """Where Inductor keeps what it has compiled, whether it is there yet or not (`default_cache_dir`, 2.11 - 2.13)."""
+    """Where Inductor keeps what it has compiled, whether it is there yet or not (`default_cache_dir`, 2.11 - 2.15)."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
@@ -195,7 +195,7 @@ def inductor_cache_directory() -> str:
 def cpu_features() -> dict[str, bool]:
     """Features of this processor by name, such as "avx512_f" and "avx512_bf16"; empty where torch does not say.
 
-    `torch.cpu.get_capabilities` is public (2.11 - 2.13).
+    `torch.cpu.get_capabilities` is public (2.11 - 2.15).
     """
     found: Any = torch.cpu.get_capabilities()
     return {name: value for name, value in dict(found).items() if isinstance(value, bool)}

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operator that runs while it is entered (torch.utils._python_dispatch, 2.11 - 2.13)."""
+    """Sees every operator that runs while it is entered (torch.utils._python_dispatch, 2.11 - 2.15)."""
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """One number for all views of a plain tensor, also while its storage is resized (`_cdata`, 2.11 - 2.13).
+    """One number for all views of a plain tensor, also while its storage is resized (`_cdata`, 2.11 - 2.15).
 
     None for tensors without a storage of their own: sparse ones, and subclasses that wrap others.
     """
@@ -36,19 +36,19 @@ def traced_storage_key(tensor: Tensor) -> int:
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storages share it in Python and C++, itself too (`_storage_Use_Count`, 2.11 - 2.13)."""
+    """How many tensors and storages share it in Python and C++, itself too (`_storage_Use_Count`, 2.11 - 2.15)."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def is_profiling() -> bool:
-    """Whether a profile is being taken already: they do not nest (`_profiler_enabled`, 2.11 - 2.13)."""
+    """Whether a profile is being taken already: they do not nest (`_profiler_enabled`, 2.11 - 2.15)."""
     return torch.autograd._profiler_enabled()
 
 
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """What a profile with memory has seen on the CPU, in nanoseconds (`kineto_results`, 2.11 - 2.13).
+    """What a profile with memory has seen on the CPU, in nanoseconds (`kineto_results`, 2.11 - 2.15).
 
     Returns:
         Begin and end of each label that starts with the prefix; and for each allocation or release when it was and its

@@ -16,7 +16,7 @@ class OptimizerOfLists(torch.optim.Optimizer):
 
     `_init_group(group, parameters, gradients, *states)` fills empty lists with the parameters of a group that have
     gradients, with these gradients, and with entries of their state, which it makes where there is none; it returns
-    flags, of complex parameters for instance (2.11 - 2.13).
+    flags, of complex parameters for instance (2.11 - 2.15).
     """
 
     def lists_of(self, group: dict[str, Any], lists: tuple[list[Any], ...], fill: Callable[..., Any]) -> Any:
@@ -28,7 +28,7 @@ class OptimizerOfLists(torch.optim.Optimizer):
 
 
 def tree_flatten(tree: object) -> tuple[list[Any], Any]:
-    """torch's own pytree, which knows Hugging Face's ModelOutput (2.11 - 2.13)."""
+    """torch's own pytree, which knows Hugging Face's ModelOutput (2.11 - 2.15)."""
     from torch.utils._pytree import tree_flatten as flatten
 
     return flatten(tree)
@@ -48,14 +48,14 @@ def tree_leaves_with_paths(tree: object) -> list[tuple[str, Any]]:
 
 
 def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A graph module whose code is generated when it is called or shown (`_LazyGraphModule`, 2.11 - 2.13)."""
+    """A graph module whose code is generated when it is called or shown (`_LazyGraphModule`, 2.11 - 2.15)."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
 
 
 def generate_code(gm: fx.GraphModule) -> Callable[..., Any]:
-    """Generate the code of a graph module as it is now; its `forward` (`_LazyGraphModule`, 2.11 - 2.13)."""
+    """Generate the code of a graph module as it is now; its `forward` (`_LazyGraphModule`, 2.11 - 2.15)."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     gm.recompile()
@@ -82,28 +82,28 @@ def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
 
 
 def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
-    """`reset_parameters`; nn.MultiheadAttention and nn.Transformer call theirs `_reset_parameters` (2.11 - 2.13)."""
+    """`reset_parameters`; nn.MultiheadAttention and nn.Transformer call theirs `_reset_parameters` (2.11 - 2.15)."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The class's own `step`, without profiling and hooks (`profile_hook_step`, 2.11 - 2.13)."""
+    """The class's own `step`, without profiling and hooks (`profile_hook_step`, 2.11 - 2.15)."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Hooks before and after this optimizer's step (`_optimizer_step_pre_hooks`, 2.11 - 2.13)."""
+    """Hooks before and after this optimizer's step (`_optimizer_step_pre_hooks`, 2.11 - 2.15)."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers that the optimizer has stepped (`_opt_called`, 2.11 - 2.13)."""
+    """Tell learning-rate schedulers that the optimizer has stepped (`_opt_called`, 2.11 - 2.15)."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:
-    """Where a DCP checkpoint keeps an entry (`_StorageInfo`, 2.11 - 2.13); torch's reader looks for this class."""
+    """Where a DCP checkpoint keeps an entry (`_StorageInfo`, 2.11 - 2.15); torch's reader looks for this class."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)

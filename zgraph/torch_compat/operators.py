@@ -15,24 +15,24 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 
 
 def foreach_norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
-    """The norm of each, as torch's own clipping takes it (`_foreach_norm`, 2.11 - 2.13)."""
+    """The norm of each, as torch's own clipping takes it (`_foreach_norm`, 2.11 - 2.15)."""
     return tuple(torch._foreach_norm(list(tensors), norm_type))
 
 
 def foreach_scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all in place, as torch's own clipping does (`_foreach_mul_`, 2.11 - 2.13)."""
+    """Multiply all in place, as torch's own clipping does (`_foreach_mul_`, 2.11 - 2.15)."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def arguments_by_name(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator's call by the names in its schema (`_schema`, 2.11 - 2.13)."""
+    """The arguments of an operator's call by the names in its schema (`_schema`, 2.11 - 2.15)."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     return dict(zip(names, node.args, strict=False)) | node.kwargs  # fewer, where defaults are left out
 
 
 def argument_of(node: fx.Node, name: str) -> object:
-    """A named argument of an operator's call, or its default; None where there is none (`_schema`, 2.11 - 2.13)."""
+    """A named argument of an operator's call, or its default; None where there is none (`_schema`, 2.11 - 2.15)."""
     if not isinstance(node.target, OpOverload):
         return None
     for place, argument in enumerate(node.target._schema.arguments):
@@ -52,7 +52,7 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node's call writes to, by its schema (`_schema`, 2.11 - 2.13)."""
+    """The arguments that a node's call writes to, by its schema (`_schema`, 2.11 - 2.15)."""
     if not isinstance(node.target, OpOverload):
         return []
     written: list[fx.Node] = []
@@ -73,7 +73,7 @@ def _written_places(target: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def returns_alias(target: object) -> bool:
-    """Whether the call's result shares storage with its first argument, by its schema (`_schema`, 2.11 - 2.13)."""
+    """Whether the call's result shares storage with its first argument, by its schema (`_schema`, 2.11 - 2.15)."""
     return isinstance(target, OpOverload) and _aliases(target)
 
 
@@ -83,7 +83,7 @@ def _aliases(target: OpOverload) -> bool:
 
 
 def alias_positions(target: object) -> tuple[int | None, ...]:
-    """For each result of an operator which argument it shares storage with, by its schema (`_schema`, 2.11 - 2.13)."""
+    """For each result of an operator which argument it shares storage with, by its schema (`_schema`, 2.11 - 2.15)."""
     if not isinstance(target, OpOverload):
         return ()
     arguments = target._schema.arguments
@@ -103,58 +103,58 @@ def alias_positions(target: object) -> tuple[int | None, ...]:
 
 
 def is_binary(target: OpOverload) -> bool:
-    """Whether the operator computes with two tensors alike, self and other, by its schema (`_schema`, 2.11 - 2.13)."""
+    """Whether the operator computes with two tensors alike, self and other, by its schema (`_schema`, 2.11 - 2.15)."""
     arguments = target._schema.arguments
     return len(arguments) > 1 and arguments[1].name == "other" and torch.Tag.pointwise in target.tags
 
 
 def is_elementwise_over_lists(target: OpOverload) -> bool:
-    """Whether the operator computes with lists of tensors element by element, by its name (2.11 - 2.13)."""
+    """Whether the operator computes with lists of tensors element by element, by its name (2.11 - 2.15)."""
     return is_fused_update(target) or str(target).startswith("aten._foreach_")
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """Whether an operator has a kernel for a dispatch key (`_dispatch_has_kernel_for_dispatch_key`, 2.11 - 2.13)."""
+    """Whether an operator has a kernel for a dispatch key (`_dispatch_has_kernel_for_dispatch_key`, 2.11 - 2.15)."""
     return cast(Any, torch._C)._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def is_fused_update(target: object) -> bool:
-    """Whether it updates lists of parameters in one kernel: one of torch's, or of zgraph's (2.11 - 2.13)."""
+    """Whether it updates lists of parameters in one kernel: one of torch's, or of zgraph's (2.11 - 2.15)."""
     return str(target).startswith(("aten._fused_", "zgraph.fused_adam_."))
 
 
 def over_lists(packet: OpOverloadPacket, overload: str) -> OpOverload:
-    """The variant of an operator over lists of tensors: `_foreach_mul_.Scalar` of `mul_` (2.11 - 2.13)."""
+    """The variant of an operator over lists of tensors: `_foreach_mul_.Scalar` of `mul_` (2.11 - 2.15)."""
     return getattr(getattr(torch.ops.aten, f"_foreach_{packet.__name__}"), overload)
 
 
 def is_pure(target: OpOverload) -> bool:
-    """Whether equal arguments yield equal bits and nothing is written, by schema and tags (`_schema`, 2.11 - 2.13)."""
+    """Whether equal arguments yield equal bits and nothing is written, by schema and tags (`_schema`, 2.11 - 2.15)."""
     random = {torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise}
     return not target._schema.is_mutable and not random.intersection(target.tags)
 
 
 def is_tagged_random(target: OpOverload) -> bool:
-    """Whether the operator draws from a generator, by its tags (2.11 - 2.13)."""
+    """Whether the operator draws from a generator, by its tags (2.11 - 2.15)."""
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
-    """All overloads of an operator (`OpOverloadPacket`, 2.11 - 2.13); of one overload itself."""
+    """All overloads of an operator (`OpOverloadPacket`, 2.11 - 2.15); of one overload itself."""
     if isinstance(operator, OpOverload):
         return [operator]
     return [getattr(operator, name) for name in operator.overloads()]
 
 
 def is_higher_order(target: object) -> bool:
-    """Whether a node's target calls other graphs, as torch.cond does (HigherOrderOperator, 2.11 - 2.13)."""
+    """Whether a node's target calls other graphs, as torch.cond does (HigherOrderOperator, 2.11 - 2.15)."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def flop_formula(target: object) -> Callable[..., Any] | None:
     """torch's count of the flops of an operator, from shapes in place of tensors, and `out_val`.
 
-    2.11 - 2.13: torch.utils.flop_counter.flop_registry, by operators without overload; the module does not export it.
+    2.11 - 2.15: torch.utils.flop_counter.flop_registry, by operators without overload; the module does not export it.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -164,17 +164,17 @@ def flop_formula(target: object) -> Callable[..., Any] | None:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target; one kernel on CUDA, casts included (`_foreach_copy_`, 2.11 - 2.13)."""
+    """Copy each source into its target; one kernel on CUDA, casts included (`_foreach_copy_`, 2.11 - 2.15)."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def zero_each(targets: Sequence[Tensor]) -> None:
-    """Fill each with zeros; one kernel on CUDA (`_foreach_zero_`, 2.11 - 2.13)."""
+    """Fill each with zeros; one kernel on CUDA (`_foreach_zero_`, 2.11 - 2.15)."""
     torch._foreach_zero_(list(targets))
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to, by its schema (`_schema`, 2.11 - 2.13)."""
+    """The tensors that a call writes to, by its schema (`_schema`, 2.11 - 2.15)."""
     written: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         given = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -185,5 +185,5 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def is_profiler(target: object) -> bool:
-    """Whether an operator only marks a range for the profiler (`torch.ops.profiler`, 2.11 - 2.13)."""
+    """Whether an operator only marks a range for the profiler (`torch.ops.profiler`, 2.11 - 2.15)."""
     return isinstance(target, OpOverload) and target.namespace == "profiler"

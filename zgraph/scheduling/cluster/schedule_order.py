@@ -70,7 +70,7 @@ def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list
 
     Source: GPipe: Huang et al. 2019, arXiv 1811.06965. 1F1B and interleaved 1F1B: Narayanan et al. 2021, arXiv
     2104.04473, section 2.2. Zero bubble: Qi et al. 2023, arXiv 2401.10241, ZB1P, and section 6, ZB-V. The length of
-    each warm-up is that of torch 2.11 - 2.13.
+    each warm-up is that of torch 2.11 - 2.15.
     """
     if schedule == V_SHAPED:
         return [_of_v(rank, ranks, micro_batches) for rank in range(ranks)]

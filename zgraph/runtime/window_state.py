@@ -207,7 +207,9 @@ class ParameterState:
         """At stage 0, let `.grad` hold nothing but what waits; a gradient of the window is about to be added to it."""
         grad = self.parameter.grad
         if grad is None:
-            self.forget()  # the user has cleared the gradients, and with them the open window
+            # The user has cleared the gradients, or a forward before this one has the same backward, whose gradient
+            # autograd adds with this one. Not `forget`: the last parameter to hold anything would close the window.
+            self.earlier = self.begun = None
         elif not self.waiting:
             # Zeros, not None: should autograd add nothing (it broke off, or was asked for other gradients), what was
             # there before must not look as if the user had cleared it.

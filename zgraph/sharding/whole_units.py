@@ -89,7 +89,8 @@ def _is_traced(scope: Scope) -> bool:
 
 
 def _is_gathered(param: ShardedParam) -> bool:
-    return param.spec.layout.is_gathered and not param.spec.ignored
+    """Whether it takes a gather, though a group of one rank sends nothing; Dynamo cannot ask a group for its size."""
+    return param.spec.layout.is_sharded and not param.spec.ignored
 
 
 @no_frames_inside

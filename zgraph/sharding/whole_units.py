@@ -46,7 +46,9 @@ class _ReduceAllParams(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        again = after(ctx.saved_tensors)
+        # After the gradients as well: else the partitioner would let forward compute it, and backward gather nothing.
+        arrived = [grad for grad in grads if not isinstance(grad, DTensor)]
+        again = after([*ctx.saved_tensors, *arrived]) if ctx.saved_tensors else None
         if again is not None:
             grads = tuple(_dependent(grad, again) for grad in grads)
         if not ctx.zeros:

@@ -31,12 +31,35 @@ class LowerGathers(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.COLLECTIVES_BUCKETED})
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        _read_after_dependences(gm.graph)
         markers = list(nodes.call_functions(gm.graph, nodes.is_unshard))
         for marker in markers:
             _lower(gm.graph, marker)
         if not markers:
             ctx.note(self, "nothing is gathered here")
         return bool(markers)
+
+
+def _read_after_dependences(graph: fx.Graph) -> None:
+    """Move views of gathered parameters behind what depends on all of a unit's gathers.
+
+    As first readers they would give the gathers the order of what this rank reads, such as the weights that backward
+    transposes, instead of the unit's own.
+    """
+    for node in list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default)):
+        order = nodes.order_of(graph)
+        markers = [source for source in node.all_input_nodes if nodes.is_unshard(source)]
+        early = [view for marker in markers for view in dataflow.reshaped_values(marker) if order[view] < order[node]]
+        moved = {view for view in early if view not in markers}
+        # What computes with one of them before, as outside of the unit, keeps it where it is.
+        while kept := {
+            view for view in moved if any(order[user] < order[node] and user not in moved for user in view.users)
+        }:
+            moved -= kept
+        last = node
+        for view in sorted(moved, key=order.__getitem__):
+            last.append(view)
+            last = view
 
 
 def plan_narrow_cast(marker: fx.Node) -> torch.dtype | None:

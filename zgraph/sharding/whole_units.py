@@ -46,7 +46,9 @@ class _ReduceAllParams(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        again = after(ctx.saved_tensors)
+        # After the gradients as well: else the partitioner would let forward compute it, and backward gather nothing.
+        arrived = [grad for grad in grads if not isinstance(grad, DTensor)]
+        again = after([*ctx.saved_tensors, *arrived]) if ctx.saved_tensors else None
         if again is not None:
             grads = tuple(_dependent(grad, again) for grad in grads)
         if not ctx.zeros:
@@ -89,7 +91,8 @@ def _is_traced(scope: Scope) -> bool:
 
 
 def _is_gathered(param: ShardedParam) -> bool:
-    return param.spec.layout.is_gathered and not param.spec.ignored
+    """Whether it takes a gather, though a group of one rank sends nothing; Dynamo cannot ask a group for its size."""
+    return param.spec.layout.is_sharded and not param.spec.ignored
 
 
 @no_frames_inside

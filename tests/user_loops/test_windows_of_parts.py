@@ -199,6 +199,54 @@ def updated_by_hand(run: Run) -> None:
                     parameter.mul_(0.9)
 
 
+def gradients_by_function(run: Run) -> None:
+    """Gradients are asked for by torch.autograd.grad, in a window."""
+    with run.no_sync():
+        x, y = run.batch(0)
+        loss = both(run.call(x), y)
+        grads = torch.autograd.grad(loss, list(run.model.head.parameters()))
+    for parameter, grad in zip(run.model.head.parameters(), grads, strict=True):
+        parameter.grad = grad
+    run.log_loss(loss)
+    run.log_grads()
+
+
+def gradients_by_function_at_the_end(run: Run) -> None:
+    """What waits stays there while the last micro-batch is asked for a gradient by torch.autograd.grad first."""
+    opt = adamw(run.model.parameters())
+    for batches in micro_batches(run):
+        for x, y in batches[:-1]:
+            with run.no_sync():
+                both(run.call(x), y).backward()
+        x, y = batches[-1]
+        loss = both(run.call(x), y)
+        (grad,) = torch.autograd.grad(loss, [run.model.head.weight], retain_graph=True)
+        run.log("gradient by itself", grad)
+        loss.backward()
+        run.log_loss(loss)
+        run.log_grads()
+        opt.step()
+        opt.zero_grad()
+
+
+def cleared_in_pairs(run: Run) -> None:
+    """Two forwards have one backward, on top of reduced gradients; all is then set to zero in place."""
+    opt = adamw(run.model.parameters())
+    for batches in micro_batches(run):
+        both(run.call(batches[0][0]), batches[0][1]).backward()
+        for micro, (x, y) in enumerate(batches):
+            with run.no_sync(last=micro == MICRO - 1):
+                loss = both(run.call(x), y) + 0.5 * both(run.call(-x), y)
+            loss.backward()
+            if micro == 0:
+                for parameter in run.model.parameters():
+                    parameter.grad.zero_()
+        run.log_loss(loss)
+        run.log_grads()
+        opt.step()
+        opt.zero_grad()
+
+
 def _own_forward(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     h = model.features(x)  # type: ignore[operator]
     return nn.functional.linear(h, model.head.weight) * model.gain, model.other(h)  # type: ignore[union-attr, operator]
@@ -236,19 +284,25 @@ LOOPS = {
         masked_in_between,
         a_part_left_open,
         updated_by_hand,
+        gradients_by_function,
+        gradients_by_function_at_the_end,
+        cleared_in_pairs,
         a_forward_on_the_instance,
     )
 }
+ASKED = "was asked for by torch.autograd.grad"
 NOT_REDUCED = "are not reduced: no backward of a forward outside of no_sync has reached it"
 REFUSED: Refused = {
     ("masked_in_between", mode): {1: "was changed in place between the forwards of a window"}
     for mode in ("eager", "fx", "inductor")
 } | {("a_part_left_open", mode): {0: NOT_REDUCED, 1: NOT_REDUCED} for mode in ("eager", "fx", "inductor")}
+REFUSED |= {("gradients_by_function", mode): {0: ASKED, 1: ASKED} for mode in ("eager", "fx", "inductor")}
 FAST = {
     ("parts_accumulate", "fx"): 1,
     ("parts_accumulate", "step"): 0,
     ("a_part_closes_what_the_whole_has_begun", "fx"): 2,
     ("cleared_to_zeros", "fx"): 1,
+    ("gradients_by_function", "fx"): 1,
     ("a_forward_on_the_instance", "fx"): 3,
     ("a_forward_on_the_instance", "step"): 1,
 }

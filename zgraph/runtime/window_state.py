@@ -6,6 +6,7 @@ the parameter's handle, the one object that reaches a marker's kernel both in ea
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.error_feedback import Feedbacks
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.weight_copy import WeightCopy
+from zgraph.torch_compat.autograd import current_node, is_run, leaves_below, running_backward
 from zgraph.torch_compat.dtensor import has_storage_of, local_of
 from zgraph.torch_compat.modules import local_parameters
 
@@ -48,10 +50,17 @@ class Accumulation:
         opened: whether a forward has run under `no_sync` whose window may still be open. Each parameter closes its own
             window; once none is left, all are closed. A plain attribute: compiled frames are guarded by it.
         pending: parameters with gathered copies, or with gradients that wait.
+        leaves: of autograd's graph, as far as the backward of this number has met them.
     """
 
     opened: bool = False
     pending: dict[ParameterState, None] = field(default_factory=dict["ParameterState", None])
+    leaves: tuple[int, dict[int, Any]] = (-1, {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
+        memo[id(self)] = copied = Accumulation(self.opened)
+        copied.pending = copy.deepcopy(self.pending, memo)
+        return copied
 
     def note(self, state: ParameterState) -> None:
         """Note whether a parameter holds anything, after that has changed."""
@@ -81,6 +90,18 @@ class Accumulation:
             state.forget()
             state.release()
         self.settle()
+
+    def adds_to(self, parameter: Tensor) -> bool:
+        """Whether the backward that is running adds to a parameter's `.grad`; True where nobody knows."""
+        number = running_backward()
+        if number == -1:
+            return True
+        if self.leaves[0] != number:
+            self.leaves = number, {}
+        if id(parameter) not in self.leaves[1]:
+            self.leaves[1].update(leaves_below(current_node()))
+        node = self.leaves[1].get(id(parameter))
+        return node is None or is_run(node)
 
     def settle(self) -> None:
         """Close the window of which nothing is left, such as one whose backwards have not run."""
@@ -114,7 +135,8 @@ class ParameterState:
         earlier: the `.grad` from before the window, already reduced. Meanwhile `.grad` holds what waits at stage 0, and
             the placeholder at stage 1.
         begun: the tensor that took its place in `.grad`.
-        writes: version of that tensor if only backwards have written to it; at most.
+        writes: version of that tensor if only backwards have written to it.
+        backward: number of the last one.
         tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
         feedbacks: error feedback of its compressed reductions.
         ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
@@ -135,6 +157,7 @@ class ParameterState:
     earlier: Tensor | None = None
     begun: weakref.ref[Tensor] | None = None
     writes: int = 0
+    backward: int = -1
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
     weight_copy: WeightCopy | None = None
@@ -186,6 +209,7 @@ class ParameterState:
         if zero_stage == 0:
             self.wait_in_grad()
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self._check_accumulated()
         if self._is_cleared():
             self.forget()
         if not self.waiting:
@@ -205,6 +229,7 @@ class ParameterState:
 
     def wait_in_grad(self) -> None:
         """At stage 0, let `.grad` hold nothing but what waits; a gradient of the window is about to be added to it."""
+        self._check_accumulated()
         grad = self.parameter.grad
         if grad is None:
             # The user has cleared the gradients, or a forward before this one has the same backward, whose gradient
@@ -218,7 +243,12 @@ class ParameterState:
         self._wait()
 
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-        """Return the sum of all gradients of the window, `grad` being the last; nothing waits afterwards."""
+        """Return the sum of all gradients of the window, `grad` being the last; nothing waits afterwards.
+
+        A gradient that is not for `.grad`, as that of `torch.autograd.grad`, leaves the window as it is.
+        """
+        if self.waiting and not self.accumulation.adds_to(self.parameter):
+            return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if self._is_cleared():
             self.forget()
         self._follow_clearing() if zero_stage == 0 else self._follow_edits()
@@ -234,9 +264,20 @@ class ParameterState:
         self.forget()
         return total
 
+    def _check_accumulated(self) -> None:
+        """Refuse to let a gradient wait that nothing adds to `.grad`: whoever gets it would take it for the mean."""
+        if not self.accumulation.adds_to(self.parameter):
+            raise ZgraphError(
+                f"zgraph.no_sync: a gradient of {self.name} was asked for by torch.autograd.grad, or by "
+                "backward(inputs=...) without it, of a forward under no_sync, where it is not reduced. Run it "
+                "outside of no_sync."
+            )
+
     def _wait(self) -> None:
         self.waiting = True
-        self.writes += 1
+        # One backward adds to `.grad` once, however often it has read the parameter.
+        if self.backward != running_backward():
+            self.backward, self.writes = running_backward(), self.writes + 1
         self.accumulation.note(self)
 
     def _is_cleared(self) -> bool:
@@ -246,7 +287,7 @@ class ParameterState:
     def _put_aside(self, zeros: Tensor) -> None:
         """Put the reduced gradient from before the window aside; `.grad` begins anew."""
         self.earlier, self.parameter.grad = self.parameter.grad, zeros
-        self.begun, self.writes = weakref.ref(zeros), zeros._version
+        self.begun, self.writes, self.backward = weakref.ref(zeros), zeros._version, -1
 
     def _is_edited(self, grad: Tensor) -> bool:
         """Whether something other than a backward has replaced `.grad`, or written to it in place, past `.data`."""

@@ -28,6 +28,32 @@ def inside_functional_transform() -> bool:
     return cast(object, peek_interpreter_stack()) is not None  # declared as never None
 
 
+def running_backward() -> int:
+    """Number of the backward that this thread is running; -1: none (`_current_graph_task_id`, 2.11 - 2.15)."""
+    return torch._C._current_graph_task_id()
+
+
+def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, torch.autograd.graph.Node]:
+    """Nodes that add to the `.grad` of a leaf, a few steps from a node, by the leaf's id (`variable`, 2.11 - 2.15)."""
+    found: dict[int, torch.autograd.graph.Node] = {}
+    level = [node]
+    for _ in range(depth):
+        level = list(dict.fromkeys(one for each in level for one, _ in each.next_functions if one is not None))
+        found |= {id(cast(Any, one).variable): one for one in level if is_leaf(one)}
+    return found
+
+
+def is_run(leaf: torch.autograd.graph.Node) -> bool:
+    """Whether the backward that this thread is running adds to that leaf's `.grad`; `torch.autograd.grad` does not.
+
+    `_will_engine_execute_node` (2.11 - 2.15), which raises for a leaf there.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:
+        return False
+
+
 def forward_number() -> int:
     """Number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.15).
 

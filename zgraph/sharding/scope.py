@@ -12,12 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zgraph.analysis.hardware import Hardware
 from zgraph.errors import ZgraphError
-from zgraph.runtime.exchanges.collectives import end_together
-from zgraph.runtime.exchanges.identity import About, Exchanges
+from zgraph.runtime.exchanges.steps import Model, guard_steps
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import (
@@ -85,31 +83,6 @@ class ParamSpec:
         return self.layout.shape if self.split is None else self.split.shape
 
 
-@dataclass(frozen=True, eq=False)
-class Model:
-    """What one call of `zgraph.shard` has sharded.
-
-    Attributes:
-        exchanges: count of its exchanges.
-        group_names: names of the groups of the mesh's axes.
-        params: its parameters.
-    """
-
-    exchanges: Exchanges
-    group_names: tuple[str, ...]
-    params: tuple[ShardedParam, ...]
-
-    def end_step(self) -> None:
-        """Wait until all ranks end the step, each with as many exchanges.
-
-        Raises:
-            AgreementError: a rank has had others.
-        """
-        about = self.exchanges.end_of_step()
-        for group_name in self.group_names if about is not None else ():
-            end_together(group_name, cast(About, about))
-
-
 class Scope:
     """State shared by all modules under one `shard` root: whether a forward is running, and what it has gathered.
 
@@ -163,7 +136,7 @@ class Scope:
         self.gathered: dict[ShardedParam, Tensor] | None = None
         self.reads = Gathered()  # each gathered alone, in the running forward
         self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
-        _guard_steps(self)
+        guard_steps(self)
 
     @no_frames_inside
     def check_batch(self, inputs: Any) -> None:
@@ -276,23 +249,6 @@ class Scope:
             copied.accumulation = copy.deepcopy(self.accumulation, memo)
             copied.models = copy.deepcopy(self.models, memo)
         return memo[id(self)]
-
-
-def _guard_steps(scope: Scope) -> None:
-    """Refuse steps of optimizers on gradients that wait; let ranks step together, each after as many exchanges."""
-    watched = weakref.ref(scope)
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = watched()
-        if alive is None:
-            return
-        stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        alive.accumulation.check_step(stepping)
-        for model in alive.models:
-            if any(id(param.sharded) in stepping for param in model.params):
-                model.end_step()
-
-    weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
 
 
 def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.runtime.exchanges.identity import Exchanges, identify
+from zgraph.runtime.exchanges.steps import Model
 from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.shard_layout import ShardLayout
@@ -27,7 +28,7 @@ from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, place
 from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
 from zgraph.sharding.offload import Offload, Resting
-from zgraph.sharding.scope import STATE, Model, ModuleState, ParamSpec, Scope, ShardedParam, state_of
+from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
 from zgraph.torch_compat.autograd import share_hooks
@@ -193,7 +194,7 @@ def shard(
             replicated.append((entry.name, *entry.sites[0][1:]))
     if exchanges is not None:
         names = tuple(group.group_name for group in mesh.get_all_groups())
-        scope.models.append(Model(exchanges, names, tuple(params)))
+        scope.models.append(Model(exchanges, names, tuple(param.state for param in params)))
     if axis is not None:
         scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():

@@ -1,0 +1,64 @@
+"""Steps of optimizers on sharded parameters: all ranks take them together, and none on gradients that wait."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zgraph.runtime.exchanges.collectives import end_together
+from zgraph.runtime.exchanges.identity import Exchanges
+from zgraph.runtime.window_state import Accumulation, ParameterState
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """What one call of `zgraph.shard` has sharded.
+
+    Attributes:
+        exchanges: count of its exchanges.
+        group_names: names of the groups of the mesh's axes.
+        states: of its parameters.
+    """
+
+    exchanges: Exchanges
+    group_names: tuple[str, ...]
+    states: tuple[ParameterState, ...]
+
+    def end_step(self) -> None:
+        """Wait until all ranks end the step, each with as many exchanges.
+
+        Raises:
+            AgreementError: a rank has had others.
+        """
+        about = self.exchanges.end_of_step()
+        if about is not None:
+            for group_name in self.group_names:
+                end_together(group_name, about)
+
+
+class Guarded(Protocol):
+    """What optimizers step on: a scope."""
+
+    accumulation: Accumulation
+    models: list[Model]
+
+
+def guard_steps(scope: Guarded) -> None:
+    """Refuse steps of optimizers on gradients that wait; let ranks step together, each after as many exchanges."""
+    watched = weakref.ref(scope)
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = watched()
+        if alive is None:
+            return
+        stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        alive.accumulation.check_step(stepping)
+        for model in alive.models:
+            if any(id(state.parameter) in stepping for state in model.states):
+                model.end_step()
+
+    weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)

@@ -248,9 +248,9 @@ def pipelined_window(zero_stage: int, mode: str) -> dict[str, Any]:
     model.zero_grad()
     ran: list[Tensor] = []
 
-    def counted_gather(chunk: Tensor, world: int, group_name: str) -> Tensor:
+    def counted_gather(chunk: Tensor, world: int, group_name: str, **about: Any) -> Tensor:
         ran.append(chunk)
-        return start_all_gather(chunk, world, group_name)
+        return start_all_gather(chunk, world, group_name, **about)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zgraph.dialect.window_ops.start_all_gather", counted_gather)

@@ -229,6 +229,22 @@ def gradients_by_function_at_the_end(run: Run) -> None:
         opt.zero_grad()
 
 
+def gradients_of_inputs(run: Run) -> None:
+    """Adversarial examples: the gradient of the input alone is asked for, in each micro-batch before its backward."""
+    opt = adamw(run.model.parameters())
+    for batches in micro_batches(run):
+        for micro, (x, y) in enumerate(batches):
+            with run.no_sync(last=micro == MICRO - 1):
+                x.requires_grad_()
+                (slope,) = torch.autograd.grad(both(run.call(x), y), x)
+                loss = both(run.call((x + 0.1 * slope.sign()).detach()), y)
+                loss.backward()
+        run.log_loss(loss)
+        run.log_grads()
+        opt.step()
+        opt.zero_grad()
+
+
 def cleared_in_pairs(run: Run) -> None:
     """Two forwards have one backward, on top of reduced gradients; all is then set to zero in place."""
     opt = adamw(run.model.parameters())
@@ -286,11 +302,12 @@ LOOPS = {
         updated_by_hand,
         gradients_by_function,
         gradients_by_function_at_the_end,
+        gradients_of_inputs,
         cleared_in_pairs,
         a_forward_on_the_instance,
     )
 }
-ASKED = "was asked for by torch.autograd.grad"
+ASKED = "torch.autograd.grad was asked for the gradient of"
 NOT_REDUCED = "are not reduced: no backward of a forward outside of no_sync has reached it"
 REFUSED: Refused = {
     ("masked_in_between", mode): {1: "was changed in place between the forwards of a window"}
@@ -303,6 +320,7 @@ FAST = {
     ("a_part_closes_what_the_whole_has_begun", "fx"): 2,
     ("cleared_to_zeros", "fx"): 1,
     ("gradients_by_function", "fx"): 1,
+    ("gradients_of_inputs", "fx"): 1,
     ("a_forward_on_the_instance", "fx"): 3,
     ("a_forward_on_the_instance", "step"): 1,
 }

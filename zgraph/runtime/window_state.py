@@ -20,7 +20,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.error_feedback import Feedbacks
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.weight_copy import WeightCopy
-from zgraph.torch_compat.autograd import current_node, is_run, leaves_below, running_backward
+from zgraph.torch_compat.autograd import current_node, leaves_below, running_backward, use_of
 from zgraph.torch_compat.dtensor import has_storage_of, local_of
 from zgraph.torch_compat.modules import local_parameters
 
@@ -91,17 +91,17 @@ class Accumulation:
             state.release()
         self.settle()
 
-    def adds_to(self, parameter: Tensor) -> bool:
-        """Whether the backward that is running adds to a parameter's `.grad`; True where nobody knows."""
+    def use_of(self, parameter: Tensor) -> str:
+        """What the backward that is running does with a parameter's gradient; "added" where nobody knows."""
         number = running_backward()
         if number == -1:
-            return True
+            return "added"
         if self.leaves[0] != number:
             self.leaves = number, {}
         if id(parameter) not in self.leaves[1]:
             self.leaves[1].update(leaves_below(current_node()))
         node = self.leaves[1].get(id(parameter))
-        return node is None or is_run(node)
+        return "added" if node is None else use_of(node)
 
     def settle(self) -> None:
         """Close the window of which nothing is left, such as one whose backwards have not run."""
@@ -209,7 +209,8 @@ class ParameterState:
         if zero_stage == 0:
             self.wait_in_grad()
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self._check_accumulated()
+        if self._is_unused():
+            return torch.zeros_like(_local(self.parameter), device=grad.device)
         if self._is_cleared():
             self.forget()
         if not self.waiting:
@@ -229,7 +230,8 @@ class ParameterState:
 
     def wait_in_grad(self) -> None:
         """At stage 0, let `.grad` hold nothing but what waits; a gradient of the window is about to be added to it."""
-        self._check_accumulated()
+        if self._is_unused():
+            return
         grad = self.parameter.grad
         if grad is None:
             # The user has cleared the gradients, or a forward before this one has the same backward, whose gradient
@@ -247,7 +249,7 @@ class ParameterState:
 
         A gradient that is not for `.grad`, as that of `torch.autograd.grad`, leaves the window as it is.
         """
-        if self.waiting and not self.accumulation.adds_to(self.parameter):
+        if self.waiting and self.accumulation.use_of(self.parameter) != "added":
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if self._is_cleared():
             self.forget()
@@ -264,14 +266,19 @@ class ParameterState:
         self.forget()
         return total
 
-    def _check_accumulated(self) -> None:
-        """Refuse to let a gradient wait that nothing adds to `.grad`: whoever gets it would take it for the mean."""
-        if not self.accumulation.adds_to(self.parameter):
+    def _is_unused(self) -> bool:
+        """Whether only a compiled backward computes this gradient, which nobody has asked for.
+
+        Raises:
+            ZgraphError: it is returned, and whoever gets it would take this rank's own for the mean.
+        """
+        use = self.accumulation.use_of(self.parameter)
+        if use == "returned":
             raise ZgraphError(
-                f"zgraph.no_sync: a gradient of {self.name} was asked for by torch.autograd.grad, or by "
-                "backward(inputs=...) without it, of a forward under no_sync, where it is not reduced. Run it "
-                "outside of no_sync."
+                f"zgraph.no_sync: torch.autograd.grad was asked for the gradient of {self.name} in a forward under "
+                "no_sync, where it is not reduced. Run that forward outside of no_sync, or call backward()."
             )
+        return use == "unused"
 
     def _wait(self) -> None:
         self.waiting = True
@@ -371,7 +378,8 @@ def _edited(name: str, why: str) -> ZgraphError:
 def attach_state(handle: Tensor, owner: nn.Module, attribute: str, accumulation: Accumulation | None = None) -> None:
     """Give a handle the state of its parameter, `owner.attribute`."""
     state = ParameterState(owner, attribute, name_of(handle), accumulation or Accumulation())
-    state.was_assigned()  # from now on
+    if attribute in local_parameters(owner):
+        state.was_assigned()  # from now on
     setattr(handle, _STATE, state)
 
 

@@ -201,8 +201,8 @@ def _forward(
 @no_frames_inside
 def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
     tensor = _as_read(gather(param, scope), param)
-    if not torch.compiler.is_compiling() and not param.spec.ignored:
-        scope.reads.add_read(param.name, tensor)
+    if not torch.compiler.is_compiling() and scope.handle_of is None and not param.spec.ignored:
+        scope.reads.add_read(param.name, tensor)  # while a step is traced, its watch sees all writes
     return tensor
 
 

@@ -43,15 +43,18 @@ def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, t
     return found
 
 
-def is_run(leaf: torch.autograd.graph.Node) -> bool:
-    """Whether the backward that this thread is running adds to that leaf's `.grad`; `torch.autograd.grad` does not.
+def use_of(leaf: torch.autograd.graph.Node) -> str:
+    """What the backward that this thread is running does with the gradient of a leaf.
 
-    `_will_engine_execute_node` (2.11 - 2.15), which raises for a leaf there.
+    `_will_engine_execute_node` (2.11 - 2.15) raises for a leaf whose gradient `torch.autograd.grad` returns.
+
+    Returns:
+        "added" to `.grad`, "returned" by `torch.autograd.grad`, or "unused", where only others were asked for.
     """
     try:
-        return torch._C._will_engine_execute_node(leaf)  # pyright: ignore[reportAttributeAccessIssue]
+        return "added" if torch._C._will_engine_execute_node(leaf) else "unused"  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError:
-        return False
+        return "returned"
 
 
 def forward_number() -> int:

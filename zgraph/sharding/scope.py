@@ -221,6 +221,7 @@ class Scope:
         self.repeats = False
 
     @torch.compiler.assume_constant_result
+    @no_frames_inside
     def check_optimizers(self) -> None:
         """Refuse to train what only serves, what no optimizer steps late, or by one that holds what `shard` replaced.
 
@@ -361,6 +362,7 @@ class ModuleState:
     input_dtype: torch.dtype | None = None
 
     @torch.compiler.assume_constant_result
+    @no_frames_inside
     def check_call(self) -> None:
         """Refuse an outermost call inside of torch.func, or of modules with trainable parameters that are not sharded.
 
@@ -395,6 +397,7 @@ def _added_to(part: nn.Module) -> list[str]:
     ]
 
 
+@never_a_frame
 def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
 

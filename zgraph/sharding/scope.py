@@ -110,6 +110,10 @@ class Scope:
             are the modules' parameters at that time, as ever. None: no step is traced.
     """
 
+    # What forwards write, also at their end. In a graph of Dynamo's, after a torch.cond or the like, a second write to
+    # an attribute in a `__dict__` is lost (2.13: what stands for the dict keeps side effects that were copied since).
+    __slots__ = ("__dict__", "__weakref__", "active", "last", "window")
+
     def __init__(self) -> None:
         self.active = False
         self.has_windows = False
@@ -339,7 +343,7 @@ class ShardedParam:
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # see Scope.__slots__
 class ModuleState:
     """State of a module, in its attribute `_zgraph`.
 

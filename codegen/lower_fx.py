@@ -240,6 +240,8 @@ def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: Cal
             found = [name_of(handles.get(handle)) for handle in handle_names]
             names = [name if name != "?" else known for name, known in zip(found, parameters, strict=True)]
             raise collective_error(kind, names, group_name, error) from error
+        finally:
+            called_for.end()
 
     return run
 

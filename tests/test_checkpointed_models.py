@@ -427,3 +427,32 @@ def test_a_branch_reads_what_a_unit_has_gathered(ranks: Ranks, is_compiled: bool
         else:
             assert str(found).startswith("zgraph: left.weight is read inside of torch.cond")
             assert "units=[" in str(found)
+
+
+def windows_of_branches(zero_stage: int) -> tuple[list[list[int]], set[str]]:
+    """Gradients of each window that differ from sums of means; and the compiled frames."""
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    plain, model = Branching(), Branching()
+    model.load_state_dict(plain.state_dict())
+    zgraph.shard(model, zero_stage=zero_stage, units=[Branching])
+    call, found = with_fx(model), []
+    for number in range(3):
+        for micro_batch in range(2):
+            seed = 4 * number + 2 * micro_batch
+            inputs = [torch.randn(3, 6, generator=torch.Generator().manual_seed(seed + rank)) for rank in range(2)]
+            (plain.left(inputs[0]).square().sum() / 2 + plain.right(inputs[1]).square().sum() / 2).backward()
+            rank = dist.get_rank()
+            with zgraph.no_sync(model) if micro_batch == 0 else contextlib.nullcontext():
+                call(inputs[rank], torch.tensor([1.0 - 2 * rank])).square().sum().backward()
+        wholes = [cast(Any, one.grad).full_tensor() for one in model.parameters()]
+        found.append(differing(wholes, [one.grad for one in plain.parameters()], rtol=1e-6, atol=1e-6))
+        plain.zero_grad()
+        model.zero_grad()
+    return found, {graph.frame.partition("/")[0] for graph in zgraph.summary(model).graphs}
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_forward_ends_although_dynamo_has_traced_a_branch_in_it(ranks: Ranks, zero_stage: int) -> None:
+    """Dynamo forgets what is written to a `__dict__` after a branch; each forward would be one inside of the first."""
+    assert ranks.run(windows_of_branches, zero_stage) == [([[], [], []], {"0"})] * 2

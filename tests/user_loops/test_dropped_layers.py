@@ -147,6 +147,23 @@ def test_ranks_that_drop_other_layers_get_the_mean_of_their_gradients(ranks: Ran
     assert ranks.run(trained, stage, mode, Layers, False) == [len(PLAN)] * 2
 
 
+def frames_of_a_unit(stage: int) -> tuple[list[tuple[str, str]], bool]:
+    """(frame, direction) of each graph of a model with a named unit; whether anything was gathered outside of them."""
+    model = built(stage, Layers)
+    step = stepping(model, torch.optim.SGD(model.parameters(), lr=0.5), "compile")
+    step(0)
+    report = zgraph.summary(model)
+    return [(graph.frame, graph.direction) for graph in report.graphs], bool(report.uncompiled)
+
+
+@worlds(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_named_unit_breaks_no_graph(ranks: Ranks, stage: int) -> None:
+    for graphs, gathers_outside in ranks.run(frames_of_a_unit, stage):
+        assert graphs == [("0/0", "forward"), ("0/0", "backward")]
+        assert not gathers_outside
+
+
 @worlds(2)
 @pytest.mark.parametrize("mode", ["compile", "step"])
 def test_a_unit_may_be_the_whole_model(ranks: Ranks, mode: str) -> None:

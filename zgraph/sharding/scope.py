@@ -110,6 +110,10 @@ class Scope:
             are the modules' parameters at that time, as ever. None: no step is traced.
     """
 
+    # What forwards write, also at their end. In a graph of Dynamo's, after a torch.cond or the like, a second write to
+    # an attribute in a `__dict__` is lost (2.13: what stands for the dict keeps side effects that were copied since).
+    __slots__ = ("__dict__", "__weakref__", "active", "last", "window")
+
     def __init__(self) -> None:
         self.active = False
         self.has_windows = False
@@ -221,6 +225,7 @@ class Scope:
         self.repeats = False
 
     @torch.compiler.assume_constant_result
+    @no_frames_inside
     def check_optimizers(self) -> None:
         """Refuse to train what only serves, what no optimizer steps late, or by one that holds what `shard` replaced.
 
@@ -338,7 +343,7 @@ class ShardedParam:
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # see Scope.__slots__
 class ModuleState:
     """State of a module, in its attribute `_zgraph`.
 
@@ -361,6 +366,7 @@ class ModuleState:
     input_dtype: torch.dtype | None = None
 
     @torch.compiler.assume_constant_result
+    @no_frames_inside
     def check_call(self) -> None:
         """Refuse an outermost call inside of torch.func, or of modules with trainable parameters that are not sharded.
 
@@ -395,6 +401,7 @@ def _added_to(part: nn.Module) -> list[str]:
     ]
 
 
+@never_a_frame
 def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
 

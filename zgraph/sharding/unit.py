@@ -182,6 +182,7 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             reads.check()
 
 
+@never_a_frame
 def _forward(
     forward: Callable[..., Any],
     module: nn.Module,
@@ -206,6 +207,7 @@ def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
     return tensor
 
 
+@never_a_frame
 def _run_in_region(
     forward: Callable[..., Any], module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -126,7 +126,8 @@ def exchanges_of(handles: Sequence[Tensor]) -> Exchanges | None:
 class CalledFor:
     """The parameters that a compiled graph is called for: equal blocks share it, and only handles tell them apart.
 
-    One for each program, which says at the beginning of a call which handles it was given.
+    One for each program, which says at the beginning of a call which handles it was given, and lets go of them when it
+    ends: Dynamo keeps programs longer than models live, and a handle keeps its model.
     """
 
     def __init__(self) -> None:
@@ -143,6 +144,10 @@ class CalledFor:
         self._exchanges = next((one.exchanges for one in found.values()), None)
         if self._exchanges is not None:
             self._key = self._exchanges.next(())
+
+    def end(self) -> None:
+        """The call has ended; what it has started knows by itself which exchange it is."""
+        self._handles, self._numbers, self._exchanges = {}, {}, None
 
     def about(self, kind: str, names: Sequence[str]) -> About | None:
         """An exchange of this call, for the parameters of these placeholders; None where nobody counts exchanges."""

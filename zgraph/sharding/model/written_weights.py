@@ -6,13 +6,13 @@ end of the outermost forward for what a single read has gathered. `zgraph.shardi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zgraph.errors import ZgraphError
+from zgraph.torch_compat.dynamo import no_frames_inside
 from zgraph.torch_compat.memory import version_of
 
 
@@ -39,15 +39,18 @@ def as_gathered(tensor: Tensor, name: str) -> Tensor:
     return gathered
 
 
-@dataclass
 class Gathered:
     """What a forward has gathered so far: names, and tensors with the versions that they had."""
 
-    entries: list[tuple[str, Tensor, int]] = field(default_factory=list[tuple[str, Tensor, int]])
+    @no_frames_inside
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, Tensor, int]] = []
 
+    @no_frames_inside
     def add(self, name: str, tensor: Tensor) -> None:
         self.entries.append((name, tensor, version_of(tensor)))
 
+    @no_frames_inside
     def add_read(self, name: str, tensor: Tensor) -> None:
         """As `add`, of something that may be gone by then: its version is kept, its memory is not."""
         with torch.no_grad():
@@ -55,6 +58,7 @@ class Gathered:
             counted.data = tensor.new_empty(0)
         self.entries.append((name, counted, version_of(counted)))
 
+    @no_frames_inside
     def check(self) -> None:
         """Check that nothing was written to.
 

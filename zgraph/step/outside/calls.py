@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from zgraph.step.outside.functions import names_of
 
 # By these, code may read attributes whose names do not stand in it.
@@ -42,7 +44,8 @@ class Calls:
         self.is_known = True
         sys.setprofile(note)
         try:
-            yield
+            with torch.autograd.set_multithreading_enabled(False):  # backwards of a GPU run in threads of their own
+                yield
         finally:
             sys.setprofile(None)
 

@@ -219,7 +219,7 @@ class PythonValues:
         kinds = [kind for model in models for kind in classes_of(model)]
         self._given = functions, models
         self._ran, self.calls = ran, Calls()
-        self._functions = Functions(packages_of(kinds), *(() if ran is None else (ran.has_run,)))
+        self._functions = Functions(packages_of(kinds), has_run=(ran or Calls()).has_run)
         self._models = list(models)
         self._parts: set[int] = set()
         self._owners: list[tuple[str, Any]] = []

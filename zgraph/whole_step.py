@@ -441,7 +441,7 @@ class TrainingStep(Generic[P, R]):
         check = partial(lifted.check_host, delays=delays)
         known = PassContext(machine=frame.machine, host_budget_bytes=lifted.host_budget_bytes(delays=delays))
         program = FrameCompiler(frame, options, known=known, on_plan=check).compile_step(captured.gm, recorded)
-        variant = _Variant(conditions, captured, program, options.lowering, values)
+        variant = _Variant(conditions, captured, program, options.lowering, values.of_what_ran())
         self._variants.append(variant)
         return variant
 

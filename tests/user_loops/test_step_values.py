@@ -76,8 +76,18 @@ class Net(nn.Module):
             "getattr": lambda: getattr(self, "calls") + 1,  # noqa: B009
         }.get(self.what, lambda: 1.0)()
 
+    def plain(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x))) * self.factor()
+        return self.plain(x) * self.factor()
+
+
+class PlainNet(Net):
+    """Whose forward reads none of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x)
 
 
 class Reads(Loop):
@@ -249,6 +259,53 @@ class Unread(Reads):
         self.model.config = Config(inner=SimpleNamespace(gain=1.0))
 
 
+class AddsAnAttribute(Loop):
+    """What a loss asks for, and is not there until later: of the loop, and of the model over its class."""
+
+    def build(self) -> nn.Module:
+        net = Net()
+        net.what = "class"
+        return net
+
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(x) * (self.gain if hasattr(self, "gain") else 1.0)
+
+    def advance(self, number: int) -> None:
+        if number == 1:
+            self.model.shared = 0.5
+        if number == 2:
+            self.gain = 0.25
+
+
+class ReadsItsHistory(Loop):
+    """A weight that falls with the number of losses in a list to which the loop appends."""
+
+    def prepare(self) -> None:
+        self.losses: list[float] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(x) / (1 + len(self.losses))
+
+    def advance(self, number: int) -> None:
+        self.losses.append(float(number))
+
+
+class KeepsAHistory(Reads):
+    """Lists to which the loop appends, and attributes that it adds, which the step does not read."""
+
+    def build(self) -> nn.Module:
+        return PlainNet()
+
+    def prepare(self) -> None:
+        self.losses: list[float] = []
+
+    def advance(self, number: int) -> None:
+        self.losses.append(self.losses[-1] / 2 if self.losses else 1.0)
+        self.model.history.append(number)
+        self.best = self.model.best = number
+        setattr(self, f"after_{number}", number)
+
+
 class KeepsALoss(Reads):
     """An auxiliary loss that a forward leaves on its module, as mixtures of experts do."""
 
@@ -291,7 +348,7 @@ class Environ(Reads):
 
 QUICK: list[type[Loop]] = [OfAConfig, OfAHook, KeepsALoss, OfAClosure, Unread]
 OTHERS: list[type[Loop]] = [OfAList, OfADict, OfATuple, OfAnEnum, OfANestedObject, OfASet, OfADeque, OfNumpy, ByGetattr]
-OTHERS += [OfACallable, OfAGenerator, ClearsAList]
+OTHERS += [AddsAnAttribute, ReadsItsHistory, OfACallable, OfAGenerator, ClearsAList]
 
 
 @worlds(2)
@@ -299,6 +356,21 @@ OTHERS += [OfACallable, OfAGenerator, ClearsAList]
 def test_values_that_change_between_steps_are_no_constants(ranks: Ranks, kinds: list[type[Loop]], stage: int) -> None:
     for found in ranks.run(verdicts, kinds, [stage]):
         assert {name: text for name, text in found.items() if text != "right"} == {}
+
+
+def reasons_of_a_history() -> list[str]:
+    loop, report = KeepsAHistory(3), zgraph.Report()
+    step = zgraph.training_step(loop.model, loop.opt, options={"lowering": "fx", "report": report})(loop.step)
+    for number in range(4):
+        step(torch.ones(3, 4))
+        loop.advance(number)
+    return [graph.reason for graph in report.graphs]
+
+
+@worlds(2)
+def test_what_a_step_does_not_read_makes_no_graph(ranks: Ranks) -> None:
+    for reasons in ranks.run(reasons_of_a_history):
+        assert [reason.partition(":")[0] for reason in reasons] == ["", "state"]
 
 
 def of_the_process() -> list[str]:

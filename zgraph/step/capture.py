@@ -277,6 +277,7 @@ class _Tracer:
             stack.enter_context(same_random_numbers())
             stack.enter_context(self.watch)
             stack.enter_context(redirect)
+            stack.enter_context(self.values.calls.noted())
             result = self.function(*args, **kwargs)
         self.bindings, changed = self.values.effects()
         if changed:

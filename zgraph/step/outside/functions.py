@@ -29,9 +29,11 @@ class Functions:
         names: attributes that any of them names, and strings by which it may ask for some.
         seen: the functions.
         packages: of which functions of installed packages are followed; others are libraries.
+        has_run: which code to follow, of what is reached by names.
     """
 
     packages: frozenset[str]
+    has_run: Callable[[CodeType], bool] = lambda _: True
     names: set[str] = field(default_factory=set[str])
     seen: dict[FunctionType, str] = field(default_factory=dict[FunctionType, str])
     _users: dict[type, bool] = field(default_factory=dict[type, bool])
@@ -46,7 +48,8 @@ class Functions:
 
     def follows(self, function: FunctionType) -> bool:
         """Whether a function is the user's, or of a package that the model comes from."""
-        return self.is_users(function.__code__.co_filename, function.__module__)
+        code = function.__code__
+        return self.is_users(code.co_filename, function.__module__) and self.has_run(code)
 
     def is_users(self, file: str, module: str | None) -> bool:
         if file.startswith(_OWN) or file.startswith("<"):

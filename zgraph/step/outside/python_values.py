@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import call, is_, length_hint
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from zgraph.errors import ZgraphError
+from zgraph.step.outside.calls import Calls, reads_by_any_name
 from zgraph.step.outside.functions import Functions, classes_of, is_library_module, packages_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.fake_values import is_fake
@@ -44,7 +45,8 @@ class Place:
         path: how people come to it.
         holder: a dict of attributes or entries, a list, a set, a cell, or an iterator.
         keys: of attributes; None: all that is there.
-        counts: whether the number of attributes matters, too.
+        counts: whether attributes that come later matter, too.
+        reads: which of these; None: all.
         kind: the class whose attributes they are; None: an object's.
         held: what was there, in order.
     """
@@ -53,12 +55,20 @@ class Place:
     holder: Any
     keys: tuple[str, ...] | None = None
     counts: bool = False
+    reads: frozenset[str] | None = None
     kind: type | None = None
     held: list[Any] = field(default_factory=list[Any])
 
     def __post_init__(self) -> None:
         self.every = frozenset(self.holder) if self.counts else frozenset[str]()
         self.held = self.now()
+
+    def has_more(self) -> bool:
+        """Whether there are other attributes than there were, of those that matter."""
+        added = [key for key in self.holder if key not in self.every]
+        return any(self.reads is None or key in self.reads for key in added) or (
+            self.reads is None and len(self.holder) != len(self.every)
+        )
 
     @property
     def is_iterator(self) -> bool:
@@ -141,6 +151,10 @@ class _Compared:
         self._others = [place for place in whole if isinstance(place.holder, set) or place.holder is os.environ]
         self._entries = list(self._now())
 
+    def take_sizes(self) -> None:
+        """Compare with the sizes that there are now."""
+        self._sizes = list(map(len, self._sized))
+
     def _now(self) -> Iterator[Any]:
         return chain(
             chain.from_iterable(self._dicts),
@@ -192,14 +206,20 @@ class PythonValues:
     Args:
         functions: the step, and hooks on parameters.
         models: modules whose forwards it may call; of them everything is read.
+        ran: what the step has called, if it was traced; what other code names it cannot have read.
 
     Attributes:
         places: what was found, by the ids of the containers.
+        calls: what the step calls while it is traced.
     """
 
-    def __init__(self, functions: Iterable[Callable[..., Any]], models: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, functions: Sequence[Callable[..., Any]], models: Sequence[nn.Module], ran: Calls | None = None
+    ) -> None:
         kinds = [kind for model in models for kind in classes_of(model)]
-        self._functions = Functions(packages_of(kinds))
+        self._given = functions, models
+        self._ran, self.calls = ran, Calls()
+        self._functions = Functions(packages_of(kinds), has_run=(ran or Calls()).has_run)
         self._models = list(models)
         self._parts: set[int] = set()
         self._owners: list[tuple[str, Any]] = []
@@ -217,6 +237,10 @@ class PythonValues:
 
         self._compared = _Compared([place for place in self.places.values() if not place.is_iterator])
 
+    def of_what_ran(self) -> PythonValues:
+        """A snapshot of what the step can have read, by what it has called in its trace."""
+        return PythonValues(*self._given, self.calls) if self.calls.is_known else self
+
     # --- compare ------------------------------------------------------------------------------------------------------
 
     def changed(self) -> str:
@@ -224,7 +248,7 @@ class PythonValues:
         if self._compared.are_same():
             return ""
         for place in self.places.values():
-            if place.counts and len(place.holder) != len(place.every):
+            if place.counts and place.has_more():
                 return f"{place.path} has {len(place.holder)} attributes, before {len(place.every)}"
             now = place.now()
             if len(now) == len(place.held) and all(map(is_, now, place.held)):
@@ -233,6 +257,7 @@ class PythonValues:
                 continue  # who goes on with it outside of the step changes nothing in it
             if text := self._difference(place, now):
                 return text
+        self._compared.take_sizes()  # of objects with other attributes, which no code names
         return ""
 
     def _difference(self, place: Place, now: list[Any]) -> str:
@@ -297,6 +322,7 @@ class PythonValues:
 
     def _walk(self) -> None:
         self.places = {}
+        self._read_of_modules = self._names_of_modules()
         for model in self._models:
             for name, part in model.named_modules():
                 self._module(name, part)
@@ -313,12 +339,19 @@ class PythonValues:
             else:
                 self._global(path, holder, key)
 
+    def _names_of_modules(self) -> frozenset[str] | None:
+        """Attributes of modules that may be read; None: all."""
+        if self._ran is None or reads_by_any_name(one.__code__ for one in self._functions.seen):
+            return None
+        return self._ran.names()
+
     def _module(self, path: str, part: nn.Module) -> None:
         self._functions.methods(type(part), type(part).__name__)
         held = part.__dict__
-        keys = tuple(key for key in held if key not in _STANDARD)
+        read = self._read_of_modules
+        keys = tuple(key for key in held if key not in _STANDARD and (read is None or key in read))
         self._parts.add(id(part))
-        self._add(Place(path or type(part).__name__, held, keys, counts=True), _DEPTH)
+        self._add(Place(path or type(part).__name__, held, keys, counts=True, reads=read), _DEPTH)
         self._class_attributes(type(part))
         for kind in _HOOKS:
             hooks = held.get(kind)
@@ -385,9 +418,10 @@ class PythonValues:
         if not isinstance(held, dict) or not (is_known or self._functions.is_users_class(kind)):
             return
         self._functions.methods(kind, path)
-        keys = tuple(sorted(self._functions.names & held.keys()))
+        names = frozenset(self._functions.names)
+        keys = tuple(sorted(names & held.keys()))
         self._class_attributes(kind)
-        self._add(Place(path, held, keys, counts=True), depth)
+        self._add(Place(path, held, keys, counts=True, reads=names), depth)
 
     def _class_attributes(self, kind: type) -> None:
         """Attributes of classes that code names."""

@@ -1,0 +1,62 @@
+"""Which functions a step really calls, noted while it is traced: only what their code names can the step have read."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator, Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from zgraph.step.outside.functions import names_of
+
+# By these, code may read attributes whose names do not stand in it.
+_BY_ANY_NAME = frozenset({"getattr", "hasattr", "vars", "__dict__", "attrgetter", "eval", "exec", "dir"})
+
+
+class Calls:
+    """The code that has run.
+
+    Attributes:
+        is_known: whether all of it was noted: a profiler may have been in the way.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self._ran: dict[int, CodeType] = {}  # by ids, as the hash of code takes long
+
+    @contextlib.contextmanager
+    def noted(self) -> Generator[None]:
+        """Note what is called in this thread."""
+        ran = self._ran
+
+        def note(frame: FrameType, event: str, argument: Any) -> None:
+            if event == "call":
+                code = frame.f_code
+                ran[id(code)] = code
+
+        if sys.getprofile() is not None:  # a profiler in C could not be put back
+            self.is_known = False
+            yield
+            return
+        self.is_known = True
+        sys.setprofile(note)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # backwards of a GPU run in threads of their own
+                yield
+        finally:
+            sys.setprofile(None)
+
+    def has_run(self, code: CodeType) -> bool:
+        return not self.is_known or id(code) in self._ran
+
+    def names(self) -> frozenset[str]:
+        """What all of the code names, that of libraries, too, which reads attributes of the modules that it defines."""
+        return frozenset[str]().union(*map(names_of, self._ran.values()))
+
+
+def reads_by_any_name(codes: Iterable[CodeType]) -> bool:
+    """Whether code may read attributes that it does not name."""
+    return any(not _BY_ANY_NAME.isdisjoint(names_of(code)) for code in codes)

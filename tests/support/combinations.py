@@ -234,8 +234,6 @@ class Reference(Replicated):
         if one.compression == "low_rank":
             itemsize = 4 if one.precision in ("fp32", "autocast") else 2
             self.paper = Paper(LOW_RANK, one.ranks, one.zero_stage, itemsize, MIN_NUMEL)
-        # What torch runs uncompiled reduces by the markers' own kernels.
-        self.uncompiled = ("block.",) if one.shape == "checkpointing" else ()
 
     def step(self, step: int) -> tuple[list[Tensor], dict[str, Tensor | None]]:
         self.own_norms = {}
@@ -250,7 +248,7 @@ class Reference(Replicated):
 
     def reduce(self, name: str, grads: list[Tensor | None]) -> Tensor | None:
         given = [grad for grad in grads if grad is not None]
-        if self.paper is None or name.startswith(self.uncompiled) or not self.paper.covers(given[0].shape):
+        if self.paper is None or not self.paper.covers(given[0].shape):
             return super().reduce(name, grads)
         return self.paper.mean(name, given)
 

@@ -51,11 +51,13 @@ class Accumulation:
             window; once none is left, all are closed. A plain attribute: compiled frames are guarded by it.
         pending: parameters with gathered copies, or with gradients that wait.
         leaves: of autograd's graph, as far as the backward of this number has met them.
+        adds_returned: whether what `torch.autograd.grad` returns is added to `.grad`, as stages of a pipeline do.
     """
 
     opened: bool = False
     pending: dict[ParameterState, None] = field(default_factory=dict["ParameterState", None])
     leaves: tuple[int, dict[int, Any]] = (-1, {})
+    adds_returned: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
         memo[id(self)] = copied = Accumulation(self.opened)
@@ -101,7 +103,8 @@ class Accumulation:
         if id(parameter) not in self.leaves[1]:
             self.leaves[1].update(leaves_below(current_node()))
         node = self.leaves[1].get(id(parameter))
-        return "added" if node is None else use_of(node)
+        use = "added" if node is None else use_of(node)
+        return "added" if self.adds_returned and use == "returned" else use
 
     def settle(self) -> None:
         """Close the window of which nothing is left, such as one whose backwards have not run."""

@@ -179,8 +179,14 @@ class PipelineStage(NoMessageToItself, TorchStage):
         """Run the backward of a micro-batch's weights, unless it was run with that of its inputs."""
         if bwd_chunk_id in self._whole:
             return
-        with self._backward_of(bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        for scope in self._scopes:
+            scope.accumulation.adds_returned = True
+        try:
+            with self._backward_of(bwd_chunk_id):
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        finally:
+            for scope in self._scopes:
+                scope.accumulation.adds_returned = False
 
     def _position(self, chunk: int) -> str | None:
         """Position of a micro-batch in its window; None: it is the only one, or no backward follows."""

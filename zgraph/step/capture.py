@@ -58,7 +58,7 @@ class Captured:
         layouts: for each of these the DTensor that it is a part of, or None.
         constants: (number, position, key, value) of new entries that are not tensors.
         grads: positions of parameters with a gradient at the end, returned behind.
-        bindings: (attributes, name) to which the step binds a tensor that it makes, returned behind these.
+        bindings: (attributes or a dict, name) to which the step binds a tensor that it makes, returned behind these.
         bound: for each of these the DTensor that it is a part of, or None.
         told: scalers that tell models about dropped steps, with the optimizers and numbers of flags of which they tell;
             the flags are returned behind.
@@ -78,7 +78,7 @@ class Captured:
     layouts: tuple[DTensor | None, ...]
     constants: tuple[tuple[int, int, str, Any], ...]
     grads: tuple[int, ...]
-    bindings: tuple[tuple[dict[str, Any], str], ...]
+    bindings: tuple[tuple[dict[Any, Any], Any], ...]
     bound: tuple[DTensor | None, ...]
     told: tuple[tuple[GradScaler, optim.Optimizer, int], ...]
     skips: tuple[int, ...]

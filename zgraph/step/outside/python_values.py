@@ -37,6 +37,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
 
 
+@dataclass(frozen=True)
+class Binding:
+    """An attribute, or an entry of a dict, to which a step binds a tensor that it makes."""
+
+    holder: dict[Any, Any]
+    key: Any
+    tensor: Tensor
+
+
 @dataclass(eq=False)
 class Place:
     """A container, and what it held.
@@ -71,6 +80,11 @@ class Place:
         )
 
     @property
+    def _is_too_long(self) -> bool:
+        """Whether of a dict only the length is known, not keys and values."""
+        return self.keys is None and len(self.held) % 2 == 1
+
+    @property
     def is_iterator(self) -> bool:
         return hasattr(self.holder, "__next__")
 
@@ -101,6 +115,25 @@ class Place:
             return f"{self.path}[{self.held[place % len(self.holder)]!r}]"
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
+    def take_made(self) -> list[Binding]:
+        """Attributes or entries that a trace has bound to its tensors, where a tensor or nothing was; they are put back."""
+        if not isinstance(self.holder, dict) or self._is_too_long:
+            return []
+        half = len(self.held) // 2
+        keys, values = (self.held[:half], self.held[half:]) if self.keys is None else (self.keys, self.held)
+        before = dict(zip(keys, values, strict=True))
+        found: list[Binding] = []
+        for key in dict.fromkeys((*before, *(self.holder if self.keys is None else ()))):
+            one, other = self.holder.get(key), before.get(key, _MISSING)
+            if one is other or not (isinstance(one, Tensor) and is_fake(one)):
+                continue
+            if other is None or other is _MISSING or isinstance(other, Tensor):
+                found.append(Binding(self.holder, key, one))
+                self.holder[key] = other
+                if other is _MISSING:
+                    del self.holder[key]
+        return found
+
     def restore(self) -> None:
         """Put back what was there."""
         if self.kind is not None:
@@ -108,8 +141,8 @@ class Place:
                 if self.holder.get(key, _MISSING) is not value:
                     setattr(self.kind, key, value)
         elif isinstance(self.holder, dict):
-            if self.keys is None and len(self.held) != 2 * len(self.held[: len(self.held) // 2]):
-                return  # too long to be compared
+            if self._is_too_long:
+                return
             keys = self.keys if self.keys is not None else tuple(self.held[: len(self.held) // 2])
             values = self.held if self.keys is not None else self.held[len(self.held) // 2 :]
             if self.keys is None:
@@ -189,15 +222,6 @@ def _are_same(now: Iterator[Any], before: list[Any]) -> bool:
 def _is_same_place(place: Place) -> bool:
     now = place.now()
     return len(now) == len(place.held) and all(map(is_, now, place.held))
-
-
-@dataclass(frozen=True)
-class Binding:
-    """An attribute to which a step binds a tensor that it makes."""
-
-    holder: dict[str, Any]
-    key: str
-    tensor: Tensor
 
 
 class PythonValues:
@@ -287,7 +311,7 @@ class PythonValues:
         )
 
     def effects(self) -> tuple[list[Binding], str]:
-        """What has changed since, by a trace: attributes that hold tensors of the trace, and the first other change."""
+        """What a trace has changed: attributes and entries of dicts that hold its tensors, and the first other change."""
         bindings: list[Binding] = []
         found = ""
         for place in self.places.values():
@@ -301,15 +325,8 @@ class PythonValues:
             now = place.now()
             if _is_same_place(place):
                 continue
-            if place.keys is not None and len(now) == len(place.held):
-                for key, one, other in zip(place.keys, now, place.held, strict=True):
-                    is_made = isinstance(one, Tensor) and one is not other and is_fake(one)
-                    if is_made and (other is None or other is _MISSING or isinstance(other, Tensor)):
-                        bindings.append(Binding(place.holder, key, one))
-                        place.holder[key] = other
-                        if other is _MISSING:
-                            del place.holder[key]
-                now = place.now()
+            bindings += place.take_made()
+            now = place.now()
             text = self._difference(place, now)
             before = set(map(id, place.held))
             if not text and any(isinstance(one, Tensor) and is_fake(one) for one in now if id(one) not in before):

@@ -116,7 +116,7 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Attributes or entries that a trace has bound to its tensors, where a tensor or nothing was; they are put back."""
+        """Attributes or entries, nothing or tensors before, that hold tensors of a trace; what was there is put back."""
         if not isinstance(self.holder, dict) or self._is_too_long:
             return []
         half = len(self.held) // 2
@@ -311,7 +311,7 @@ class PythonValues:
         )
 
     def effects(self) -> tuple[list[Binding], str]:
-        """What a trace has changed: attributes and entries of dicts that hold its tensors, and the first other change."""
+        """What a trace has changed: attributes and entries that hold its tensors, and the first other change."""
         bindings: list[Binding] = []
         found = ""
         for place in self.places.values():

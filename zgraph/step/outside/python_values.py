@@ -116,7 +116,7 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Attributes or entries, nothing or tensors before, that hold tensors of a trace; what was there is put back."""
+        """Attributes or entries, tensors or nothing before, that hold tensors of a trace; they are put back."""
         if not isinstance(self.holder, dict) or self._is_too_long:
             return []
         half = len(self.held) // 2

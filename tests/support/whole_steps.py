@@ -81,8 +81,8 @@ class Case:
 
     @property
     def is_checked(self) -> bool:
-        """Whether the captured step is compared with its lines in its first calls, too, within one training."""
-        return not self.loco and self.at_rest is None
+        """Whether the captured step is compared with its lines in its first calls, too, which then run under fx."""
+        return not self.loco and self.at_rest is None and self.lowering == "fx"
 
     def options(self) -> dict[str, Any]:
         method = P.LoCo(reset_every=self.reset_every)

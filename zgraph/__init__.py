@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from zgraph.scheduling.cluster.split_stages import split_stages
     from zgraph.sharding.materialize import materialize
     from zgraph.sharding.no_sync import no_sync
-    from zgraph.sharding.offload import Offload
     from zgraph.sharding.pipeline.stage import PipelineStage
+    from zgraph.sharding.resting.offload import Offload
     from zgraph.sharding.shard import shard
     from zgraph.sharding.state_dict import full_state_dict
     from zgraph.whole_step import training_step
@@ -108,7 +108,7 @@ _HOMES = MappingProxyType(
         "GraphPass": "zgraph.compiler.graph_pass",
         "Hardware": "zgraph.analysis.hardware",
         "Metrics": "zgraph.reporting.metrics.metrics",
-        "Offload": "zgraph.sharding.offload",
+        "Offload": "zgraph.sharding.resting.offload",
         "PassContext": "zgraph.compiler.graph_pass",
         "Pipeline": "zgraph.compiler.pipeline",
         "PipelineStage": "zgraph.sharding.pipeline.stage",

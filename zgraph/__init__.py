@@ -88,11 +88,9 @@ class _CheckoutFinder(DistributionFinder):
 
 sys.meta_path.append(_CheckoutFinder())
 
-# An unsupported torch is refused here if it is there already; otherwise by the first name that is asked for. `zgraph
-# --help` needs no torch, which takes seconds to load.
+# Where torch is loaded already, an unsupported one is refused here, and a Dynamo that has looked for backends is told
+# of this one; else by the first name that is asked for. `zgraph --help` needs no torch, which takes seconds to load.
 if sys.modules.get("torch") is not None:
-    importlib.import_module("zgraph.torch_compat")
-if sys.modules.get("torch._dynamo") is not None:
     importlib.import_module("zgraph.torch_compat.dynamo").register_late("zgraph", "zgraph.backend")
 
 # Where each public name lives. It is imported when it is first asked for: DTensor and Dynamo take seconds to load.

@@ -10,9 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
+from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_loops import Loop, batch, verdicts
 from tests.support.tiers import slow
+from zgraph.step.judge import Before
+from zgraph.step.lifted import Lifted
+from zgraph.step.outside.variables import Outside
+from zgraph.step.stand_ins import WINDOW
 
 P = zgraph.passes
 
@@ -113,6 +118,21 @@ def test_what_one_rank_finds_is_an_error_on_all(ranks: Ranks) -> None:
         assert "(and on ranks [1])" in error
     for returned, error in ranks.run(judged, True):
         assert returned == [0, 1, 2, 3, 4, 5] and not error
+
+
+def test_where_a_forward_stands_in_its_window_is_put_back() -> None:
+    cpu = torch.device("cpu")
+    with fake_world(2):
+        loop = Loop(1)
+        lifted = Lifted.of(loop.model, [loop.opt])
+        (scope,) = lifted.scopes()
+        found = {name: getattr(scope, name) for name in WINDOW}
+        before = Before(lifted, Outside.of(loop.step, loop.model, frozenset(), cpu), cpu)
+        with zgraph.no_sync(loop.model):
+            loop.loss(torch.ones(2, 4))
+        assert scope.last != found["last"]
+        before.restore()
+    assert {name: getattr(scope, name) for name in WINDOW} == found
 
 
 def test_check_is_refused_where_nothing_is_to_be_compared() -> None:

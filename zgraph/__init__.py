@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from zgraph.scheduling.cluster.split_stages import split_stages
     from zgraph.sharding.materialize import materialize
     from zgraph.sharding.no_sync import no_sync
-    from zgraph.sharding.offload import Offload
     from zgraph.sharding.pipeline.stage import PipelineStage
+    from zgraph.sharding.resting.offload import Offload
     from zgraph.sharding.shard import shard
     from zgraph.sharding.state_dict import full_state_dict
     from zgraph.whole_step import training_step
@@ -88,11 +88,9 @@ class _CheckoutFinder(DistributionFinder):
 
 sys.meta_path.append(_CheckoutFinder())
 
-# An unsupported torch is refused here if it is there already; otherwise by the first name that is asked for. `zgraph
-# --help` needs no torch, which takes seconds to load.
+# Where torch is loaded already, an unsupported one is refused here, and a Dynamo that has looked for backends is told
+# of this one; else by the first name that is asked for. `zgraph --help` needs no torch, which takes seconds to load.
 if sys.modules.get("torch") is not None:
-    importlib.import_module("zgraph.torch_compat")
-if sys.modules.get("torch._dynamo") is not None:
     importlib.import_module("zgraph.torch_compat.dynamo").register_late("zgraph", "zgraph.backend")
 
 # Where each public name lives. It is imported when it is first asked for: DTensor and Dynamo take seconds to load.
@@ -108,7 +106,7 @@ _HOMES = MappingProxyType(
         "GraphPass": "zgraph.compiler.graph_pass",
         "Hardware": "zgraph.analysis.hardware",
         "Metrics": "zgraph.reporting.metrics.metrics",
-        "Offload": "zgraph.sharding.offload",
+        "Offload": "zgraph.sharding.resting.offload",
         "PassContext": "zgraph.compiler.graph_pass",
         "Pipeline": "zgraph.compiler.pipeline",
         "PipelineStage": "zgraph.sharding.pipeline.stage",

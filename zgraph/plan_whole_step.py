@@ -12,7 +12,7 @@ from zgraph.compiler.frame import Frame
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
 from zgraph.optimizers.rounded_adam import check_rounded
-from zgraph.sharding.offload import Resting
+from zgraph.sharding.resting.memory import Resting
 from zgraph.step.capture import Captured, capture
 from zgraph.step.lifted import Lifted
 from zgraph.step.lines.refusals import check_function, check_optimizer

@@ -23,7 +23,7 @@ from zgraph.plan_pipeline import plan_pipeline
 from zgraph.plan_whole_step import StepMaker, delays_updates, loop_body, plan_whole_step
 from zgraph.reporting.export.planned_step import Plan, PlannedGraph
 from zgraph.scheduling.cluster.axes import Axes
-from zgraph.sharding.offload import Offload
+from zgraph.sharding.resting.offload import Offload
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.sharding.shard import shard
 from zgraph.torch_compat.fake_values import fake_mode

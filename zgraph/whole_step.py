@@ -6,15 +6,14 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from operator import is_not
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
 
 from zgraph.codegen.cuda_graph import CudaGraphs, RecordedSteps, Recorder
 from zgraph.compile_frame import FrameCompiler
@@ -29,16 +28,18 @@ from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
 from zgraph.runtime.offload.copy_lanes import lanes_of
 from zgraph.step import guards, parameter_hooks
-from zgraph.step.capture import Captured, capture
+from zgraph.step.capture import capture
+from zgraph.step.current import Current
 from zgraph.step.judge import FIRST_CALLS, After, Before, tell
-from zgraph.step.lifted import Lifted, StateLayout, local, name_part
+from zgraph.step.lifted import Lifted, local, name_part
 from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.step.option_inputs import OptionInputs
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
-from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, requires_grad_of
+from zgraph.step.results import check_gradients, hand_back
+from zgraph.torch_compat.dtensor import gradients_of
 from zgraph.torch_compat.dynamo import without_compile
-from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
+from zgraph.torch_compat.modules import tree_flatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -171,15 +172,6 @@ def _check_comparable(pipeline: Pipeline | None, *, offloads: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Variant:
-    conditions: guards.Conditions
-    captured: Captured
-    program: Callable[[list[Any]], Any]
-    lowering: str
-    values: PythonValues
-
-
 class TrainingStep(Generic[P, R]):
     """A training step that runs as one graph; made by `zgraph.training_step`.
 
@@ -204,8 +196,8 @@ class TrainingStep(Generic[P, R]):
         self.function = function
         self._model, self._optimizers, self._options = model, optimizers, options
         self._limit, self._recorder = recompile_limit, recorder
-        self._variants: list[_Variant] = []
-        self._lifted: Lifted | None = None
+        self._variants: list[guards.Variant] = []
+        self._known: Current | None = None
         self.calls = self._begun = 0
         self._may_be_half_applied = False
 
@@ -243,8 +235,8 @@ class TrainingStep(Generic[P, R]):
         call, self._begun = self._begun, self._begun + 1
         if not self._options.is_checked(call, FIRST_CALLS):
             return self._run(args, kwargs, self._options.lowering)
-        lifted, device = self._current(), self._device(self._current())
-        outside = self._outside(lifted)
+        current = self._current()
+        lifted, outside, device = current.lifted, self._outside(current), current.device
         before = Before(lifted, outside, device)
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -259,9 +251,10 @@ class TrainingStep(Generic[P, R]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str) -> Any:
         """Run the step as a graph."""
         self._check_applied()
-        lifted = self._current()
+        current = self._current()
+        lifted = current.lifted
         leaves, tree = tree_flatten((list(args), kwargs))
-        for scope in self._scopes:
+        for scope in current.scopes:
             if scope.accumulation.opened:
                 raise ZgraphError(
                     "zgraph.training_step: the step begins while a window of zgraph.no_sync is open; close the window "
@@ -271,17 +264,17 @@ class TrainingStep(Generic[P, R]):
         parameters = lifted.held
         has_gradient = tuple(map(is_not, gradients_of(parameters), repeat(None)))
         lifted.settle()
-        state = self._state_of(lifted)
+        state = current.state()
         options = OptionInputs.of(self._optimizers)
-        outside = self._outside(lifted)
+        outside = self._outside(current)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
-        conditions = self._conditions(lifted, leaves, tree, options, outside, tensors)
+        conditions = current.conditions(leaves, tree, options, outside, tensors, delays=self._delays(current))
         known = (one for one in reversed(self._variants) if one.lowering == lowering or one.captured.state)
-        variant = next((one for one in known if _holds(one, conditions, options, tensors)), None)
+        variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
         if variant is None:
-            variant = self._compile(lifted, conditions, options, outside, tensors, args, kwargs, lowering)
+            variant = self._compile(current, conditions, options, outside, tensors, args, kwargs, lowering)
         if any(has_gradient):
-            _check_gradients(variant.captured, has_gradient)
+            check_gradients(variant.captured, has_gradient)
             for parameter in parameters:
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -291,92 +284,38 @@ class TrainingStep(Generic[P, R]):
             with torch.no_grad():
                 outputs = variant.program(inputs)
         except BaseException:
-            self._may_be_half_applied = self._gradients_wait()
+            self._may_be_half_applied = current.gradients_wait()
             if lifted.resting is not None:  # what was started goes on, and would write over what is loaded next
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
             raise
-        for scope in self._scopes:
+        for scope in current.scopes:
             for model in scope.models:
                 model.end_step()
-        result = self._finish(lifted, variant.captured, list(outputs))
+        result = hand_back(lifted, variant.captured, list(outputs))
         if variant.captured.state:
             lifted.settle()
         self.calls += 1
         return result
 
-    def _outside(self, lifted: Lifted) -> Outside:
-        hooks = parameter_hooks.functions(lifted.held)
-        return Outside.of(self.function, self._model, self._own, self._device(lifted), hooks)
-
-    def _device(self, lifted: Lifted) -> torch.device:
-        return lifted.held[0].device if lifted.resting is None else lifted.resting.device
-
-    # --- before -------------------------------------------------------------------------------------------------------
-
-    def _current(self) -> Lifted:
+    def _current(self) -> Current:
         """The model and optimizers as they are now; read again where tensors were replaced."""
-        known = self._lifted
-        if known is None or not known.is_current():
-            known = self._lifted = Lifted.of(self._model, self._optimizers)
-            for optimizer in self._optimizers:
-                check_optimizer(optimizer)
-                if known.drawn() is not None:
-                    rounded_adam.check_rounded(optimizer)
-            self._own = frozenset(id(one.tensor) for one in (*known.parameters, *known.buffers))
-            self._modules = guards.Modules(self._model)
-            self._scopes = known.scopes()
-            self._states = [StateLayout.of(one, number) for number, one in enumerate(known.optimizers)]
-            self._layouts = tuple(
-                (tuple(one.tensor.shape), one.tensor.dtype, one.tensor.device)
-                for one in (*known.parameters, *known.buffers)
-            )
-        return known
+        if self._known is None or not self._known.lifted.is_current():
+            self._known = Current(self._model, self._optimizers)
+        return self._known
 
-    def _state_of(self, lifted: Lifted) -> list[Tensor]:
-        """The tensors of the optimizers' state, in the order of the graph."""
-        found: list[Tensor] = []
-        for number, one in enumerate(lifted.optimizers):
-            tensors = self._states[number].tensors(one.optimizer.state)
-            if tensors is None:
-                self._states[number] = StateLayout.of(one, number)
-                tensors = self._states[number].tensors(one.optimizer.state)
-                assert tensors is not None
-            found += tensors
-        return found
+    def _outside(self, current: Current) -> Outside:
+        hooks = parameter_hooks.functions(current.lifted.held)
+        return Outside.of(self.function, self._model, current.own, current.device, hooks)
 
-    def _conditions(
-        self,
-        lifted: Lifted,
-        leaves: list[Any],
-        tree: Any,
-        options: OptionInputs,
-        outside: Outside,
-        tensors: list[Tensor],
-    ) -> guards.Conditions:
-        return guards.Conditions(
-            updates=("one call late" if self._delays(lifted) else "at once",),
-            arguments=guards.of_arguments(leaves, tree),
-            modes=self._modules.conditions(),
-            trainable=tuple(requires_grad_of(lifted.held)),
-            hooks=parameter_hooks.conditions(lifted.held),
-            options=(*(groups for one in lifted.optimizers for groups in one.groups), *options.conditions),
-            state=tuple(chain.from_iterable(layout.conditions for layout in self._states)),
-            layouts=self._layouts,
-            outside=guards.of_tensors(outside),
-            variables=guards.of_variables(outside),
-            spaces=lifted.spaces(tensors, outside.tensors.values()),
-            ambient=guards.ambient(),
-        )
-
-    def _delays(self, lifted: Lifted) -> bool:
+    def _delays(self, current: Current) -> bool:
         """Whether this call applies the gradients of the one before.
 
         Raises:
             ZgraphError: there are such gradients, and updates are not to be delayed.
         """
-        after = None if lifted.resting is None else lifted.resting.options.delayed_update_after
-        waits = self._gradients_wait()
+        resting, waits = current.lifted.resting, current.gradients_wait()
+        after = None if resting is None else resting.options.delayed_update_after
         if after is None and waits:
             raise ZgraphError(
                 "zgraph.training_step: gradients wait in the optimizer's state, left by a training with "
@@ -384,10 +323,6 @@ class TrainingStep(Generic[P, R]):
                 "applies them, or write the option."
             )
         return waits or (after is not None and self.calls >= after)
-
-    def _gradients_wait(self) -> bool:
-        """Whether this call was given gradients of the one before to apply."""
-        return any(pending_gradients.GRADIENT in layout.keys for layout in self._states)
 
     def _check_applied(self) -> None:
         # Updates of the call before run beside its forward: a call that fails has applied some of them, nobody knows
@@ -403,7 +338,7 @@ class TrainingStep(Generic[P, R]):
 
     def _compile(
         self,
-        lifted: Lifted,
+        current: Current,
         conditions: guards.Conditions,
         inputs: OptionInputs,
         outside: Outside,
@@ -411,9 +346,10 @@ class TrainingStep(Generic[P, R]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         lowering: str,
-    ) -> _Variant:
+    ) -> guards.Variant:
+        lifted, delays = current.lifted, self._delays(current)
         others = [one for one in self._variants if one.lowering == lowering or one.captured.state]
-        reason = self._reason(others, conditions, inputs, tensors)
+        reason = guards.why_another(others, conditions, inputs, tensors)
         if len(others) >= self._limit:
             raise ZgraphError(
                 f"zgraph.training_step: {self._limit} graphs were made for different calls, the last time because of "
@@ -421,7 +357,7 @@ class TrainingStep(Generic[P, R]):
             )
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
-        options, delays = replace(self._options, lowering=lowering), self._delays(lifted)
+        options = replace(self._options, lowering=lowering)
         if lifted.resting is not None:
             update = lifted.resting.options.update
             streaming = presets.with_streams(options.pipeline, delays=delays, update=update)
@@ -433,7 +369,7 @@ class TrainingStep(Generic[P, R]):
             # The step that makes the optimizer's state, or whose gradients are the first to wait, runs once.
             options = replace(options, lowering="fx")
             captured = take()
-        _check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
+        check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
         recorder = None if captured.state else self._recorder  # what makes state runs once
@@ -441,90 +377,6 @@ class TrainingStep(Generic[P, R]):
         check = partial(lifted.check_host, delays=delays)
         known = PassContext(machine=frame.machine, host_budget_bytes=lifted.host_budget_bytes(delays=delays))
         program = FrameCompiler(frame, options, known=known, on_plan=check).compile_step(captured.gm, recorded)
-        variant = _Variant(conditions, captured, program, options.lowering, values.of_what_ran())
+        variant = guards.Variant(conditions, captured, program, options.lowering, values.of_what_ran())
         self._variants.append(variant)
         return variant
-
-    def _reason(
-        self,
-        others: Sequence[_Variant],
-        conditions: guards.Conditions,
-        inputs: OptionInputs,
-        tensors: list[Tensor],
-    ) -> str:
-        """Why no graph that was made before will do, by the one that is closest; "" for the first."""
-        closest = conditions.closest([one.conditions for one in others])
-        if closest is None:
-            return ""
-        found = conditions.difference(closest)
-        if found:
-            return found
-        variant = next(one for one in reversed(others) if one.conditions is closest)
-        broken = variant.captured.assumed.broken(inputs.values, tensors)
-        return f"options: {broken}" if broken else f"values of Python: {variant.values.changed()}"
-
-    # --- after --------------------------------------------------------------------------------------------------------
-
-    def _finish(self, lifted: Lifted, captured: Captured, outputs: list[Any]) -> Any:
-        """Put new state and gradients where they belong, and return what the function returns."""
-        parameters, states = lifted.parameters, [one.state for one in self._optimizers]
-        given = iter(outputs)
-        likes = iter(captured.likes)
-        leaves: list[Any] = []
-        for constant in captured.returned:
-            if constant is not None:
-                leaves.append(constant[0])
-                continue
-            like, value = next(likes), next(given)
-            leaves.append(_wrapped(value, like))
-        made = [
-            (number, parameters[position].tensor, key, _wrapped(next(given), like))
-            for (number, position, key), like in zip(captured.state, captured.layouts, strict=True)
-        ]
-        for position in captured.grads:
-            parameter = parameters[position].tensor
-            # Torch keeps gradients where their parameters are, which may be the host.
-            parameter.grad = _wrapped(next(given).to(local(parameter).device), parameter)
-        for (attributes, name), like in zip(captured.bindings, captured.bound, strict=True):
-            attributes[name] = _wrapped(next(given), like)
-        for scaler, optimizer, flags in captured.told:
-            scaler.tell_models([(optimizer, [next(given) for _ in range(flags)])])
-        flags = dict(zip(captured.skips, given, strict=True))
-        # Reading a flag waits for the device: only the first step, which makes state, needs it.
-        makers = dict.fromkeys(number for number, *_ in (*captured.state, *captured.constants))
-        skipped = {number for number in makers if flags.get(number)}
-        for number, parameter, key, value in made:
-            if number not in skipped or key in pending_gradients.KEYS:
-                states[number][parameter][key] = value
-        for number, position, key, constant in captured.constants:
-            if number not in skipped:
-                states[number][parameters[position].tensor][key] = constant
-        for number, position, key in captured.applied:
-            parameter = parameters[position].tensor
-            del states[number][parameter][key]
-            if not states[number][parameter]:
-                del states[number][parameter]
-        for number in captured.steps:
-            note_step(self._optimizers[number])
-        return tree_unflatten(leaves, captured.tree)
-
-
-def _check_gradients(captured: Captured, has_gradient: Sequence[bool]) -> None:
-    """Refuse gradients from before the step, unless it clears them before it adds to them."""
-    if any(has and position not in captured.cleared for position, has in enumerate(has_gradient)):
-        raise ZgraphError(
-            "zgraph.training_step: parameters have gradients from before the step, which would be added to; call "
-            "zero_grad() of the model before the step, or first in it."
-        )
-
-
-def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
-    return dtensor_like(value, like) if isinstance(like, DTensor) else value
-
-
-def _holds(variant: _Variant, conditions: guards.Conditions, options: OptionInputs, tensors: list[Tensor]) -> bool:
-    return (
-        variant.conditions == conditions
-        and variant.captured.assumed.hold(options.values, tensors)
-        and not variant.values.changed()
-    )

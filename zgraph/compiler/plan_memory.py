@@ -13,7 +13,8 @@ from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.memory_ledger import SPACES, SpaceUse
 from zgraph.graph.lanes import MemorySpace
 from zgraph.runtime.offload.pinned_pool import pinned_bytes
-from zgraph.sharding.offload import Offload, Resting
+from zgraph.sharding.resting.memory import Resting
+from zgraph.sharding.resting.offload import Offload
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.dtensor import local_of
 

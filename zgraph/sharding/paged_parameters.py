@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -15,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.collective_error import collective_error
-from zgraph.sharding.codes import Codes
-from zgraph.sharding.offload import Resting
+from zgraph.sharding.resting.codes import Codes
+from zgraph.sharding.resting.memory import Resting
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.memory import storage_key
@@ -357,4 +356,4 @@ def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
             for site, name in sites:
                 replace_parameter(site, name, filled)
             if state is not None:
-                state.scope.replaced.append((page.name, weakref.ref(cast(nn.Parameter, sharded))))
+                state.scope.replaced.note(page.name, cast(nn.Parameter, sharded))

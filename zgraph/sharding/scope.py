@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,7 +15,6 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.errors import ZgraphError
 from zgraph.runtime.exchanges.steps import Model, guard_steps
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import (
     ALONE,
     CLOSING,
@@ -27,60 +24,19 @@ from zgraph.runtime.window_state import (
     check_assigned,
     state_behind,
 )
-from zgraph.sharding.codes import Codes
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
-from zgraph.sharding.meshes.tensor_split import TensorSplit
 from zgraph.sharding.model.dry_run_load import COMPILED
+from zgraph.sharding.model.replaced_parameters import ReplacedParameters
 from zgraph.sharding.model.uncompiled import Uncompiled
 from zgraph.sharding.model.written_weights import Gathered
-from zgraph.sharding.offload import Resting
+from zgraph.sharding.param_spec import ParamSpec
+from zgraph.sharding.resting.memory import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
 from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParamSpec:
-    """Options of one parameter, as its markers need them; equal for equal blocks.
-
-    Attributes:
-        layout: how it, or this rank's part of it, lies on the mesh.
-        dtype: dtype of the sharded parameter.
-        device_type: device type of the mesh that it was sharded on.
-        rests_on: device type of the parameter between forwards.
-        compute_dtype: dtype in which it is read.
-        wire_dtype: dtype in which its gradient travels; None: the gradient's own.
-        mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
-        reduction: "mean", "sum", or what the sum is divided by.
-        split: how it lies on a tensor-parallel axis, before zgraph shards this rank's part; None: there is none.
-        ignored: read as it is and not reduced; replicated in name only, since each rank keeps its own values.
-        codes: what the bytes stand for that rest in its place; `layout` and `dtype` are theirs. None: it rests itself.
-    """
-
-    layout: ShardLayout
-    dtype: torch.dtype
-    device_type: str
-    rests_on: str
-    compute_dtype: torch.dtype
-    wire_dtype: torch.dtype | None
-    mean_dtype: torch.dtype | None
-    reduction: str
-    split: TensorSplit | None = None
-    ignored: bool = False
-    codes: Codes | None = None
-
-    @property
-    def gather_dtype(self) -> torch.dtype:
-        """Dtype in which it is gathered."""
-        return self.compute_dtype if self.codes is None else self.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return self.layout.shape if self.split is None else self.split.shape
 
 
 class Scope:
@@ -106,6 +62,7 @@ class Scope:
         same_gradients: of each part with tensor parallelism: compares gradients of what that does not split.
         uncompiled: modules that a compiled forward runs outside of its graphs.
         clocks: of each `zgraph.Metrics` that watches these modules, only stored here.
+        replaced: what sharding has replaced, until a forward has found no optimizer that holds it.
         handle_of: while a whole step is traced: what stands for the handle of a parameter that is read. The shards
             are the modules' parameters at that time, as ever. None: no step is traced.
     """
@@ -139,7 +96,7 @@ class Scope:
         # do in the replicated model. In a compiled graph the pass dedupe_gathers does this.
         self.gathered: dict[ShardedParam, Tensor] | None = None
         self.reads = Gathered()  # each gathered alone, in the running forward
-        self.replaced: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        self.replaced = ReplacedParameters()
         guard_steps(self)
 
     @no_frames_inside
@@ -235,17 +192,14 @@ class Scope:
         refusal = self.resting.forbids_gradients() if self.resting is not None and torch.is_grad_enabled() else None
         if refusal is not None:
             raise_through_dynamo(refusal, ZgraphError)
-        replaced, self.replaced = self.replaced, []
-        for name, reference in replaced:
-            old = reference()
-            if old is not None and _is_held_by_optimizer(old):
-                self.replaced = replaced
-                raise_through_dynamo(
-                    f"zgraph: an optimizer created before zgraph.shard still holds {name}, which shard (or "
-                    "materialize) has replaced; its steps would change nothing. Create the optimizer after "
-                    "zgraph.shard(model) and zgraph.materialize(model).",
-                    ZgraphError,
-                )
+        name = self.replaced.held_by_optimizer()
+        if name is not None:
+            raise_through_dynamo(
+                f"zgraph: an optimizer created before zgraph.shard still holds {name}, which shard (or "
+                "materialize) has replaced; its steps would change nothing. Create the optimizer after "
+                "zgraph.shard(model) and zgraph.materialize(model).",
+                ZgraphError,
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
         if id(self) not in memo:
@@ -254,17 +208,6 @@ class Scope:
             copied.accumulation = copy.deepcopy(self.accumulation, memo)
             copied.models = copy.deepcopy(self.models, memo)
         return memo[id(self)]
-
-
-def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
-    """Whether some optimizer's param_groups list this very tensor."""
-    for holder in gc.get_referrers(parameter):
-        if not isinstance(holder, list):
-            continue
-        for group in gc.get_referrers(cast("list[object]", holder)):
-            if isinstance(group, dict) and "lr" in group and group.get("params") is holder:
-                return True
-    return False
 
 
 @dataclass(eq=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -19,7 +17,7 @@ from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import attach_state
-from zgraph.sharding.codes import Codes
+from zgraph.sharding.find_parameters import Found, Ignored, check_untied, find_parameters, ids_of, on_other_axes
 from zgraph.sharding.meshes.check_mesh import check_mesh
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
@@ -27,28 +25,21 @@ from zgraph.sharding.meshes.same_machine import agreed_machine
 from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
 from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
-from zgraph.sharding.offload import Offload, Resting
-from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
+from zgraph.sharding.param_spec import ParamSpec
+from zgraph.sharding.resting.codes import Codes
+from zgraph.sharding.resting.memory import Resting
+from zgraph.sharding.resting.offload import Offload
+from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
 from zgraph.torch_compat.autograd import share_hooks
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of
-from zgraph.torch_compat.modules import local_parameters, replace_parameter
+from zgraph.torch_compat.modules import replace_parameter
 
 Unit = nn.Module | type[nn.Module]
-Ignored = nn.Parameter | nn.Module
 ZERO_STAGES = (0, 1, 2, 3)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A parameter, and every place that reads it: ("h.0.mlp", module, "weight")."""
-
-    name: str
-    parameter: nn.Parameter
-    sites: tuple[tuple[str, nn.Module, str], ...]
 
 
 def shard(
@@ -118,13 +109,13 @@ def shard(
     """
     mesh = check_mesh(mesh, module)
     _check_options(zero_stage, reduction, param_dtype=param_dtype, reduce_dtype=reduce_dtype, mean_dtype=mean_dtype)
-    ignored_ids = _ignored_ids(ignored)
-    axis = tensor_axis(_on_other_axes(module, mesh), mesh)
+    ignored_ids = ids_of(ignored)
+    axis = tensor_axis(on_other_axes(module, mesh), mesh)
     at_rest = mesh_at_rest(mesh, axis)
-    found = _find_parameters(module, at_rest)
+    found = find_parameters(module, at_rest)
     unit_names = outermost_units(module, units)
 
-    _check_untied(found, module)
+    check_untied(found, module)
     check_model(module, {entry.name: entry.parameter for entry in found}, ignored_ids)
 
     follow_compiled_modules()
@@ -143,8 +134,7 @@ def shard(
         known = state_of(part)
         if known is not None:
             if known.scope is not scope:
-                scope.replaced.extend(known.scope.replaced)
-                known.scope.replaced = []
+                scope.replaced.take_over(known.scope.replaced)
                 scope.same_gradients += known.scope.same_gradients
                 scope.models += known.scope.models
                 known.scope.models = []
@@ -188,7 +178,7 @@ def shard(
         )
         scope.has_windows = scope.has_windows or (stage < 3 and not is_ignored)
         _place(entry, spec, mesh, at_rest, scope.resting)
-        scope.replaced.append((entry.name, weakref.ref(entry.parameter)))
+        scope.replaced.note(entry.name, entry.parameter)
         params.append(_assign_to_unit(entry, spec, module, unit_names, exchanges))
         if split is not None and split.dim is None and not is_ignored:
             replicated.append((entry.name, *entry.sites[0][1:]))
@@ -234,97 +224,6 @@ def _check_options(zero_stage: int, reduction: str | int, **dtypes: torch.dtype 
             )
 
 
-def _ignored_ids(ignored: Iterable[Ignored]) -> dict[int, None]:
-    ids: dict[int, None] = {}
-    for entry in ignored:
-        for parameter in entry.parameters() if isinstance(entry, nn.Module) else (entry,):
-            ids[id(parameter)] = None
-    return ids
-
-
-def _on_other_axes(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, DeviceMesh]]:
-    """Names and meshes of parameters on other axes than `mesh`'s, whether they were sharded before or not."""
-    for prefix, part in module.named_modules():
-        state = state_of(part)
-        for attribute, parameter in local_parameters(part).items():
-            known = None if state is None else state.by_attribute.get(attribute)
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if known is not None and known.spec.split is not None and not known.spec.split.lies_on(mesh):
-                yield name, known.spec.split.mesh
-            elif known is None and isinstance(parameter, DTensor):
-                yield name, parameter.device_mesh
-
-
-def _find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[_Found]:
-    """Find every parameter that is still to be sharded, with its places, in the order of `named_parameters`."""
-    sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for prefix, part in module.named_modules():
-        for attribute, parameter in local_parameters(part).items():
-            if parameter is None:
-                continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            state = state_of(part)
-            if isinstance(parameter, DTensor) and state is not None and attribute in state.by_attribute:
-                _check_sharded_before(name, parameter, mesh)
-                spec = state.by_attribute[attribute].spec
-                if spec.split is not None:
-                    spec.split.check_divisor(name, spec.reduction, mesh)
-                continue
-            if parameter.is_complex():
-                raise ValueError(
-                    f"zgraph.shard: {name} is complex, and gradients are summed as real numbers; store its real and "
-                    "imaginary part (torch.view_as_real) and join them in forward."
-                )
-            if "forward" in part.__dict__ and isinstance(parameter, DTensor) and part is module:
-                raise ValueError(
-                    f"zgraph.shard: the module of {name} is tensor-parallel, and its forward is an attribute of the "
-                    "instance, which computes on parts of parameters; call zgraph.shard on a module around it."
-                )
-            if parameter.device.type != mesh.device_type and not parameter.is_meta:
-                raise ValueError(
-                    f"zgraph.shard: {name} is on {parameter.device.type}, the mesh on {mesh.device_type}; move the "
-                    f'model first: model.to("{mesh.device_type}").'
-                )
-            if isinstance(part, nn.RNNBase):
-                raise ValueError(
-                    f"zgraph.shard: {name} belongs to an nn.{type(part).__name__}, which bypasses attribute access "
-                    "when it reads its weights; build the recurrence from nn.LSTMCell or nn.GRUCell, or shard the "
-                    "other parts one by one."
-                )
-            parameters[id(parameter)] = parameter
-            sites.setdefault(id(parameter), []).append((prefix, part, attribute))
-    return [
-        _Found(".".join(filter(None, (places[0][0], places[0][2]))), parameters[key], tuple(places))
-        for key, places in sites.items()
-    ]
-
-
-def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
-    if parameter.device_mesh != mesh:
-        raise ValueError(
-            f"zgraph.shard: {name} was sharded on {parameter.device_mesh}, not on {mesh}; one model needs one mesh, or "
-            "clipping and fused optimizers cannot work on it. Shard a tensor-parallel model as a whole, or parts of it "
-            "of which each has something tensor-parallel."
-        )
-
-
-def _check_untied(found: Sequence[_Found], module: nn.Module) -> None:
-    scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
-    replaced = {
-        id(old): name
-        for scope in scopes.values()
-        for name, reference in scope.replaced
-        if (old := reference()) is not None
-    }
-    for entry in found:
-        if id(entry.parameter) in replaced:
-            raise ValueError(
-                f"zgraph.shard: {entry.name} is tied to {replaced[id(entry.parameter)]}, which an earlier call has "
-                "sharded; shard both in one call, or the tie is lost."
-            )
-
-
 def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Resting | None:
     """The memory of what is offloaded: that of parts which were sharded before, or a new one."""
     known = next(
@@ -349,7 +248,7 @@ def _rests_on(resting: Resting | None, mesh: DeviceMesh, parameter: nn.Parameter
     return "cpu" if resting is not None and resting.options.params and parameter.ndim else mesh.device_type
 
 
-def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh, resting: Resting | None) -> None:
+def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh, resting: Resting | None) -> None:
     """Replace the parameter by its DTensor, wherever it is read."""
     placements = placements_at_rest(spec.layout, mesh.ndim, spec.split)
     shape, part, stride = entry.parameter.shape, entry.parameter.detach(), entry.parameter.stride()
@@ -376,7 +275,7 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh
 
 
 def _assign_to_unit(
-    entry: _Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...], exchanges: Exchanges | None
+    entry: Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...], exchanges: Exchanges | None
 ) -> ShardedParam:
     """Choose the module that gathers it: the named unit around all its readers, else their closest common parent."""
     sites = tuple((part, attribute) for _, part, attribute in entry.sites)

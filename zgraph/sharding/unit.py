@@ -26,7 +26,8 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.model.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
-from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
+from zgraph.sharding.param_spec import ParamSpec
+from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.whole_units import after_gathers, reduce_all_params
 from zgraph.torch_compat.dynamo import (
     break_graph,

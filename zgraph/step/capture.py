@@ -22,7 +22,9 @@ from zgraph.step.lines.redirect import Redirect
 from zgraph.step.lines.refusals import line_of
 from zgraph.step.lines.watch import Watch
 from zgraph.step.option_inputs import Assumed, OptionInputs, names_of
-from zgraph.step.outside.python_values import Binding, PythonValues, same_random_numbers
+from zgraph.step.outside.places import Binding
+from zgraph.step.outside.python_values import PythonValues
+from zgraph.step.outside.random_numbers import same_random_numbers
 from zgraph.step.outside.variables import Outside
 from zgraph.step.stand_ins import StandIns
 from zgraph.step.windows import resolve_windows

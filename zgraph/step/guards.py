@@ -1,4 +1,4 @@
-"""Conditions under which a captured step holds: a call that differs in one of them needs another graph."""
+"""Conditions under which a graph of a step holds: a call that differs in one of them needs another graph."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from zgraph.errors import ZgraphError
+from zgraph.step.capture import Captured
+from zgraph.step.option_inputs import OptionInputs
+from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
 
 _NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -64,6 +67,48 @@ class Conditions:
                     return f"{field.name}: {len(ours)} entries, before {len(theirs)}"
                 return f"{field.name}: {pairs[0][0]}, before {pairs[0][1]}"
         return ""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A step as a graph, compiled, and what it holds for.
+
+    Attributes:
+        conditions: under which it was captured.
+        captured: the graph, whose options were assumed to be what they are.
+        program: the compiled graph.
+        lowering: by which it was compiled.
+        values: of Python, which are constants of the graph.
+    """
+
+    conditions: Conditions
+    captured: Captured
+    program: Callable[[list[Any]], Any]
+    lowering: str
+    values: PythonValues
+
+    def holds(self, conditions: Conditions, options: OptionInputs, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is the graph for a call."""
+        return (
+            self.conditions == conditions
+            and self.captured.assumed.hold(options.values, tensors)
+            and not self.values.changed()
+        )
+
+
+def why_another(
+    others: Sequence[Variant], conditions: Conditions, options: OptionInputs, tensors: Sequence[Tensor]
+) -> str:
+    """Why no graph that was made before will do, by the one that is closest; "" for the first."""
+    closest = conditions.closest([one.conditions for one in others])
+    if closest is None:
+        return ""
+    found = conditions.difference(closest)
+    if found:
+        return found
+    variant = next(one for one in reversed(others) if one.conditions is closest)
+    broken = variant.captured.assumed.broken(options.values, tensors)
+    return f"options: {broken}" if broken else f"values of Python: {variant.values.changed()}"
 
 
 def of_arguments(leaves: Sequence[Any], tree: Any) -> tuple[Any, ...]:

@@ -93,7 +93,8 @@ class Before:
         for scaler, attributes in zip(self._outside.scalers, self._scalers, strict=True):
             scaler.__dict__.update(attributes)
         for scope, window in zip(lifted.scopes(), self._windows, strict=True):
-            vars(scope).update(window)
+            for name, value in window.items():
+                setattr(scope, name, value)
         for param, state in zip(lifted.handles.values(), self._states, strict=True):
             vars(param.state).update(state)
         numbers, pythons, numpys = self._random

@@ -20,7 +20,7 @@ from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.rounded_adam import Drawn
 from zgraph.runtime.offload.pinned_pool import pinned_bytes
-from zgraph.sharding.offload import Resting
+from zgraph.sharding.resting.memory import Resting
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of, locals_of
 from zgraph.torch_compat.modules import local_buffers, local_parameters

@@ -210,8 +210,6 @@ def trace(step: Step) -> list[Counts]:
         fake_world(step.world),
         mock.patch.object(AsyncCompile, "triton", compile_only),
         config.patch(compile_threads=1, fx_graph_cache=False),
-        # Else torch runs checkpointed blocks of a compiled model uncompiled: see docs/guarantees.md.
-        torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True),
     ):
         mode = fake_mode()
         with mode, torch.device("cuda"):

@@ -1,227 +1,32 @@
 """Values of Python that a step may read, as they were when it was captured: numbers, containers, configurations.
 
 They are found by names: what a step and its model's forwards name in their code, what the functions do that they name,
-and everything that modules hold. Each container is compared entry by entry, by identity first, which is cheap.
+and everything that modules hold.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import os
-import random
-import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from operator import call, is_, length_hint
+from collections.abc import Callable, Sequence
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn, optim
 
-from zgraph.errors import ZgraphError
 from zgraph.step.outside.calls import Calls, reads_by_any_name
 from zgraph.step.outside.functions import Functions, classes_of, is_library_module, packages_of
+from zgraph.step.outside.places import Binding, Compared, Place
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.fake_values import is_fake
 
-_MOST_ENTRIES = 1000  # of a container; of a longer one only the length is compared
 _DEPTH = 6
 _ROUNDS = 5  # in each, functions that are found name more
 _STANDARD = frozenset(nn.Module().__dict__) - {"training"} | {"_zgraph", "zero_grad"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, type)
-_MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
-
-
-@dataclass(frozen=True)
-class Binding:
-    """An attribute, or an entry of a dict, to which a step binds a tensor that it makes."""
-
-    holder: dict[Any, Any]
-    key: Any
-    tensor: Tensor
-
-
-@dataclass(eq=False)
-class Place:
-    """A container, and what it held.
-
-    Attributes:
-        path: how people come to it.
-        holder: a dict of attributes or entries, a list, a set, a cell, or an iterator.
-        keys: of attributes; None: all that is there.
-        counts: whether attributes that come later matter, too.
-        reads: which of these; None: all.
-        kind: the class whose attributes they are; None: an object's.
-        held: what was there, in order.
-    """
-
-    path: str
-    holder: Any
-    keys: tuple[str, ...] | None = None
-    counts: bool = False
-    reads: frozenset[str] | None = None
-    kind: type | None = None
-    held: list[Any] = field(default_factory=list[Any])
-
-    def __post_init__(self) -> None:
-        self.every = frozenset(self.holder) if self.counts else frozenset[str]()
-        self.held = self.now()
-
-    def has_more(self) -> bool:
-        """Whether there are other attributes than there were, of those that matter."""
-        added = [key for key in self.holder if key not in self.every]
-        return any(self.reads is None or key in self.reads for key in added) or (
-            self.reads is None and len(self.holder) != len(self.every)
-        )
-
-    @property
-    def _is_too_long(self) -> bool:
-        """Whether of a dict only the length is known, not keys and values."""
-        return self.keys is None and len(self.held) % 2 == 1
-
-    @property
-    def is_iterator(self) -> bool:
-        return hasattr(self.holder, "__next__")
-
-    def now(self) -> list[Any]:
-        """What is there."""
-        holder = self.holder
-        if self.keys is not None:
-            return [holder.get(key, _MISSING) for key in self.keys]
-        if isinstance(holder, dict) or holder is os.environ:
-            if len(holder) > _MOST_ENTRIES:
-                return [len(holder)]
-            return [*holder, *holder.values()]
-        if isinstance(holder, CellType):
-            return _contents(holder) or [_MISSING]
-        if isinstance(holder, list | tuple | deque):
-            return list(holder) if len(holder) <= _MOST_ENTRIES else [len(holder)]
-        if isinstance(holder, set):
-            return [frozenset(holder)]
-        if isinstance(holder, GeneratorType):
-            return [None if holder.gi_frame is None else holder.gi_frame.f_lasti]
-        return [length_hint(holder, -1), repr(holder)]
-
-    def name(self, place: int) -> str:
-        """What people call an entry."""
-        if self.keys is not None:
-            return f"{self.path}.{self.keys[place]}" if self.path else self.keys[place]
-        if (isinstance(self.holder, dict) or self.holder is os.environ) and len(self.held) == 2 * len(self.holder):
-            return f"{self.path}[{self.held[place % len(self.holder)]!r}]"
-        return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
-
-    def take_made(self) -> list[Binding]:
-        """Attributes or entries, tensors or nothing before, that hold tensors of a trace; they are put back."""
-        if not isinstance(self.holder, dict) or self._is_too_long:
-            return []
-        half = len(self.held) // 2
-        keys, values = (self.held[:half], self.held[half:]) if self.keys is None else (self.keys, self.held)
-        before = dict(zip(keys, values, strict=True))
-        found: list[Binding] = []
-        for key in dict.fromkeys((*before, *(self.holder if self.keys is None else ()))):
-            one, other = self.holder.get(key), before.get(key, _MISSING)
-            if one is other or not (isinstance(one, Tensor) and is_fake(one)):
-                continue
-            if other is None or other is _MISSING or isinstance(other, Tensor):
-                found.append(Binding(self.holder, key, one))
-                self.holder[key] = other
-                if other is _MISSING:
-                    del self.holder[key]
-        return found
-
-    def restore(self) -> None:
-        """Put back what was there."""
-        if self.kind is not None:
-            for key, value in zip(self.keys or (), self.held, strict=True):
-                if self.holder.get(key, _MISSING) is not value:
-                    setattr(self.kind, key, value)
-        elif isinstance(self.holder, dict):
-            if self._is_too_long:
-                return
-            keys = self.keys if self.keys is not None else tuple(self.held[: len(self.held) // 2])
-            values = self.held if self.keys is not None else self.held[len(self.held) // 2 :]
-            if self.keys is None:
-                self.holder.clear()
-            for key, value in zip(keys, values, strict=True):
-                if value is _MISSING:
-                    self.holder.pop(key, None)
-                else:
-                    self.holder[key] = value
-        elif isinstance(self.holder, list | deque) and len(self.holder) <= _MOST_ENTRIES:
-            self.holder.clear()
-            self.holder.extend(self.held)
-        elif isinstance(self.holder, set):
-            self.holder.clear()
-            self.holder.update(self.held[0])
-        elif isinstance(self.holder, CellType):
-            self.holder.cell_contents = self.held[0]
-
-
-class _Compared:
-    """Places whose entries are compared by identity, all at once.
-
-    Entries of a tuple stay what they are. An entry that is equal, but another object, is for the places to judge.
-    """
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        attributes = [place for place in places if place.keys is not None]
-        self._readers = [place.holder.get for place in attributes for _ in place.keys or ()]
-        self._keys = [key for place in attributes for key in place.keys or ()]
-        self._values = [value for place in attributes for value in place.held]
-        whole = [place for place in places if place.keys is None]
-        sized = [place for place in whole if isinstance(place.holder, dict | list | deque)]
-        self._sized = [place.holder for place in (*sized, *(place for place in attributes if place.counts))]
-        self._sizes = list(map(len, self._sized))
-        short = [place.holder for place in sized if 0 < len(place.holder) <= _MOST_ENTRIES]
-        self._dicts = [holder for holder in short if isinstance(holder, dict)]
-        self._lists = [holder for holder in short if not isinstance(holder, dict)]
-        self._cells = [place.holder for place in whole if isinstance(place.holder, CellType)]
-        self._others = [place for place in whole if isinstance(place.holder, set) or place.holder is os.environ]
-        self._entries = list(self._now())
-
-    def take_sizes(self) -> None:
-        """Compare with the sizes that there are now."""
-        self._sizes = list(map(len, self._sized))
-
-    def _now(self) -> Iterator[Any]:
-        return chain(
-            chain.from_iterable(self._dicts),
-            chain.from_iterable(map(dict.values, self._dicts)),
-            chain.from_iterable(self._lists),
-            (content for cell in self._cells for content in _contents(cell)),
-        )
-
-    def are_same(self) -> bool:
-        """Whether all entries are the same objects."""
-        return (
-            all(map(is_, map(cast(Any, call), self._readers, self._keys), self._values))
-            and list(map(len, self._sized)) == self._sizes
-            and _are_same(self._now(), self._entries)
-            and all(place.now() == place.held for place in self._others)
-        )
-
-
-def _contents(cell: CellType) -> list[Any]:
-    """What is in a cell; nothing if it is empty."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def _are_same(now: Iterator[Any], before: list[Any]) -> bool:
-    """Whether there are as many, and the same objects."""
-    return all(map(is_, chain(now, (_MISSING,)), chain(before, (_MISSING,))))
-
-
-def _is_same_place(place: Place) -> bool:
-    now = place.now()
-    return len(now) == len(place.held) and all(map(is_, now, place.held))
 
 
 class PythonValues:
@@ -259,7 +64,7 @@ class PythonValues:
             if len(self._functions.seen) == before:
                 break
 
-        self._compared = _Compared([place for place in self.places.values() if not place.is_iterator])
+        self._compared = Compared([place for place in self.places.values() if not place.is_iterator])
 
     def of_what_ran(self) -> PythonValues:
         """A snapshot of what the step can have read, by what it has called in its trace."""
@@ -274,12 +79,9 @@ class PythonValues:
         for place in self.places.values():
             if place.counts and place.has_more():
                 return f"{place.path} has {len(place.holder)} attributes, before {len(place.every)}"
-            now = place.now()
-            if len(now) == len(place.held) and all(map(is_, now, place.held)):
-                continue
-            if place.is_iterator:
-                continue  # who goes on with it outside of the step changes nothing in it
-            if text := self._difference(place, now):
+            if place.is_iterator or place.is_same():
+                continue  # who goes on with an iterator outside of the step changes nothing in it
+            if text := self._difference(place, place.now()):
                 return text
         self._compared.take_sizes()  # of objects with other attributes, which no code names
         return ""
@@ -322,8 +124,7 @@ class PythonValues:
                 else:
                     found = found or f"{place.path}.{key}={value!r:.80}, before nothing"
                 del place.holder[key]
-            now = place.now()
-            if _is_same_place(place):
+            if place.is_same():
                 continue
             bindings += place.take_made()
             now = place.now()
@@ -468,30 +269,3 @@ def _inside(value: Any) -> Any:
 
 def _is_number_of_numpy(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 0)
-
-
-@contextlib.contextmanager
-def same_random_numbers() -> Generator[None]:
-    """Refuse to draw from Python's and numpy's generators, whose numbers a graph would hold for good.
-
-    Raises:
-        ZgraphError: something has drawn; the generators are as they were.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    before, seed = (random.getstate(), None if numpy is None else numpy.random.get_state()), torch.initial_seed()
-    yield
-    after = random.getstate(), None if numpy is None else numpy.random.get_state()
-    if torch.initial_seed() != seed:
-        raise ZgraphError(
-            f"zgraph.training_step: the step sets torch's seed ({torch.initial_seed()}), which would happen only while "
-            "it is captured; call torch.manual_seed before the step."
-        )
-    names = [name for name, a, b in zip(("random", "numpy.random"), before, after, strict=True) if str(a) != str(b)]
-    if names:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
-        raise ZgraphError(
-            f"zgraph.training_step: the step draws from {names[0]}, whose number would be a constant of its graph; "
-            "draw outside and pass the number, or draw a tensor (torch.rand) and choose with torch.where."
-        )

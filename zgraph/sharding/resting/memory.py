@@ -1,4 +1,4 @@
-"""`zgraph.Offload`: where parameters and the optimizer's state rest between the moments in which a step needs them."""
+"""The memory of what a sharded model offloads: host memory and disks, what lies where, and what moves it there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import os
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -22,169 +22,11 @@ from zgraph.runtime.offload.copy_lanes import StreamLanes, ThreadLanes, lanes_of
 from zgraph.runtime.offload.host_pool import HostPool
 from zgraph.runtime.offload.pinned_pool import PinnedPool
 from zgraph.runtime.offload.staging import MOST_STAGING_BYTES
+from zgraph.sharding.resting.offload import Offload, Tier
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.fake_values import fake_storage_key, is_fake
 
-Tier = Literal["host", "disk"]
-Bits = Literal[8, 4]
 T = TypeVar("T", bound=Tensor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """Where the shards of parameters and the state of their optimizers rest, for `zgraph.shard(offload=...)`.
-
-    Attributes:
-        params: "host", "disk", or None for the device.
-        optimizer: the same for the optimizer's state: moments, and whatever else it keeps for each element.
-        path: folder for what rests on disk, made in a folder that exists; each rank writes to a file of its own in it,
-            which is gone when the process is.
-        host_budget_bytes: the most that a rank may keep on the host; a step that would keep more is refused before it
-            runs. None: no limit.
-        update: where a `zgraph.training_step` updates by state on the host: "host" or "device", to which parameters and
-            state then come, and from which they go back. None: fused calls where `presets.planned` finds the step
-            fastest, which may be some here and some there, and by rules on the host; what is not fused runs on the
-            device if that is a GPU. A GPU and its host round an update differently.
-        delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
-            forward and backward then compute with parameters that lack the latest update, so that it may run beside
-            them. This changes results. None: each call applies its own gradients.
-        moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, in half of the memory, of which a disk
-            reads and writes half as much. Updates compute in fp32, and round moments stochastically. This changes
-            results. For `zgraph.training_step`. None: moments have the parameter's dtype.
-        param_bits: for inference: weights rest, and are sent, as codes of 8 or 4 bits with a scale for each group, and
-            are decoded on the device where they are read. Lossy. Applies to floating-point parameters of two or more
-            dims and 4096 or more elements. None: parameters rest as they are.
-        full_precision: names of parameters that rest as they are all the same, as shell patterns: ("*.wte.weight",).
-
-    Raises:
-        ValueError: an option, or a combination, cannot be honoured.
-
-    Source of delayed updates: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, section 5.2. Of weights at rest that
-    are read layer by layer: Aminabadi et al. 2022, "DeepSpeed Inference", arXiv 2207.00032, section 6.
-    """
-
-    params: Tier | None = None
-    optimizer: Tier | None = None
-    path: str | os.PathLike[str] | None = None
-    host_budget_bytes: int | None = None
-    update: Literal["host", "device"] | None = None
-    delayed_update_after: int | None = None
-    moments_dtype: torch.dtype | None = None
-    param_bits: Bits | None = None
-    full_precision: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("params", "optimizer"):
-            tier = getattr(self, name)
-            if tier is not None and tier not in get_args(Tier):
-                raise ValueError(f'zgraph.Offload: {name}={tier!r} is unknown; write "host", "disk" or None.')
-        if self.params is None and self.optimizer is None:
-            raise ValueError(
-                'zgraph.Offload: neither params nor optimizer rests elsewhere; write optimizer="host", for example, or '
-                "leave offload out."
-            )
-        if "disk" in (self.params, self.optimizer) and (self.path is None or not os.fspath(self.path)):
-            named = "params" if self.params == "disk" else "optimizer"
-            lacking = "without a path" if self.path is None else "with an empty path"
-            raise ValueError(
-                f'zgraph.Offload: {named}="disk" {lacking}; write path="/local/folder", on a disk of this machine.'
-            )
-        if "disk" not in (self.params, self.optimizer) and self.path is not None:
-            raise ValueError(
-                f'zgraph.Offload: path={str(self.path)!r}, but nothing rests on disk; write optimizer="disk", or leave '
-                "path out."
-            )
-        if self.host_budget_bytes is not None and self.host_budget_bytes < 1:
-            raise ValueError(
-                f"zgraph.Offload: host_budget_bytes={self.host_budget_bytes} holds nothing; write a positive number of "
-                "bytes, or leave it out."
-            )
-        self._check_update()
-        self._check_delay()
-        self._check_moments()
-        self._check_bits()
-
-    def _check_update(self) -> None:
-        if self.update is None:
-            return
-        if self.update not in ("host", "device"):
-            raise ValueError(f'zgraph.Offload: update={self.update!r} is unknown; write "host", "device" or None.')
-        if self.optimizer != "host":
-            where = "the device" if self.optimizer is None else "disk, and comes to the device for each update"
-            raise ValueError(
-                f"zgraph.Offload: update={self.update!r}, but the optimizer's state rests on {where}; write "
-                'optimizer="host", or leave update out.'
-            )
-
-    def check_updates(self, optimizer: optim.Optimizer) -> None:
-        """Check that an optimizer whose parameters are on a GPU can update where it is to.
-
-        Raises:
-            ValueError: its updates are to run on the host, and are many small calls.
-        """
-        if self.update == "host" and not all(group.get("fused") for group in optimizer.param_groups):
-            name = type(optimizer).__name__
-            raise ValueError(
-                f'zgraph.Offload: update="host", but {name} is not fused: its updates are many small calls, which run '
-                f"on the GPU; write torch.optim.{name}(..., fused=True), if it has that, or leave update out."
-            )
-
-    def _check_delay(self) -> None:
-        after = self.delayed_update_after
-        if after is None:
-            return
-        if type(after) is not int or after < 0:
-            raise ValueError(
-                f"zgraph.Offload: delayed_update_after={after!r} is not a number of calls; write how many are to "
-                "update at once before the first that does not: 40, for example, or 0."
-            )
-        if self.optimizer is None:
-            raise ValueError(
-                f"zgraph.Offload: delayed_update_after={after} without an optimizer that rests elsewhere, beside whose "
-                'step nothing would run; write optimizer="host", or leave delayed_update_after out.'
-            )
-
-    def _check_moments(self) -> None:
-        dtype = self.moments_dtype
-        if dtype is None:
-            return
-        if dtype != torch.bfloat16:
-            raise ValueError(
-                f"zgraph.Offload: moments_dtype={dtype!r} is not available; write torch.bfloat16, or leave it out, for "
-                "moments in the dtype of their parameters."
-            )
-        if self.optimizer is None:
-            raise ValueError(
-                f"zgraph.Offload: moments_dtype={dtype} without an optimizer that rests elsewhere; write "
-                'optimizer="host", or leave moments_dtype out.'
-            )
-
-    def _check_bits(self) -> None:
-        if isinstance(self.full_precision, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"zgraph.Offload: full_precision={self.full_precision!r}; write a tuple of patterns, "
-                f"({self.full_precision!r},)."
-            )
-        bits = self.param_bits
-        if bits is None:
-            if self.full_precision:
-                raise ValueError(
-                    f"zgraph.Offload: full_precision={self.full_precision}, but no parameter rests as codes; write "
-                    "param_bits=8, or leave full_precision out."
-                )
-            return
-        if bits not in get_args(Bits):
-            raise ValueError(f"zgraph.Offload: param_bits={bits!r} is not available; write 8, 4 or None.")
-        if self.params is None:
-            raise ValueError(
-                f'zgraph.Offload: param_bits={bits}, but parameters stay on the device; write params="host", or '
-                "leave param_bits out."
-            )
-        if self.optimizer is not None:
-            raise ValueError(
-                f"zgraph.Offload: param_bits={bits} and optimizer={self.optimizer!r}: codes are for inference, and no "
-                "optimizer can step them; leave one of the two out."
-            )
 
 
 @dataclass(eq=False)

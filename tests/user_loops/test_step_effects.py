@@ -1,0 +1,157 @@
+"""Values of Python that a captured step changes: tensors are left as its lines leave them, all else is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.support.ranks import Ranks, worlds
+from tests.support.step_loops import Loop, verdicts
+
+
+class Counting(nn.Sequential):
+    """Whose forward counts its calls."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input) * (0.5 if self.calls > 2 else 1.0)
+
+
+class CountsInForward(Loop):
+    def build(self) -> nn.Module:
+        return Counting(*cast(nn.Sequential, super().build()))
+
+
+class CountsInTheStep(Loop):
+    def prepare(self) -> None:
+        self.number = 0
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return super().loss(x)
+
+
+class AppendsLosses(Loop):
+    def prepare(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        loss = super().loss(x)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class CachesATensor(Loop):
+    def prepare(self) -> None:
+        self.cache: dict[str, Tensor] = {}
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.cache["loss"] = super().loss(x)
+        return self.cache["loss"]
+
+    def left(self) -> dict[str, Any]:
+        return {name: value.detach() for name, value in self.cache.items()}
+
+
+class CountsByNonlocal(Loop):
+    def prepare(self) -> None:
+        calls = 0
+
+        def weight() -> float:
+            nonlocal calls
+            calls += 1
+            return 1.0 / calls
+
+        self.weight = weight
+
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(x) * self.weight()
+
+
+class GoesOnWithAnIterator(Loop):
+    def prepare(self) -> None:
+        self.numbers = itertools.count(1)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(x) / next(self.numbers)
+
+
+class GoesOnWithAGenerator(Loop):
+    def prepare(self) -> None:
+        self.numbers = (1.0 / number for number in range(1, 100))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(x) * next(self.numbers)
+
+
+class DrawsANumber(Loop):
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(x) * (0.5 if random.random() < 0.5 else 1.0)
+
+
+class DrawsByNumpy(Loop):
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(x) * float(np.random.rand())
+
+
+class SetsTheSeed(Loop):
+    def loss(self, x: Tensor) -> Tensor:
+        torch.manual_seed(1234)
+        return super().loss(x)
+
+
+class BindsAParameter(Loop):
+    def loss(self, x: Tensor) -> Tensor:
+        self.model[2].weight = nn.Parameter(self.model[2].weight.detach() * 0.5)
+        return super().loss(x)
+
+
+class Freezes(Loop):
+    def loss(self, x: Tensor) -> Tensor:
+        self.model[0].requires_grad_(False)
+        return super().loss(x)
+
+
+class RegistersAHook(Loop):
+    def loss(self, x: Tensor) -> Tensor:
+        self.model[0].register_forward_hook(lambda module, args, output: output * 0.5)
+        return super().loss(x)
+
+
+REFUSED = {
+    CountsInForward: "Counting.calls=1, before 0",
+    CountsInTheStep: "self.number=1, before 0",
+    AppendsLosses: "self.losses has 1 entries, before 0",
+    CountsByNonlocal: "calls=1, before 0",
+    GoesOnWithAnIterator: "self.numbers",
+    GoesOnWithAGenerator: "self.numbers",
+    DrawsANumber: "draws from random",
+    DrawsByNumpy: "draws from numpy.random",
+    SetsTheSeed: "sets torch's seed (1234)",
+    BindsAParameter: "binds another tensor to the parameter 2.weight",
+    Freezes: "sets requires_grad of the parameter 0.weight",
+    RegistersAHook: "_forward_hooks",
+}
+
+
+@worlds(2)
+def test_what_a_step_changes_in_python_is_refused(ranks: Ranks) -> None:
+    for found in ranks.run(verdicts, list(REFUSED), [3]):
+        for kind, text in REFUSED.items():
+            message = found[f"{kind.__name__}, stage 3"]
+            assert message.startswith("zgraph.training_step") and text in message, (kind.__name__, message)
+
+
+@worlds(2)
+def test_tensors_that_a_step_puts_into_dicts_are_there_after_each_call(ranks: Ranks) -> None:
+    for found in ranks.run(verdicts, [CachesATensor], [3]):
+        assert found == {"CachesATensor, stage 3": "right"}

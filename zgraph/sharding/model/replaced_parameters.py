@@ -1,0 +1,49 @@
+"""Parameters that sharding has replaced, for as long as an optimizer that was created before may still hold them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import cast
+
+from torch import nn
+
+
+class ReplacedParameters:
+    """Weak references to replaced parameters, with their names."""
+
+    def __init__(self) -> None:
+        self._references: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+
+    def note(self, name: str, parameter: nn.Parameter) -> None:
+        self._references.append((name, weakref.ref(parameter)))
+
+    def take_over(self, others: ReplacedParameters) -> None:
+        """Note what others have noted, who forget it."""
+        self._references += others._references
+        others._references = []
+
+    def alive(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that something still holds, with their names."""
+        for name, reference in self._references:
+            if (parameter := reference()) is not None:
+                yield name, parameter
+
+    def held_by_optimizer(self) -> str | None:
+        """Name of one that an optimizer holds; None: there is none, and all are forgotten."""
+        found = next((name for name, parameter in self.alive() if _is_held_by_optimizer(parameter)), None)
+        if found is None:
+            self._references = []
+        return found
+
+
+def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
+    """Whether some optimizer's param_groups list this very tensor."""
+    for holder in gc.get_referrers(parameter):
+        if not isinstance(holder, list):
+            continue
+        for group in gc.get_referrers(cast("list[object]", holder)):
+            if isinstance(group, dict) and "lr" in group and group.get("params") is holder:
+                return True
+    return False

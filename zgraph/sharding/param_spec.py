@@ -1,0 +1,52 @@
+"""Options of a parameter: how it lies on the mesh, and in which dtypes it is read and reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zgraph.runtime.shard_layout import ShardLayout
+from zgraph.sharding.meshes.tensor_split import TensorSplit
+from zgraph.sharding.resting.codes import Codes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """Options of one parameter, as its markers need them; equal for equal blocks.
+
+    Attributes:
+        layout: how it, or this rank's part of it, lies on the mesh.
+        dtype: dtype of the sharded parameter.
+        device_type: device type of the mesh that it was sharded on.
+        rests_on: device type of the parameter between forwards.
+        compute_dtype: dtype in which it is read.
+        wire_dtype: dtype in which its gradient travels; None: the gradient's own.
+        mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
+        reduction: "mean", "sum", or what the sum is divided by.
+        split: how it lies on a tensor-parallel axis, before zgraph shards this rank's part; None: there is none.
+        ignored: read as it is and not reduced; replicated in name only, since each rank keeps its own values.
+        codes: what the bytes stand for that rest in its place; `layout` and `dtype` are theirs. None: it rests itself.
+    """
+
+    layout: ShardLayout
+    dtype: torch.dtype
+    device_type: str
+    rests_on: str
+    compute_dtype: torch.dtype
+    wire_dtype: torch.dtype | None
+    mean_dtype: torch.dtype | None
+    reduction: str
+    split: TensorSplit | None = None
+    ignored: bool = False
+    codes: Codes | None = None
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """Dtype in which it is gathered."""
+        return self.compute_dtype if self.codes is None else self.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self.layout.shape if self.split is None else self.split.shape

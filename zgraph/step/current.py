@@ -1,0 +1,93 @@
+"""A model and its optimizers as they are in one call of a step: tensors for its graph, and what a graph must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from zgraph.optimizers import pending_gradients, rounded_adam
+from zgraph.step import guards, parameter_hooks
+from zgraph.step.lifted import Lifted, StateLayout
+from zgraph.step.lines.refusals import check_optimizer
+from zgraph.step.option_inputs import OptionInputs
+from zgraph.step.outside.variables import Outside
+from zgraph.torch_compat.dtensor import requires_grad_of
+
+
+class Current:
+    """What is known of a model and its optimizers for as long as they hold the same tensors.
+
+    Attributes:
+        lifted: their tensors.
+        own: ids of the model's.
+        scopes: of the model's sharded parts.
+
+    Raises:
+        ValueError: an optimizer cannot be honoured.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
+        self.lifted = lifted = Lifted.of(model, optimizers)
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+            if lifted.drawn() is not None:
+                rounded_adam.check_rounded(optimizer)
+        held = (*lifted.parameters, *lifted.buffers)
+        self.own = frozenset(id(one.tensor) for one in held)
+        self.scopes = lifted.scopes()
+        self._modules = guards.Modules(model)
+        self._states = [StateLayout.of(one, number) for number, one in enumerate(lifted.optimizers)]
+        self._layouts = tuple((tuple(one.tensor.shape), one.tensor.dtype, one.tensor.device) for one in held)
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which the step computes."""
+        resting = self.lifted.resting
+        return self.lifted.held[0].device if resting is None else resting.device
+
+    def state(self) -> list[Tensor]:
+        """The tensors of the optimizers' state, in the order of the graph."""
+        found: list[Tensor] = []
+        for number, one in enumerate(self.lifted.optimizers):
+            tensors = self._states[number].tensors(one.optimizer.state)
+            if tensors is None:
+                self._states[number] = StateLayout.of(one, number)
+                tensors = self._states[number].tensors(one.optimizer.state)
+                assert tensors is not None
+            found += tensors
+        return found
+
+    def gradients_wait(self) -> bool:
+        """Whether the state that was last read holds gradients of the call before, which are still to be applied."""
+        return any(pending_gradients.GRADIENT in layout.keys for layout in self._states)
+
+    def conditions(
+        self,
+        leaves: list[Any],
+        tree: Any,
+        options: OptionInputs,
+        outside: Outside,
+        tensors: list[Tensor],
+        *,
+        delays: bool,
+    ) -> guards.Conditions:
+        """What a graph for this call is captured under."""
+        lifted = self.lifted
+        return guards.Conditions(
+            updates=("one call late" if delays else "at once",),
+            arguments=guards.of_arguments(leaves, tree),
+            modes=self._modules.conditions(),
+            trainable=tuple(requires_grad_of(lifted.held)),
+            hooks=parameter_hooks.conditions(lifted.held),
+            options=(*(groups for one in lifted.optimizers for groups in one.groups), *options.conditions),
+            state=tuple(chain.from_iterable(layout.conditions for layout in self._states)),
+            layouts=self._layouts,
+            outside=guards.of_tensors(outside),
+            variables=guards.of_variables(outside),
+            spaces=lifted.spaces(tensors, outside.tensors.values()),
+            ambient=guards.ambient(),
+        )

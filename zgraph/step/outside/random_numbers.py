@@ -1,0 +1,40 @@
+"""Random numbers of Python and numpy, which a captured step cannot draw."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from zgraph.errors import ZgraphError
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Generator[None]:
+    """Refuse to draw from Python's and numpy's generators, whose numbers a graph would hold for good.
+
+    Raises:
+        ZgraphError: something has drawn; the generators are as they were.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    before, seed = (random.getstate(), None if numpy is None else numpy.random.get_state()), torch.initial_seed()
+    yield
+    after = random.getstate(), None if numpy is None else numpy.random.get_state()
+    if torch.initial_seed() != seed:
+        raise ZgraphError(
+            f"zgraph.training_step: the step sets torch's seed ({torch.initial_seed()}), which would happen only while "
+            "it is captured; call torch.manual_seed before the step."
+        )
+    names = [name for name, a, b in zip(("random", "numpy.random"), before, after, strict=True) if str(a) != str(b)]
+    if names:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+        raise ZgraphError(
+            f"zgraph.training_step: the step draws from {names[0]}, whose number would be a constant of its graph; "
+            "draw outside and pass the number, or draw a tensor (torch.rand) and choose with torch.where."
+        )

@@ -1,0 +1,75 @@
+"""What a step's graph returns, put where the plain lines would have left it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ZgraphError
+from zgraph.optimizers import pending_gradients
+from zgraph.step.capture import Captured
+from zgraph.step.lifted import Lifted, local
+from zgraph.torch_compat.dtensor import dtensor_like
+from zgraph.torch_compat.modules import note_step, tree_unflatten
+
+
+def hand_back(lifted: Lifted, captured: Captured, outputs: Sequence[Any]) -> Any:
+    """Put new state and gradients where they belong, and return what the function returns."""
+    parameters = lifted.parameters
+    optimizers = [one.optimizer for one in lifted.optimizers]
+    states = [one.state for one in optimizers]
+    given = iter(outputs)
+    likes = iter(captured.likes)
+    leaves: list[Any] = []
+    for constant in captured.returned:
+        if constant is not None:
+            leaves.append(constant[0])
+            continue
+        like, value = next(likes), next(given)
+        leaves.append(_wrapped(value, like))
+    made = [
+        (number, parameters[position].tensor, key, _wrapped(next(given), like))
+        for (number, position, key), like in zip(captured.state, captured.layouts, strict=True)
+    ]
+    for position in captured.grads:
+        parameter = parameters[position].tensor
+        # Torch keeps gradients where their parameters are, which may be the host.
+        parameter.grad = _wrapped(next(given).to(local(parameter).device), parameter)
+    for (attributes, name), like in zip(captured.bindings, captured.bound, strict=True):
+        attributes[name] = _wrapped(next(given), like)
+    for scaler, optimizer, flags in captured.told:
+        scaler.tell_models([(optimizer, [next(given) for _ in range(flags)])])
+    flags = dict(zip(captured.skips, given, strict=True))
+    # Reading a flag waits for the device: only the first step, which makes state, needs it.
+    makers = dict.fromkeys(number for number, *_ in (*captured.state, *captured.constants))
+    skipped = {number for number in makers if flags.get(number)}
+    for number, parameter, key, value in made:
+        if number not in skipped or key in pending_gradients.KEYS:
+            states[number][parameter][key] = value
+    for number, position, key, constant in captured.constants:
+        if number not in skipped:
+            states[number][parameters[position].tensor][key] = constant
+    for number, position, key in captured.applied:
+        parameter = parameters[position].tensor
+        del states[number][parameter][key]
+        if not states[number][parameter]:
+            del states[number][parameter]
+    for number in captured.steps:
+        note_step(optimizers[number])
+    return tree_unflatten(leaves, captured.tree)
+
+
+def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
+    return dtensor_like(value, like) if isinstance(like, DTensor) else value
+
+
+def check_gradients(captured: Captured, has_gradient: Sequence[bool]) -> None:
+    """Refuse gradients from before the step, unless it clears them before it adds to them."""
+    if any(has and position not in captured.cleared for position, has in enumerate(has_gradient)):
+        raise ZgraphError(
+            "zgraph.training_step: parameters have gradients from before the step, which would be added to; call "
+            "zero_grad() of the model before the step, or first in it."
+        )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from functools import partial
+from typing import Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zgraph.errors import ZgraphError
 from zgraph.runtime.exchanges.identity import Exchanges, identify
 from zgraph.runtime.exchanges.steps import Model
 from zgraph.runtime.groups import separate_reductions
@@ -31,7 +33,8 @@ from zgraph.sharding.offload import Offload, Resting
 from zgraph.sharding.scope import STATE, ModuleState, ParamSpec, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
-from zgraph.torch_compat.autograd import share_hooks
+from zgraph.sharding.whole_read import attach_read
+from zgraph.torch_compat.autograd import refuse_gradients, share_hooks
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of
@@ -371,8 +374,18 @@ def _place(entry: _Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh
     for mark, value in vars(entry.parameter).items():  # attributes by which users group parameters, for instance
         setattr(sharded, mark, value)
     share_hooks(entry.parameter, sharded)
+    attach_read(cast(DTensor, sharded), *entry.sites[0][1:])
+    refuse_gradients(entry.parameter, partial(_stale, entry.name))
     for _, part, attribute in entry.sites:
         replace_parameter(part, attribute, sharded)
+
+
+def _stale(name: str) -> NoReturn:
+    raise ZgraphError(
+        f"zgraph: a gradient has reached the tensor that {name} was before zgraph.shard, which something still reads: "
+        "a closure, a list, or another model. It trains nothing. Read the module's attribute in forward, and shard "
+        "models that share parameters in one call."
+    )
 
 
 def _assign_to_unit(

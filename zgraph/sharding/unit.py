@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -250,8 +250,8 @@ def _is_unnoted() -> bool:
 def _read_property(attribute: str) -> property:
     def read(module: nn.Module) -> Any:
         state = state_of(module)
-        if state is None:
-            return local_parameters(module)[attribute]
+        if state is None or attribute not in local_parameters(module):
+            return module.__getattr__(attribute)  # as torch reads it, or says that it is not there
         if state.unsharded is not None and attribute in state.unsharded:
             return state.unsharded[attribute]
         if attribute in state.by_attribute and (
@@ -309,6 +309,8 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        if name in attributes and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            _refuse_replacing(self, name)
         base.__setattr__(self, name, gathering(self, value) if name == "forward" else value)
 
     def load_state_dict(
@@ -328,6 +330,13 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
         "_zgraph_base": base,
     }
     return type(base.__name__, (base,), body)
+
+
+def _refuse_replacing(module: nn.Module, attribute: str) -> NoReturn:
+    raise ZgraphError(
+        f"zgraph: {attribute} of a sharded {type(module).__name__} is about to become a tensor that is no parameter, "
+        "as torch.nn.utils.prune and weight_norm make it. Do that before zgraph.shard."
+    )
 
 
 def gathering(module: nn.Module, own: Any) -> Any:

@@ -81,7 +81,7 @@ class Accumulation:
         Raises:
             ZgraphError: gradients of one of them have not been reduced.
         """
-        for state in [one for one in self.pending if id(one.parameter) in stepping]:
+        for state in [one for one in self.pending if one.is_among(stepping)]:
             if state.has_waiting_gradients:
                 raise ZgraphError(
                     f"zgraph.no_sync: optimizer.step() on {state.name}, whose gradients from forwards under no_sync "
@@ -354,6 +354,10 @@ class ParameterState:
     def parameter(self) -> Tensor:
         """The sharded parameter."""
         return cast(Tensor, local_parameters(self.owner)[self.attribute])
+
+    def is_among(self, ids: Container[int]) -> bool:
+        """Whether these are ids of tensors of which the parameter is one; it may have been removed from its module."""
+        return id(local_parameters(self.owner).get(self.attribute)) in ids
 
     def forget(self) -> None:
         """Drop what waits."""

@@ -27,10 +27,10 @@ from zgraph.runtime.window_state import (
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.model.dry_run_load import COMPILED
+from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.replaced_parameters import ReplacedParameters
 from zgraph.sharding.model.uncompiled import Uncompiled
 from zgraph.sharding.model.written_weights import Gathered
-from zgraph.sharding.param_spec import ParamSpec
 from zgraph.sharding.resting.memory import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
 from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_through_dynamo

@@ -25,13 +25,14 @@ from zgraph.sharding.meshes.same_machine import agreed_machine
 from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
 from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
-from zgraph.sharding.param_spec import ParamSpec
+from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.resting.codes import Codes
 from zgraph.sharding.resting.memory import Resting
 from zgraph.sharding.resting.offload import Offload
 from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
+from zgraph.sharding.whole_read import attach_read
 from zgraph.torch_compat.autograd import share_hooks
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
@@ -270,6 +271,7 @@ def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh,
     for mark, value in vars(entry.parameter).items():  # attributes by which users group parameters, for instance
         setattr(sharded, mark, value)
     share_hooks(entry.parameter, sharded)
+    attach_read(cast(DTensor, sharded), *entry.sites[0][1:])
     for _, part, attribute in entry.sites:
         replace_parameter(part, attribute, sharded)
 

@@ -21,7 +21,7 @@ from zgraph.runtime.chunks import pad_rows
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import check_assigned
 from zgraph.sharding.model.dry_run_load import COMPILED, dry_run_of
-from zgraph.sharding.param_spec import ParamSpec
+from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.scope import ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import no_frames_inside, without_compile
 from zgraph.torch_compat.groups import is_distributed_ready, resolve_group

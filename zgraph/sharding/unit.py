@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from zgraph.dialect.markers import unshard
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.model.dry_run_load import load_all_or_nothing
+from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
-from zgraph.sharding.param_spec import ParamSpec
 from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.whole_units import after_gathers, reduce_all_params
 from zgraph.torch_compat.dynamo import (
@@ -251,8 +251,8 @@ def _is_unnoted() -> bool:
 def _read_property(attribute: str) -> property:
     def read(module: nn.Module) -> Any:
         state = state_of(module)
-        if state is None:
-            return local_parameters(module)[attribute]
+        if state is None or attribute not in local_parameters(module):
+            return module.__getattr__(attribute)  # as torch reads it, or says that it is not there
         if state.unsharded is not None and attribute in state.unsharded:
             return state.unsharded[attribute]
         if attribute in state.by_attribute and (
@@ -310,6 +310,8 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        if name in attributes and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            _refuse_replacing(self, name)
         base.__setattr__(self, name, gathering(self, value) if name == "forward" else value)
 
     def load_state_dict(
@@ -329,6 +331,13 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
         "_zgraph_base": base,
     }
     return type(base.__name__, (base,), body)
+
+
+def _refuse_replacing(module: nn.Module, attribute: str) -> NoReturn:
+    raise ZgraphError(
+        f"zgraph: {attribute} of a sharded {type(module).__name__} is about to become a tensor that is no parameter, "
+        "as torch.nn.utils.prune and weight_norm make it. Do that before zgraph.shard."
+    )
 
 
 def gathering(module: nn.Module, own: Any) -> Any:

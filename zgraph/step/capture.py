@@ -30,7 +30,7 @@ from zgraph.step.stand_ins import StandIns
 from zgraph.step.windows import resolve_windows
 from zgraph.torch_compat.aot import trace
 from zgraph.torch_compat.autograd import steps_decided_by
-from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.dtensor import local_of, mixes_dtensors
 from zgraph.torch_compat.dynamo import inline_compiled
 from zgraph.torch_compat.fake_values import (
     NumberGuards,
@@ -131,6 +131,13 @@ def capture(
             f"zgraph.training_step: {line_of(error) or 'the step'}{f', in {_kind(reader)}.step(),' if reader else ''} "
             "decides in Python by a value that is known only when the step runs; choose with torch.where, or do it "
             f"outside of the step{f' (another optimizer than {_kind(reader)} may not)' if reader else ''}."
+        ) from error
+    except RuntimeError as error:
+        if not mixes_dtensors(error):
+            raise
+        raise ZgraphError(
+            f"zgraph.training_step: {line_of(error) or 'the step'}: {error} Outside of its model's forward a parameter "
+            "is a DTensor: read parameter.full_tensor(), whose gradient is reduced as in forward."
         ) from error
     finally:
         values.effects()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import Accumulation
 from zgraph.sharding.scope import ShardedParam
+from zgraph.sharding.whole_read import carry_read
 from zgraph.step.lifted import Held, Lifted
 from zgraph.step.lines.refusals import refusal
 from zgraph.step.lines.watch import Watch
@@ -205,7 +206,9 @@ class StandIns:
 
 def _leaf(shard: Tensor, like: Tensor) -> Tensor:
     if isinstance(like, DTensor):
-        return dtensor_like(shard, like).requires_grad_(like.requires_grad)
+        leaf = dtensor_like(shard, like).requires_grad_(like.requires_grad)
+        carry_read(like, leaf)
+        return leaf
     return shard.detach().requires_grad_(like.requires_grad)
 
 

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -203,3 +203,12 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks):
             setattr(other, hooks, getattr(tensor, hooks))
+
+
+def refuse_gradients(leaf: Tensor, refuse: Callable[[], NoReturn]) -> None:
+    """Call a function, which raises, when a backward reaches a leaf, instead of the hooks that others may share.
+
+    `_backward_hooks` (2.11 - 2.13): as in `share_hooks`.
+    """
+    if leaf.requires_grad and leaf.is_leaf:
+        cast(Any, leaf)._backward_hooks = OrderedDict([(0, lambda grad: refuse())])

@@ -164,3 +164,8 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def mixes_dtensors(error: RuntimeError) -> bool:
+    """Whether an operator has refused DTensors together with plain tensors (2.11 - 2.13, by the text)."""
+    return "mixed torch.Tensor and DTensor" in str(error)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zgraph.errors import ZgraphError
 from zgraph.runtime.exchanges.collectives import end_together
 from zgraph.runtime.exchanges.identity import Exchanges
 from zgraph.runtime.window_state import Accumulation, ParameterState
@@ -55,10 +60,29 @@ def guard_steps(scope: Guarded) -> None:
         alive = watched()
         if alive is None:
             return
-        stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepping = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         alive.accumulation.check_step(stepping)
         for model in alive.models:
-            if any(id(state.parameter) in stepping for state in model.states):
+            if any(state.is_among(stepping) for state in model.states):
+                _check_all_sharded(stepping.values())
                 model.end_step()
 
     weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
+
+
+def _check_all_sharded(stepping: Iterable[Tensor]) -> None:
+    """Refuse what zgraph does not reduce in an optimizer with what it does.
+
+    Raises:
+        ZgraphError: a plain tensor has a gradient, which is this rank's own.
+    """
+    if dist.get_world_size() == 1:
+        return
+    for parameter in stepping:
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            raise ZgraphError(
+                f"zgraph: optimizer.step() on a parameter {list(parameter.shape)} that is not sharded, beside sharded "
+                "ones: its gradient is of this rank's batch alone, and ranks would drift apart. Call zgraph.shard on "
+                "the module that holds it, too, before the optimizer is made; or give it an optimizer of its own, if "
+                "ranks are to differ in it, or you average its gradient yourself."
+            )

@@ -1,13 +1,17 @@
-"""Parameters that sharding has replaced, for as long as an optimizer that was created before may still hold them."""
+"""Parameters that sharding has replaced, which an optimizer, a closure or another model may still hold."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import cast
+from functools import partial
+from typing import NoReturn, cast
 
 from torch import nn
+
+from zgraph.errors import ZgraphError
+from zgraph.torch_compat.autograd import refuse_gradients
 
 
 class ReplacedParameters:
@@ -17,6 +21,8 @@ class ReplacedParameters:
         self._references: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
     def note(self, name: str, parameter: nn.Parameter) -> None:
+        """Note one; a backward that reaches it from now on is refused."""
+        refuse_gradients(parameter, partial(_refuse, name))
         self._references.append((name, weakref.ref(parameter)))
 
     def take_over(self, others: ReplacedParameters) -> None:
@@ -36,6 +42,14 @@ class ReplacedParameters:
         if found is None:
             self._references = []
         return found
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ZgraphError(
+        f"zgraph: a gradient has reached the tensor that {name} was before zgraph.shard, which something still reads: "
+        "a closure, a list, or another model. It trains nothing. Read the module's attribute in forward, and shard "
+        "models that share parameters in one call."
+    )
 
 
 def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:

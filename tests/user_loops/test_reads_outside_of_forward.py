@@ -1,0 +1,181 @@
+"""Parameters that the loop, a criterion or a closure reads, past the forward of the model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+
+import zgraph
+from tests.support.ranks import Ranks
+from tests.support.user_loops import Net, Refused, Run, adamw, both, ce, check, draw, rows
+
+
+def full(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def weight_in_the_loss(run: Run) -> None:
+    """The loss multiplies by a head's weight itself, as losses fused with the last layer do."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        outputs = run.call(x)
+        loss = both(outputs, y) + F.cross_entropy(x @ full(run.model.enter.weight).T @ full(run.model.head.weight).T, y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    run.each_batch(train)
+
+
+def penalty_on_all(run: Run) -> None:
+    """L2 by hand, in each micro-batch of a window."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        for last in (False, True):
+            with run.no_sync(last):
+                loss = both(run.call(x), y) + 0.01 * sum(full(one).square().sum() for one in run.model.parameters())
+                loss.backward()
+        opt.step()
+        return loss.detach()
+
+    run.each_batch(train)
+
+
+def weight_alone(run: Run) -> None:
+    """A loss of weights, without a forward of the model."""
+    opt = adamw(run.model.parameters())
+    for _, x, y in run.batches():
+        opt.zero_grad()
+        loss = ce(x @ full(run.model.enter.weight).T @ full(run.model.head.weight).T, y)
+        loss.backward()
+        opt.step()
+        run.log_loss(loss)
+        run.log_grads()
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits * self.temperature, y)
+
+
+def criterion_with_parameters(run: Run) -> None:
+    """A loss that is trained, and that nobody has sharded."""
+    _train_with(run, Tempered())
+
+
+def sharded_criterion(run: Run) -> None:
+    _train_with(run, zgraph.shard(Tempered(), zero_stage=run.stage) if run.stage is not None else Tempered())
+
+
+def _train_with(run: Run, criterion: nn.Module) -> None:
+    opt = adamw([*run.model.parameters(), *criterion.parameters()], weight_decay=0.0)
+
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = criterion(run.call(x)[0], y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    run.each_batch(train)
+    run.log("temperature", next(criterion.parameters()))
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (weight_in_the_loss, penalty_on_all, weight_alone, criterion_with_parameters, sharded_criterion)
+}
+REFUSED: Refused = {
+    ("criterion_with_parameters", mode): r"optimizer.step() on a parameter [] that is not sharded, beside sharded ones"
+    for mode in ("eager", "fx", "inductor")
+}
+FAST = {("weight_in_the_loss", "fx"): 3, ("weight_in_the_loss", "step"): 2, ("penalty_on_all", "step"): 1}
+
+
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+def test_parameters_read_by_the_loop(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
+    check(ranks, LOOPS[name], mode, stages, REFUSED)
+
+
+def refusal_of(action: Any) -> str:
+    with pytest.raises(zgraph.ZgraphError) as caught:
+        action()
+    return str(caught.value)
+
+
+class Closed(nn.Module):
+    """Its activation holds the parameter that it had when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 3)
+        self.gain = gain = nn.Parameter(torch.ones(3))
+        self.scale = lambda h: h * gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.enter(x))
+
+
+def train_closed(compiles: bool) -> str:
+    model = zgraph.shard(Closed())
+    call = torch.compile(model, backend="zgraph", options={"lowering": "fx"}) if compiles else model
+    return refusal_of(lambda: call(draw(1, 4, 5)).sum().backward())
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_shard_has_replaced_is_not_trained(ranks: Ranks, compiles: bool) -> None:
+    for text in ranks.run(train_closed, compiles):
+        assert "a gradient has reached the tensor that gain was before zgraph.shard" in text
+
+
+def prune_after_shard() -> str:
+    model = zgraph.shard(Net(), zero_stage=0)
+    text = refusal_of(lambda: prune.l1_unstructured(model.head, "weight", 0.5))
+    other = nn.Linear(2, 2)  # whose optimizer has nothing to do with that
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters()).step()
+    return text
+
+
+def test_pruning_comes_before_shard(ranks: Ranks) -> None:
+    for text in ranks.run(prune_after_shard):
+        assert "weight of a sharded Linear is about to become a tensor that is no parameter" in text
+
+
+def read_copies() -> None:
+    model = zgraph.shard(Net())
+    weight = model.head.weight.full_tensor()
+    assert weight.requires_grad and torch.equal(weight, model.head.weight.detach().full_tensor())
+    with torch.no_grad():
+        assert not model.head.weight.full_tensor().requires_grad
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.head.weight.add_(1)
+    assert torch.equal(twin.head.weight.full_tensor(), weight + 1)
+    alone = copy.deepcopy(model.head.weight)
+    assert "write copy.detach().full_tensor()" in refusal_of(alone.full_tensor)
+    assert torch.equal(alone.detach().full_tensor(), weight)
+    read = pickle.loads(pickle.dumps(model.head.weight.full_tensor))
+    assert "is in no sharded model" in refusal_of(read)
+
+
+def test_copies_are_read_as_what_they_are(ranks: Ranks) -> None:
+    ranks.run(read_copies)

@@ -1,0 +1,78 @@
+"""`full_tensor()` of a sharded parameter outside of forward, with a gradient that is reduced as any other.
+
+DTensor's own is a function of the shard: its gradient is what this rank's batch gives, averaged with nobody's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from zgraph.errors import ZgraphError
+from zgraph.sharding.scope import state_of
+from zgraph.sharding.unit import gather
+from zgraph.torch_compat.modules import local_parameters
+
+
+class WholeRead:
+    """An attribute of a parameter that stands before the method: a read with gradients is a small forward of its own.
+
+    Args:
+        owner, attribute: where the parameter is found; without an owner it is a copy that no model holds.
+    """
+
+    def __init__(self, owner: nn.Module | None, attribute: str) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._attribute = attribute
+
+    def __call__(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        owner = None if self._owner is None else self._owner()
+        if owner is None:
+            raise ZgraphError(
+                f"zgraph: this copy of a parameter {self._attribute} is in no sharded model; write "
+                "copy.detach().full_tensor()."
+            )
+        parameter, state = cast(DTensor, local_parameters(owner)[self._attribute]), state_of(owner)
+        param = None if state is None else state.by_attribute.get(self._attribute)
+        is_function = parameter.requires_grad and torch.is_grad_enabled() and grad_placements is None
+        if param is None or state is None or param.spec.ignored or not is_function:
+            return DTensor.full_tensor(parameter, grad_placements=grad_placements)
+        if param.spec.split is not None:
+            raise ZgraphError(
+                f"zgraph: full_tensor() of {param.name}, which is tensor-parallel, with gradients and outside of "
+                "forward; compute what needs it in the model's forward, or call it under torch.no_grad()."
+            )
+        scope = state.scope
+        if scope.active:
+            return gather(param, scope)
+        scope.begin()
+        try:
+            whole = gather(param, scope)
+            scope.watch_backward(whole)
+        finally:
+            scope.end()
+        return whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeRead:
+        owner = None if self._owner is None else self._owner()
+        return WholeRead(None if owner is None else memo.get(id(owner)), self._attribute)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WholeRead, (None, self._attribute)
+
+
+def attach_read(parameter: DTensor, owner: nn.Module, attribute: str) -> None:
+    """Let `parameter.full_tensor()` be a read of `owner.attribute`."""
+    cast(Any, parameter).full_tensor = WholeRead(owner, attribute)
+
+
+def carry_read(parameter: Tensor, other: Tensor) -> None:
+    """Let another tensor that takes the parameter's place in its module be read as it is."""
+    read = vars(parameter).get("full_tensor")
+    if read is not None:
+        cast(Any, other).full_tensor = read

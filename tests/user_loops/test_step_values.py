@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zgraph
@@ -228,6 +230,20 @@ class OfACallable(Loop):
             self.criterion.scale = 0.5
 
 
+class OfAPartial(Loop):
+    """A loss whose keywords are changed where they are bound."""
+
+    def prepare(self) -> None:
+        self.criterion = functools.partial(F.smooth_l1_loss, target=torch.zeros(()), beta=1.0)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.criterion(self.model(x).mean())
+
+    def advance(self, number: int) -> None:
+        if number == 1:
+            self.criterion.keywords["beta"] = 0.01
+
+
 class OfAGenerator(Loop):
     """Weights of losses, summed in an expression with its own scope."""
 
@@ -346,7 +362,7 @@ class Environ(Reads):
 
 QUICK: list[type[Loop]] = [OfAConfig, OfAHook, KeepsALoss, OfAClosure, Unread]
 OTHERS: list[type[Loop]] = [OfAList, OfADict, OfATuple, OfAnEnum, OfANestedObject, OfASet, OfADeque, OfNumpy, ByGetattr]
-OTHERS += [AddsAnAttribute, ReadsItsHistory, OfACallable, OfAGenerator, ClearsAList]
+OTHERS += [AddsAnAttribute, ReadsItsHistory, OfACallable, OfAPartial, OfAGenerator, ClearsAList]
 
 
 @worlds(2)

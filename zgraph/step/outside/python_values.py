@@ -7,6 +7,7 @@ and everything that modules hold.
 from __future__ import annotations
 
 import enum
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -230,7 +231,11 @@ class PythonValues:
             self._object(path, value, depth)
 
     def _object(self, path: str, value: Any, depth: int) -> None:
-        self._functions.add(value, path)  # a partial
+        if isinstance(value, functools.partial):
+            self._functions.add(value, path)
+            bound = cast("functools.partial[Any]", value)
+            self._add(Place(f"{path}.keywords", bound.keywords), depth)
+            self._value(f"{path}.args", bound.args, depth)
         kind, held = type(value), getattr(value, "__dict__", None)
         is_known = isinstance(value, SimpleNamespace) or kind.__name__ in ("Namespace", "partial")
         if not isinstance(held, dict) or not (is_known or self._functions.is_users_class(kind)):

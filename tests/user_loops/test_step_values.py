@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zgraph
@@ -234,14 +233,14 @@ class OfAPartial(Loop):
     """A loss whose keywords are changed where they are bound."""
 
     def prepare(self) -> None:
-        self.criterion = functools.partial(F.smooth_l1_loss, target=torch.zeros(()), beta=1.0)
+        self.criterion = functools.partial(torch.celu, alpha=1.0)
 
     def loss(self, x: Tensor) -> Tensor:
-        return self.criterion(self.model(x).mean())
+        return self.criterion(self.model(x)).mean()
 
     def advance(self, number: int) -> None:
         if number == 1:
-            self.criterion.keywords["beta"] = 0.01
+            self.criterion.keywords["alpha"] = 0.5
 
 
 class OfAGenerator(Loop):

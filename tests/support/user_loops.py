@@ -136,10 +136,16 @@ class Run:
         ranks: whose batches this process trains on.
     """
 
-    def __init__(self, mode: str, stage: int | None, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        stage: int | None,
+        options: dict[str, Any] | None = None,
+        build: Callable[[], nn.Module] = Net,
+    ) -> None:
         torch.manual_seed(3)
         self.mode, self.stage = mode, stage
-        self.model: Any = Net()
+        self.model: Any = build()
         self.is_sharded = stage is not None
         self.ranks = [dist.get_rank()] if self.is_sharded else list(range(dist.get_world_size()))
         if stage is not None:
@@ -210,8 +216,8 @@ class Run:
 Loop = Callable[[Run], None]
 
 
-def follow(loop: Loop, mode: str, stage: int | None) -> Log:
-    run = Run(mode, stage)
+def follow(loop: Loop, mode: str, stage: int | None, build: Callable[[], nn.Module] = Net) -> Log:
+    run = Run(mode, stage, build=build)
     loop(run)
     return run.finish()
 
@@ -245,18 +251,39 @@ def difference(found: Log, expected: Log, zeros: bool = False) -> str:
     return f"{len(texts)} of {len(names)} wrong; first {texts[0][1]}; worst {worst}"
 
 
-def verdict(loop: Loop, mode: str, stage: int, zeros: bool = False) -> tuple[str, str]:
+def verdict(
+    loop: Loop, mode: str, stage: int, zeros: bool = False, build: Callable[[], nn.Module] = Net
+) -> tuple[str, str]:
     """ "right", "wrong", "refused" or "error", and why."""
-    expected = follow(loop, "eager", None)
+    expected = follow(loop, "eager", None, build)
     torch.compiler.reset()
     try:
-        found = follow(loop, mode, stage)
+        found = follow(loop, mode, stage, build)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         own = isinstance(error, zgraph.ZgraphError | ValueError) and str(error).startswith("zgraph")
         return ("refused" if own and not isinstance(error, zgraph.CollectiveError) else "error"), text
     text = difference(found, expected, zeros)
     return ("wrong" if text else "right"), text
+
+
+def check_right(build: Callable[[], nn.Module], loop: Loop, mode: str, stage: int) -> None:
+    """Check that a loop over a model of one's own does with shards as without."""
+    assert verdict(loop, mode, stage, build=build) == ("right", "")
+
+
+def refusal(run: Callable[[], object]) -> str:
+    """The text of the error of zgraph's own that a call ends with.
+
+    Raises:
+        AssertionError: it ends without one.
+    """
+    try:
+        run()
+    except (zgraph.ZgraphError, ValueError) as error:
+        assert str(error).startswith("zgraph"), error
+        return str(error)
+    raise AssertionError("nothing was refused")
 
 
 def judged(loop: Loop, mode: str, stages: tuple[int, ...], refused: dict[int, str]) -> int:

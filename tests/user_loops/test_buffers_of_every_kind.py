@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support.ranks import Ranks
-from tests.support.truth import refusal
+from tests.support.user_loops import refusal
 from tests.support.whole_tensors import whole
 
 BESIDE = 64

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import zgraph
 from tests.support.ranks import Ranks
-from tests.support.truth import Tensors, check_equal, logged, run_plain, run_sharded
+from tests.support.user_loops import Run, check_right
 
 MODES = ("eager", "fx")
 STAGES = (0, 2, 3)
@@ -63,15 +63,15 @@ def counting() -> nn.Module:
     return model
 
 
-def train(model: nn.Module, call: Any, batch: Any) -> Tensors:
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for handle in getattr(model, "handles", ()):
+def train(run: Run) -> None:
+    opt = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for handle in getattr(run.model, "handles", ()):
         handle.remove()
-    for step in range(3):
+    for _, x, y in run.batches():
         opt.zero_grad()
-        call(*batch(step)).backward()
+        run.call(x, y).backward()
+        run.log_grads()
         opt.step()
-    return logged(model)
 
 
 def hooks_run(build: Callable[[], nn.Module], mode: str, stage: int) -> None:
@@ -81,9 +81,9 @@ def hooks_run(build: Callable[[], nn.Module], mode: str, stage: int) -> None:
         models.append(build())
         return models[-1]
 
-    check_equal(run_sharded(kept, train, mode, stage), run_plain(kept, train))
+    check_right(kept, train, mode, stage)
     if build is counting:
-        sharded, plain = (sorted(model.seen) for model in models)
+        plain, sharded = (sorted(model.seen) for model in models)
         assert sharded == plain and len(plain) == 12
 
 
@@ -139,8 +139,7 @@ def normed() -> nn.Module:
 
 
 def wrapped(build: str, mode: str, stage: int) -> None:
-    found = {"scaling": scaling, "parametrized": parametrized, "normed": normed}[build]
-    check_equal(run_sharded(found, train, mode, stage), run_plain(found, train))
+    check_right({"scaling": scaling, "parametrized": parametrized, "normed": normed}[build], train, mode, stage)
 
 
 @pytest.mark.parametrize("mode", MODES)

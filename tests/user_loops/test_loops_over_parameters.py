@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import zgraph
 from tests.support.ranks import Ranks
-from tests.support.truth import Tensors, check_equal, logged, run_plain, run_sharded
+from tests.support.user_loops import Run, check_right
 
 MODES = ("eager", "fx")
 
@@ -48,23 +48,22 @@ class Net(nn.Module):
 WHAT = ("zero times all", "squares", "by name", "of a container", "as a vector", "dtype")
 
 
-def train(model: nn.Module, call: Any, batch: Any) -> Tensors:
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
+def train(run: Run) -> None:
+    opt = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for _, x, y in run.batches(2):
         opt.zero_grad()
-        call(*batch(step)).backward()
+        run.call(x, y).backward()
+        run.log_grads()
         opt.step()
-    if getattr(model, "what", "") == "as a vector":  # of sharded parameters torch makes none, and says so
-        return logged(model)
+    if run.model.what == "as a vector":  # of sharded parameters torch makes none, and says so
+        return
     with torch.no_grad():
-        value = call(*batch(7)).detach()
-    found = logged(model)
+        value = run.call(*run.batch(7))
     assert not isinstance(value, DTensor) or value.to_local().isfinite()
-    return found
 
 
 def penalty_in_forward(what: str, mode: str, stage: int) -> None:
-    check_equal(run_sharded(lambda: Net(what), train, mode, stage), run_plain(lambda: Net(what), train))
+    check_right(lambda: Net(what), train, mode, stage)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support.ranks import Ranks
-from tests.support.truth import Tensors, check_equal, logged, refusal, run_plain, run_sharded
+from tests.support.user_loops import Run, check_right, follow, refusal
 
 MODES = ("eager", "fx")
 
@@ -84,14 +83,14 @@ WRITES = {
 }
 
 
-def one_step(model: nn.Module, call: Any, batch: Any) -> Tensors:
-    call(*batch(0)).backward()
-    return logged(model)
+def one_step(run: Run) -> None:
+    run.call(*run.batch(0)).backward()
+    run.log_grads()
 
 
 def written_in_forward(what: str, mode: str, stage: int) -> tuple[str, bool]:
     build, name = WRITES[what]
-    text = refusal(lambda: run_sharded(build, one_step, mode, stage))
+    text = refusal(lambda: follow(one_step, mode, stage, build))
     return text, f"forward writes to {name}," in text
 
 
@@ -106,12 +105,11 @@ def test_a_forward_that_writes_to_what_it_has_gathered_is_refused(
 
 
 def without_gradients(mode: str) -> tuple[str, bool]:
-    def evaluate(model: nn.Module, call: Any, batch: Any) -> Tensors:
+    def evaluate(run: Run) -> None:
         with torch.no_grad():
-            call(*batch(0))
-        return {}
+            run.call(*run.batch(0))
 
-    text = refusal(lambda: run_sharded(lambda: Writer(normalize), evaluate, mode, 3))
+    text = refusal(lambda: follow(evaluate, mode, 3, lambda: Writer(normalize)))
     return text, "forward writes to head.weight," in text
 
 
@@ -150,21 +148,19 @@ class Teacher(nn.Module):
         return F.cross_entropy(out, y) + (out - target).square().mean()
 
 
-def teach(model: nn.Module, call: Any, batch: Any) -> Tensors:
-    assert isinstance(model, Teacher)
-    opt = torch.optim.SGD(model.student.parameters(), lr=0.1)
-    for step in range(3):
+def teach(run: Run) -> None:
+    opt = torch.optim.SGD(run.model.student.parameters(), lr=0.1)
+    for _, x, y in run.batches():
         opt.zero_grad()
-        call(*batch(step)).backward()
+        run.call(x, y).backward()
+        run.log_grads()
         opt.step()
-        if "in forward" not in model.how:
-            model.follow()
-    return logged(model)
+        if "in forward" not in run.model.how:
+            run.model.follow()
 
 
 def teacher_in_place(how: str, mode: str, stage: int) -> None:
-    found = run_sharded(lambda: Teacher(how), teach, mode, stage)
-    check_equal(found, run_plain(lambda: Teacher(how), teach))
+    check_right(lambda: Teacher(how), teach, mode, stage)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -175,7 +171,7 @@ def test_a_teacher_written_in_place_follows(ranks: Ranks, how: str, stage: int, 
 
 
 def teacher_assigned(how: str, mode: str, stage: int) -> str:
-    return refusal(lambda: run_sharded(lambda: Teacher(how), teach, mode, stage))
+    return refusal(lambda: follow(teach, mode, stage, lambda: Teacher(how)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -232,7 +228,7 @@ def activations_in_place(mode: str) -> None:
                 self.seen.add_(out.mean(0))
             return F.cross_entropy(out, y)
 
-    check_equal(run_sharded(Net, one_step, mode, 3), run_plain(Net, one_step))
+    check_right(Net, one_step, mode, 3)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -269,7 +269,8 @@ def verdict(
 
 def check_right(build: Callable[[], nn.Module], loop: Loop, mode: str, stage: int) -> None:
     """Check that a loop over a model of one's own does with shards as without."""
-    assert verdict(loop, mode, stage, build=build) == ("right", "")
+    kind, text = verdict(loop, mode, stage, build=build)
+    assert kind == "right", f"{kind}: {text}"
 
 
 def refusal(run: Callable[[], object]) -> str:

@@ -345,9 +345,6 @@ class ClearsAList(Reads):
 class Global(Reads):
     what = "global"
 
-    def change(self, net: Any) -> None:
-        SETTINGS["scale"] /= 2
-
     def prepare(self) -> None:
         SETTINGS["scale"] = 1.0
 
@@ -390,11 +387,9 @@ def of_the_process() -> list[str]:
     """What both models read: changed at once for the captured and for the plain one."""
     texts: list[str] = []
     for kind in (Global, Environ):
-        captured = kind(3)
-        report = zgraph.Report()
-        step = zgraph.training_step(captured.model, captured.opt, options={"lowering": "fx", "report": report})(
-            captured.step
-        )
+        captured, report = kind(3), zgraph.Report()
+        options = {"lowering": "fx", "report": report}
+        step = zgraph.training_step(captured.model, captured.opt, options=options)(captured.step)
         x = torch.ones(3, 4)
         step(x), step(x)
         for value in (2.0, 0.0):

@@ -245,9 +245,7 @@ def difference(found: Log, expected: Log, zeros: bool = False) -> str:
     return f"{len(texts)} of {len(names)} wrong; first {texts[0][1]}; worst {worst}"
 
 
-def verdict(
-    loop: Loop, mode: str, stage: int, zeros: bool = False, expected: Log | None = None
-) -> tuple[str, str]:
+def verdict(loop: Loop, mode: str, stage: int, zeros: bool = False, expected: Log | None = None) -> tuple[str, str]:
     """ "right", "wrong", "refused" or "error", and why.
 
     Args:

@@ -66,8 +66,8 @@ def penalty_in_forward(what: str, mode: str, stage: int) -> None:
     check_equal(run_sharded(lambda: Net(what), train, mode, stage), run_plain(lambda: Net(what), train))
 
 
-# A graph takes seconds, and every row without a compiler is fast: compiled, three ways of reading are fast, at stages that
-# differ, the others slow at one stage, and what is left long.
+# A graph takes seconds, and every row without a compiler is fast: compiled, three ways of reading are fast, at stages
+# that differ, the others slow at one stage, and what is left long.
 QUICK = {("zero times all", 2), ("by name", 1), ("as a vector", 3)}
 SLOW = {("squares", 0), ("of a container", 3), ("dtype", 2)}
 

@@ -146,9 +146,8 @@ def test_a_mixture_may_return_anything_that_holds_tensors(ranks: Ranks, kind: st
     ("kind", "stage"),
     [
         ("dataclass", 3),
-        ("object", 2),
         # Without a compiler every kind is fast; the rest differs in the stage.
-        *slow(("slots", 3), ("holder", 3), ("beside", 3)),
+        *slow(("object", 2), ("slots", 3), ("holder", 3), ("beside", 3)),
         *long(("dataclass", 0), ("dataclass", 1), ("frozen", 3)),
     ],
 )

@@ -308,10 +308,10 @@ def rows(
 ) -> list[Any]:
     """Rows of (name, mode, stages): without a compiler two stages at once; of what compiles one row each.
 
-    Without a compiler, neighbours take turns: one is fast at stages 1 and 3, which keep sums apart and gather twice, and
-    slow at the others; the next one the other way around. A graph takes seconds, and stages differ in the collectives
-    alone, which the run without a compiler crosses with every loop: of what compiles one row is slow, at a stage that
-    changes from loop to loop, and the rest are long.
+    Without a compiler, neighbours take turns: one is fast at stages 1 and 3 and slow at 0 and 2, the next one the other
+    way around. A graph takes seconds, and stages differ in the collectives alone, which the runs without a compiler
+    cross with every loop: of what compiles one row is slow, at a stage that changes from loop to loop, and the rest
+    are long.
 
     Args:
         fast: the stage, by loop and mode, that is not slow.

@@ -256,20 +256,20 @@ def train_stack(
 STACKS = [
     (Mlp, 1, "plain", True, (Mlp,)),
     (Attention, 3, "reentrant", False, ()),
-    (Nested, 3, "selective", False, (Mlp,)),
     # Each runs three models, two of them compiled. What blocks read in other ways is seen without checkpoints, too.
     *slow(
         (Mlp, 1, "reentrant", True, (Mlp,)),
         (ReadThrice, 2, "plain", True, ()),
         (Parametrized, 1, "plain", False, ()),
         (Spare, 3, "selective", False, (Spare,)),
-        (Nested, 0, "reentrant", False, (Nested,)),
+        (Nested, 3, "selective", False, (Mlp,)),
     ),
     # Each of their values, with others.
     *long(
         (Mlp, 3, "plain", True, ()),
         (Attention, 0, "plain", True, ()),
         (ReadThrice, 3, "reentrant", False, (Stack,)),
+        (Nested, 0, "reentrant", False, (Nested,)),
         (Nested, 1, "plain", True, ()),
         (Parametrized, 3, "selective", True, (Parametrized,)),
         (Spare, 2, "reentrant", True, (Spare,)),

@@ -48,19 +48,20 @@ def run(python: Path, program: str, *paths: Path) -> str:
     return done.stdout.strip()
 
 
+# Each starts a process that loads torch and compiles. The way that most take is fast.
 @pytest.mark.parametrize(
     "before",
     [
-        "import zgraph, torch\nassert 'torch._dynamo' not in sys.modules\n",
-        "import torch\n" + ASKED_BEFORE + "import zgraph\n",
+        pytest.param("import zgraph, torch\nassert 'torch._dynamo' not in sys.modules\n", id="before-dynamo"),
+        pytest.param("import torch\n" + ASKED_BEFORE + "import zgraph\n", id="behind-dynamo", marks=pytest.mark.slow),
     ],
-    ids=["before-dynamo", "behind-dynamo"],
 )
 def test_a_checkout_is_known_once_it_is_imported(python: Path, before: str) -> None:
     count = "print(torch._dynamo.list_backends().count('zgraph'))"
     assert run(python, f"import sys\n{before}{COMPILE}{count}", ROOT) == "1"
 
 
+@pytest.mark.slow  # two processes, as above
 def test_an_installed_zgraph_comes_first(python: Path, tmp_path: Path) -> None:
     """Entry point and checkout at once: neither registers a second time, and the installed version is the one told."""
     described = tmp_path / "zgraph-9.9.dist-info"

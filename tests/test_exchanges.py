@@ -15,6 +15,7 @@ from torch import nn
 import zgraph
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
+from tests.support.tiers import long, slow
 from zgraph.runtime.exchanges.identity import Exchanges, tag_of
 
 WIDTH = 4
@@ -63,8 +64,16 @@ def other_layers(stage: int, mode: str, ways: tuple[tuple[int, ...], ...]) -> tu
     return text, True
 
 
-@pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [
+        *((stage, "eager") for stage in range(4)),
+        (2, "fx"),
+        # Three ways are compiled in each; what is exchanged at which stage is seen without a compiler.
+        *slow((3, "fx")),
+        *long((0, "fx"), (1, "fx")),
+    ],
+)
 def test_ranks_that_run_other_layers_of_the_same_shape_are_told(ranks: Ranks, stage: int, mode: str) -> None:
     for text, goes_on in ranks.run(other_layers, stage, mode, ((0, 1), (0, 2), (0, 3))):
         assert goes_on
@@ -72,8 +81,10 @@ def test_ranks_that_run_other_layers_of_the_same_shape_are_told(ranks: Ranks, st
         assert "zgraph.shard(model, units=[...])" in text
 
 
-@pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [(0, "eager"), (3, "eager"), (3, "fx"), *slow((0, "fx"))],  # its buckets are those of stage 3's reductions
+)
 def test_a_rank_with_a_layer_less_is_told(ranks: Ranks, stage: int, mode: str) -> None:
     """Buckets then differ in size, which ends a process of gloo's."""
     for text, goes_on in ranks.run(other_layers, stage, mode, ((0, 1, 2), (0, 1), (0, 1))):

@@ -39,7 +39,7 @@ CASES = {
 }
 QUICK = ("stage 3",)
 # Forward and backward alone as well, in which windows, precisions and plans are no others than in a captured step.
-IN_PARTS = ("stage 3", "stage 2, bf16", "stage 1, loco", "planned")
+IN_PARTS = ("stage 2, bf16", "stage 1, loco", "planned")
 LONG = ("stage 0, window", "autocast", "planned, loco")  # of whose features the others have each
 ROWS = [*QUICK, *slow(*(name for name in CASES if name not in (*QUICK, *LONG))), *long(*LONG)]
 

@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-QUICK = ("stage 3", "loco, window")
+QUICK = ("stage 3",)  # test_step_gate.py has a fast row of LoCo
 # Of features that test_step_gate.py has in pairs.
 LONG = ("loco, accumulated", "loco, twice", "frozen", "stage 0", "stage 3, accumulated", "dropout")
 SLOW = [name for name in CASES if name not in (*QUICK, *LONG)]

@@ -14,6 +14,7 @@ import torch
 
 import zgraph
 from tests.support import breakages
+from tests.support.tiers import slow
 from zgraph.torch_compat import (
     NEWEST,
     OLDEST,
@@ -83,8 +84,10 @@ def test_import_refuses_an_unsupported_torch():
     assert "ImportError: zgraph: torch 2.9.0 is too old; install torch>=2.11,<2.16." in found.stderr
 
 
-def test_a_newer_torch_costs_one_warning():
-    found = run_python(f"import torch; torch.__version__ = '2.16.0'; import zgraph\n{COMPILE_A_LINEAR}\nprint('ran')")
+# A process that compiles takes many seconds; make test TORCH=... compiles with each torch that there is.
+@pytest.mark.parametrize("program", ["", *slow(COMPILE_A_LINEAR)], ids=["imports", "compiles"])
+def test_a_newer_torch_costs_one_warning(program: str):
+    found = run_python(f"import torch; torch.__version__ = '2.16.0'; import zgraph\n{program}\nprint('ran')")
     assert (found.returncode, found.stdout) == (0, "ran\n"), found.stderr
     assert found.stderr.count("ZgraphWarning: zgraph: torch 2.16.0 is newer than") == 1
 

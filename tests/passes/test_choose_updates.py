@@ -155,8 +155,8 @@ def updated_on_host(plan: Plan) -> int:
     ("rates", "gpu", "offload", "chosen"),
     [
         (SLOW_UPDATES, True, HOST, "updates on the device"),
-        (SLOW_LINK, False, HOST, "updates on the host"),
         *slow(
+            (SLOW_LINK, False, HOST, "updates on the host"),
             (SLOW_LINK, True, HOST, "updates on the host"),
             (SLOW_UPDATES, False, STATE, "updates on the device"),
             (BALANCED, True, HOST, "of 4 updates on the host, the later ones on the device"),
@@ -290,8 +290,8 @@ def chosen_by(case: Case, gpu: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "gpu"),
     [
-        *(("host", False), ("some", True)),
-        *slow(("host", True), ("device", False), ("device", True), ("some", False)),
+        ("some", True),
+        *slow(("host", False), ("host", True), ("device", False), ("device", True), ("some", False)),
         *slow(*((name, gpu) for name in ("some, resumed", "some, frugal") for gpu in (False, True))),
     ],
 )

@@ -19,7 +19,7 @@ from tests.support.compiled import with_fx
 from tests.support.graphs import Twice, apply, fake_world, mlp, traced
 from tests.support.judges.compressed import Codec, Hybrid, OneHop, TwoHops, local_gradients
 from tests.support.judges.replicated import assert_equal
-from tests.support.ranks import RankFailure, Ranks, every_world, fresh_ranks, worlds
+from tests.support.ranks import Ranks, every_world, fresh_ranks, worlds
 from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph import PreconditionError
@@ -542,13 +542,18 @@ def said_by(compress: CompressGradients) -> str:
 
 
 def test_another_method_does_not_take_over_an_error(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match=r"2\.weight keeps the error of .*LoCo.* and is now compressed by .*LoCo"):
-        ranks.run(two_methods)
+    for text in ranks.run(two_methods):
+        assert re.search(r"2\.weight keeps the error of .*LoCo.* and is now compressed by .*LoCo", text), text
 
 
-def two_methods() -> None:
+def two_methods() -> str:
+    """The error of the second method, which each rank raises before it sends anything."""
     sharded = zgraph.shard(model(), zero_stage=3)
     for method in (SMALL, LoCo(group=64)):
         torch.compiler.reset()
         call = compiled(sharded, CompressGradients(method=method, min_numel=LEAST))
-        loss_of(call(batch(0, dist.get_rank()))).backward()
+        try:
+            loss_of(call(batch(0, dist.get_rank()))).backward()
+        except zgraph.ZgraphError as error:
+            return str(error)
+    return "nothing was raised"

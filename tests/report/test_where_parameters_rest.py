@@ -13,6 +13,7 @@ import zgraph
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks
 from tests.support.resting import DISK, SHARDS, under
+from tests.support.tiers import long, slow
 
 
 def rests(offload: zgraph.Offload | None, mode: str) -> dict[str, str]:
@@ -43,8 +44,15 @@ def rests(offload: zgraph.Offload | None, mode: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["compiled", "step"])
-@pytest.mark.parametrize("space", ["device", "host", "disk"])
+@pytest.mark.parametrize(
+    ("space", "mode"),
+    [
+        ("device", "compiled"),
+        ("host", "step"),
+        *slow(("disk", "compiled")),  # told as the host is
+        *long(("device", "step"), ("host", "compiled"), ("disk", "step")),
+    ],
+)
 def test_a_report_says_where_parameters_rest(ranks: Ranks, tmp_path: Path, space: str, mode: str) -> None:
     offload = {"device": None, "host": SHARDS, "disk": under(tmp_path, DISK)}[space]
     names = [f"{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]

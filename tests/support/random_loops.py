@@ -88,10 +88,10 @@ def judge(program: Program) -> tuple[str, str]:
     """A verdict, see `user_loops.verdict`; or "void" where the plain model raises: such a loop tells nothing."""
     loop = loop_of(program.source)
     try:
-        follow(loop, "eager", None)
+        expected = follow(loop, "eager", None)
     except Exception as error:
         return "void", f"{type(error).__name__}: {error}"
-    return verdict(loop, program.mode, program.stage, zeros=program.mode == "fx")
+    return verdict(loop, program.mode, program.stage, zeros=program.mode == "fx", expected=expected)
 
 
 def judge_together(program: Program) -> tuple[str, str]:

@@ -252,11 +252,22 @@ def difference(found: Log, expected: Log, zeros: bool = False) -> str:
 
 
 def verdict(
-    loop: Loop, mode: str, stage: int, zeros: bool = False, build: Callable[[], nn.Module] = Net
+    loop: Loop,
+    mode: str,
+    stage: int,
+    zeros: bool = False,
+    build: Callable[[], nn.Module] = Net,
+    expected: Log | None = None,
 ) -> tuple[str, str]:
-    """ "right", "wrong", "refused" or "error", and why."""
-    expected = follow(loop, "eager", None, build)
-    torch.compiler.reset()
+    """ "right", "wrong", "refused" or "error", and why.
+
+    Args:
+        expected: what the plain model does, where that is known.
+    """
+    if expected is None:
+        expected = follow(loop, "eager", None, build)
+    if mode != "eager":
+        torch.compiler.reset()
     try:
         found = follow(loop, mode, stage, build)
     except Exception as error:
@@ -295,8 +306,9 @@ def judged(loop: Loop, mode: str, stages: tuple[int, ...], refused: dict[int, st
             in disorder.
     """
     right = 0
+    expected = follow(loop, "eager", None)
     for stage in stages:
-        kind, text = verdict(loop, mode, stage, zeros=mode in ("fx", "inductor"))
+        kind, text = verdict(loop, mode, stage, zeros=mode in ("fx", "inductor"), expected=expected)
         if stage in refused:
             assert kind in ("refused", "error") and refused[stage] in text, f"stage {stage}: {kind}: {text}"
         else:
@@ -327,18 +339,27 @@ def has_a_step(loop: Loop) -> bool:
 def rows(
     loops: dict[str, Loop], fast: dict[tuple[str, str], int], wrong: dict[tuple[str, str, int], str] | None = None
 ) -> list[Any]:
-    """Rows of (name, mode, stages): without a compiler all stages at once; of what compiles one row each.
+    """Rows of (name, mode, stages): without a compiler two stages at once; of what compiles one row each.
+
+    Without a compiler, neighbours take turns: one is fast at stages 1 and 3 and slow at 0 and 2, the next one the other
+    way around. A graph takes seconds, and stages differ in the collectives alone, which the runs without a compiler
+    cross with every loop: of what compiles one row is slow, at a stage that changes from loop to loop, and the rest
+    are long.
 
     Args:
-        fast: the stage, by loop and mode, that is not slow. A graph takes seconds; the others make the same ones.
+        fast: the stage, by loop and mode, that is not slow.
         wrong: why a row is known to fail.
     """
     found: list[Any] = []
     for place, (name, loop) in enumerate(loops.items()):
-        found.append(pytest.param(name, "eager", (0, 1, 2, 3)))
+        first, second = ((1, 3), (0, 2))[:: 1 - 2 * (place % 2)]
+        found += [pytest.param(name, "eager", first), pytest.param(name, "eager", second, marks=pytest.mark.slow)]
         for mode in ("fx", *(["step"] if has_a_step(loop) else [])):
+            quick = fast.get((name, mode))
+            in_turn = [stage for stage in ((place + turn) % 4 for turn in range(4)) if stage != quick]
             for stage in range(4):
-                marks = [] if fast.get((name, mode)) == stage else [pytest.mark.slow]
+                tier = pytest.mark.slow if stage == in_turn[0] else pytest.mark.long
+                marks = [] if stage == quick else [tier]
                 if (name, mode, stage) in (wrong or {}):
                     marks.append(pytest.mark.xfail(strict=True, reason=(wrong or {})[name, mode, stage]))
                 found.append(pytest.param(name, mode, (stage,), marks=marks))

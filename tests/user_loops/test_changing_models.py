@@ -359,9 +359,7 @@ FAST = {
     ("new_module_after_shard", "fx"): 1,
     ("new_parameter_after_shard", "fx"): 3,
     ("frozen_and_unfrozen", "fx"): 2,
-    ("hooks_on_modules", "fx"): 3,
     ("heads_in_turns", "fx"): 1,
-    ("heads_in_turns", "step"): 2,
     ("averaged_copy", "step"): 3,
 }
 

@@ -133,7 +133,7 @@ REFUSED: Refused = {
     ("gradient_penalty", "fx"): "torch.compile with aot_autograd does not currently support double backward",
     ("gradient_penalty", "inductor"): "torch.compile with aot_autograd does not currently support double backward",
 }
-FAST = {("raised_and_caught", "fx"): 3, ("gradient_penalty", "step"): 3}
+FAST = {("raised_and_caught", "fx"): 3}
 
 
 @pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import slow
+from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph.passes import presets
 
@@ -21,7 +21,8 @@ ROUNDING = 1e-5  # the truth sums over ranks in another order
 Kept = tuple[bool, ...]
 
 # By rank: no rank ever compiles all that its peers do, and one reads nothing where its peers read everything.
-PLAN = (("1100", "1100", "0011"), ("1010", "1100", "0110"), ("1110", "0101", "1000"), ("0000", "1111", "1011"))
+# Each is a graph on each rank.
+PLAN = (("1100", "1100", "0011"), ("1010", "0101", "1000"), ("0000", "1111", "1011"))
 
 
 class Block(nn.Module):
@@ -141,8 +142,16 @@ def trained(stage: int, mode: str, units: type[nn.Module], planned: bool) -> int
 
 
 @worlds(2)
-@pytest.mark.parametrize("mode", ["eager", "compile", "step"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [
+        *((stage, "eager") for stage in range(4)),
+        (0, "step"),
+        # Graphs of each way through the layers. Three ranks have compiled stage 3 below.
+        *slow((2, "compile"), (3, "step")),
+        *long((0, "compile"), (1, "compile"), (3, "compile"), (1, "step"), (2, "step")),
+    ],
+)
 def test_ranks_that_drop_other_layers_get_the_mean_of_their_gradients(ranks: Ranks, stage: int, mode: str) -> None:
     assert ranks.run(trained, stage, mode, Layers, False) == [len(PLAN)] * 2
 
@@ -157,7 +166,7 @@ def frames_of_a_unit(stage: int) -> tuple[list[tuple[str, str]], bool]:
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, *long(3)])  # the same frames
 def test_a_named_unit_breaks_no_graph(ranks: Ranks, stage: int) -> None:
     for graphs, gathers_outside in ranks.run(frames_of_a_unit, stage):
         assert graphs == [("0/0", "forward"), ("0/0", "backward")]
@@ -165,21 +174,23 @@ def test_a_named_unit_breaks_no_graph(ranks: Ranks, stage: int) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("mode", ["compile", "step"])
+@pytest.mark.parametrize("mode", [*slow("compile"), *long("step")])  # units of which the model consists are above
 def test_a_unit_may_be_the_whole_model(ranks: Ranks, mode: str) -> None:
     assert ranks.run(trained, 3, mode, Net, False) == [len(PLAN)] * 2
 
 
 @worlds(3)
 @pytest.mark.parametrize(
-    ("stage", "mode"), [(3, "compile"), (2, "step"), *slow((0, "eager"), (1, "compile"), (2, "compile"), (3, "step"))]
+    ("stage", "mode"),
+    # Two ranks have stage 0, and what reduces at the others is what they have without a compiler.
+    [(3, "compile"), *slow((0, "eager"), (1, "compile"), (2, "step")), *long((2, "compile"), (3, "step"))],
 )
 def test_three_ranks_with_rows_that_do_not_divide(ranks: Ranks, stage: int, mode: str) -> None:
     assert ranks.run(trained, stage, mode, Layers, False) == [len(PLAN)] * 3
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", [3, *slow(2)])
+@pytest.mark.parametrize("stage", [*slow(3), *long(2)])  # compiles C++; what drops gathers is before the lowering
 def test_inductor_drops_no_gather_either(ranks: Ranks, stage: int) -> None:
     assert ranks.run(trained, stage, "inductor", Layers, False) == [len(PLAN)] * 2
 
@@ -194,6 +205,7 @@ def planned_or_refused(stage: int, mode: str) -> str:
 
 
 @worlds(2)
+@pytest.mark.slow  # plans and compiles twice; test_agreement.py has graphs that differ
 @pytest.mark.parametrize("mode", ["compile", "step"])
 def test_a_planned_order_is_right_or_refused_before_anything_is_sent(ranks: Ranks, mode: str) -> None:
     found = ranks.run(planned_or_refused, 3, mode)
@@ -220,7 +232,11 @@ def accumulated(stage: int, mode: str) -> int:
 
 
 @worlds(2)
-@pytest.mark.parametrize(("stage", "mode"), [(1, "compile"), (2, "compile"), (3, "compile"), (2, "eager")])
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    # Compiled, a window is three graphs more for each rank; stage 1 keeps sums apart.
+    [(1, "eager"), (2, "eager"), *slow((1, "compile")), *long((2, "compile"), (3, "compile"))],
+)
 def test_windows_may_drop_other_layers_in_each_micro_batch(ranks: Ranks, stage: int, mode: str) -> None:
     assert ranks.run(accumulated, stage, mode) == [2, 2]
 
@@ -241,11 +257,10 @@ def same_bits(stage: int, mode: str, narrow: str) -> list[str]:
 @pytest.mark.parametrize(
     ("stage", "mode", "narrow"),
     [
-        (3, "compile", "bf16"),
-        (3, "step", "autocast"),
-        (0, "step", "autocast"),
-        (2, "compile", "autocast"),
-        *slow((2, "step", "bf16"), (3, "compile", "autocast")),
+        # Two models, each compiled for every way through the layers; that ranks exchange as many bytes is seen above.
+        *slow((3, "compile", "bf16"), (0, "step", "autocast")),
+        # Their modes and precisions at other stages.
+        *long((3, "step", "autocast"), (2, "compile", "autocast"), (2, "step", "bf16"), (3, "compile", "autocast")),
     ],
 )
 def test_what_travels_is_as_wide_on_ranks_that_do_not_read_it(ranks: Ranks, stage: int, mode: str, narrow: str) -> None:
@@ -278,8 +293,11 @@ def evaluated(stage: int, mode: str) -> list[bool]:
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    # Compiled, each way through the layers is two graphs more, and a unit gathers as it does above.
+    [(2, "eager"), (3, "eager"), *slow((3, "compile")), *long((2, "compile"))],
+)
 def test_a_unit_gathers_alike_without_gradients_and_with_frozen_parameters(ranks: Ranks, stage: int, mode: str) -> None:
     for found in ranks.run(evaluated, stage, mode):
         assert found == [True] * (len(PLAN) * 6)

@@ -328,7 +328,6 @@ REFUSED: Refused = {
     ("lbfgs", "inductor"): {1: UNEVEN, 2: UNEVEN, 3: UNEVEN},
 }
 FAST = {
-    ("closures", "fx"): 2,
     ("closures", "step"): 1,
     ("sharpness_aware", "fx"): 1,
     ("generator_and_critic", "step"): 3,

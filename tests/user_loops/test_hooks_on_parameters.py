@@ -14,10 +14,10 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import zgraph
 from tests.support.ranks import Ranks
+from tests.support.tiers import long, slow
 from tests.support.user_loops import Run, check_right
 
-MODES = ("eager", "fx")
-STAGES = (0, 2, 3)
+STAGES = (3, 2, 0)
 
 
 class Net(nn.Module):
@@ -63,6 +63,9 @@ def counting() -> nn.Module:
     return model
 
 
+BUILDS = (masking, counting, removed)
+
+
 def train(run: Run) -> None:
     opt = torch.optim.SGD(run.model.parameters(), lr=0.1)
     for handle in getattr(run.model, "handles", ()):
@@ -87,9 +90,15 @@ def hooks_run(build: Callable[[], nn.Module], mode: str, stage: int) -> None:
         assert sharded == plain and len(plain) == 12
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("build", [masking, counting, removed], ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    ("build", "stage", "mode"),
+    [
+        *((build, stage, "eager") for build in BUILDS for stage in STAGES),
+        *((build, STAGES[place], "fx") for place, build in enumerate(BUILDS)),
+        # A graph more each; each kind of hook and each stage is compiled above.
+        *long(*((build, STAGES[place - turn], "fx") for place, build in enumerate(BUILDS) for turn in (1, 2))),
+    ],
+)
 def test_hooks_from_before_shard_run(ranks: Ranks, build: Callable[[], nn.Module], stage: int, mode: str) -> None:
     ranks.run(hooks_run, build, mode, stage)
 
@@ -138,13 +147,23 @@ def normed() -> nn.Module:
     return model
 
 
+WRAPPED: dict[str, Callable[[], nn.Module]] = {"scaling": scaling, "parametrized": parametrized, "normed": normed}
+
+
 def wrapped(build: str, mode: str, stage: int) -> None:
-    check_right({"scaling": scaling, "parametrized": parametrized, "normed": normed}[build], train, mode, stage)
+    check_right(WRAPPED[build], train, mode, stage)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("build", ["scaling", "parametrized", "normed"])
+@pytest.mark.parametrize(
+    ("build", "stage", "mode"),
+    [
+        *((build, stage, "eager") for build in WRAPPED for stage in (0, 3)),
+        ("scaling", 3, "fx"),
+        ("parametrized", 0, "fx"),
+        *slow(("normed", 3, "fx")),  # what parametrized is, without classes of its own
+        *long(("scaling", 0, "fx"), ("parametrized", 3, "fx"), ("normed", 0, "fx")),
+    ],
+)
 def test_hooks_on_modules_run(ranks: Ranks, build: str, stage: int, mode: str) -> None:
     ranks.run(wrapped, build, mode, stage)
 

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import zgraph
 from tests.support.ranks import Ranks
+from tests.support.tiers import long, slow
 from tests.support.user_loops import Run, check_right
-
-MODES = ("eager", "fx")
 
 
 class Net(nn.Module):
@@ -66,9 +65,23 @@ def penalty_in_forward(what: str, mode: str, stage: int) -> None:
     check_right(lambda: Net(what), train, mode, stage)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("what", WHAT)
+# A graph takes seconds, and every row without a compiler is fast: compiled, three ways of reading are fast, at stages
+# that differ, the others slow at one stage, and what is left long.
+QUICK = {("zero times all", 2), ("by name", 1), ("as a vector", 3)}
+SLOW = {("squares", 0), ("of a container", 3), ("dtype", 2)}
+
+
+def compiled_rows() -> list[Any]:
+    rows = [(what, stage, "fx") for what in WHAT for stage in range(4)]
+    others = [row for row in rows if row[:2] not in QUICK | SLOW]
+    quick, later = ([row for row in rows if row[:2] in some] for some in (QUICK, SLOW))
+    return [*quick, *slow(*later), *long(*others)]
+
+
+@pytest.mark.parametrize(
+    ("what", "stage", "mode"),
+    [*((what, stage, "eager") for what in WHAT for stage in range(4)), *compiled_rows()],
+)
 def test_a_penalty_of_all_parameters_is_right(ranks: Ranks, what: str, stage: int, mode: str) -> None:
     ranks.run(penalty_in_forward, what, mode, stage)
 

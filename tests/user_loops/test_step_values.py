@@ -356,9 +356,9 @@ class Environ(Reads):
         os.environ.pop("ZGRAPH_TEST_FACTOR", None)
 
 
-QUICK: list[type[Loop]] = [OfAConfig, OfAHook, KeepsALoss, OfAClosure, Unread]
+QUICK: list[type[Loop]] = [OfAConfig, KeepsALoss, Unread]
 OTHERS: list[type[Loop]] = [OfAList, OfADict, OfATuple, OfAnEnum, OfANestedObject, OfASet, OfADeque, OfNumpy, ByGetattr]
-OTHERS += [AddsAnAttribute, ReadsItsHistory, OfACallable, OfAPartial, OfAGenerator, ClearsAList]
+OTHERS += [OfAHook, OfAClosure, AddsAnAttribute, ReadsItsHistory, OfACallable, OfAPartial, OfAGenerator, ClearsAList]
 
 
 @worlds(2)

@@ -317,12 +317,8 @@ REFUSED |= {("gradients_by_function", mode): {0: ASKED, 1: ASKED} for mode in ("
 FAST = {
     ("parts_accumulate", "fx"): 1,
     ("parts_accumulate", "step"): 0,
-    ("a_part_closes_what_the_whole_has_begun", "fx"): 2,
-    ("cleared_to_zeros", "fx"): 1,
     ("gradients_by_function", "fx"): 1,
-    ("gradients_of_inputs", "fx"): 1,
     ("a_forward_on_the_instance", "fx"): 3,
-    ("a_forward_on_the_instance", "step"): 1,
 }
 
 

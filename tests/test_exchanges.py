@@ -162,8 +162,11 @@ def test_a_copy_of_a_model_is_another_model(ranks: Ranks) -> None:
 
 
 def test_tags_differ_by_key_place_and_size() -> None:
-    exchanges = Exchanges("dp", 3)
-    keys = [exchanges.next((7,)), exchanges.next((7,)), Exchanges("dp", 3).next((8,)), Exchanges("dp", 4).next((7,))]
+    def exchanges(model: int) -> Exchanges:
+        return Exchanges("dp", dist.HashStore(), model)
+
+    first = exchanges(3)
+    keys = [first.next(7), first.next(7), exchanges(3).next(8), exchanges(4).next(7)]
     tags = {tag_of(key, place, nbytes) for key in keys for place in (0, 1) for nbytes in (16, 32)}
     assert len(tags) == 16 and all(1 << 30 <= tag < 1 << 31 for tag in tags)
-    assert Exchanges("dp", 3).next((7,)) == keys[0]
+    assert exchanges(3).next(7) == keys[0]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zgraph.runtime.exchanges.identity import About, tag_of
-from zgraph.runtime.exchanges.watch import Exchange, Message
+from zgraph.runtime.exchanges.watch import Exchange
 from zgraph.torch_compat.collectives import (
     all_gather_into,
     all_gather_op,
@@ -283,19 +283,16 @@ def _start(
         about: which exchange it is, so that it meets no other one; None: whichever the peers start in the same order.
     """
     group, rank, others = route.group, route.rank, route.others
+    sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
 
     def tag(nbytes: int) -> int:
         return _TAGS[0] + number % _NUMBERS if about is None else tag_of(about.key, number, nbytes)
 
     # Receives first: announced before anything is sent, they queue behind no data.
-    filled = [(to_fill[peer], peer) for peer in reversed(others) if to_fill[peer].numel()]
-    started = [group.recv([part], peer, tag(part.nbytes)) for part, peer in filled]
-    sent = [(to_send[peer], peer) for peer in others if to_send[peer].numel()]
-    started += [group.send([part], peer, tag(part.nbytes)) for part, peer in sent]
+    works = [group.recv([to_fill[peer]], peer, tag(receives[peer])) for peer in reversed(others) if receives[peer]]
+    works += [group.send([to_send[peer]], peer, tag(sends[peer])) for peer in others if sends[peer]]
     to_fill[rank].copy_(to_send[rank])
-    if about is None:
-        for work in started:
-            register_work(result, work)
-    elif started:
-        messages = [Message(peer, to_send[peer].nbytes, to_fill[peer].nbytes) for peer in others]
-        register_work(result, Exchange(started, about, number, group, messages))
+    if about is not None and works:
+        works = [Exchange(works, about, number, group, sends, receives)]
+    for work in works:
+        register_work(result, work)

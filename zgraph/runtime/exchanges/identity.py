@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
 from zgraph.runtime.handle import name_of
 from zgraph.torch_compat.groups import default_store, is_fake_world
@@ -34,6 +35,7 @@ class Exchanges:
 
     Attributes:
         group_name: name of its process group.
+        store: the rendezvous store, which has counted the model.
         model: number of the call among those on that group; equal on all ranks, which shard in one order.
         failures: how often ranks have found that they do not exchange the same; all that do begin to count anew.
         count: exchanges since.
@@ -41,6 +43,7 @@ class Exchanges:
     """
 
     group_name: str
+    store: Store
     model: int
     failures: int = 0
     count: int = 0
@@ -51,21 +54,22 @@ class Exchanges:
         """Those of a new model; None in a world in which nothing is sent. The store counts each rank's models."""
         if is_fake_world():
             return None
-        return cls(group_name, default_store().add(f"zgraph/models/{group_name}/{dist.get_rank()}", 1))
+        store = default_store()
+        return cls(group_name, store, store.add(f"zgraph/models/{group_name}/{dist.get_rank()}", 1))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Exchanges | None:
         return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a model of its own
 
-    def next(self, numbers: Sequence[int]) -> int:
-        """Key of the next exchange of the parameters with these numbers, or, with none, of a graph's next call."""
+    def next(self, number: int = 0) -> int:
+        """Key of the next exchange of the parameter with this number, or, with none, of a graph's next call."""
         self.count += 1
-        return hash((self.model, self.failures, self.count, *numbers))  # of integers: the same in each process
+        return hash((self.model, self.failures, self.count, number))  # of integers: the same in each process
 
     def end_of_step(self) -> About | None:
         """The exchange that ends a step, so that all ranks have had as many in it; None where it has had none."""
         if self.count == self.ended:
             return None
-        found = About(self.next(()), "optimizer.step()", (), self)
+        found = About(self.next(), "optimizer.step()", (), self)
         self.ended = self.count
         return found
 
@@ -114,7 +118,7 @@ def about(kind: str, handle: Tensor) -> About | None:
     found: Identity | None = getattr(handle, _IDENTITY, None)
     if found is None:
         return None
-    return About(found.exchanges.next((found.number,)), kind, (handle,), found.exchanges)
+    return About(found.exchanges.next(found.number), kind, (handle,), found.exchanges)
 
 
 def exchanges_of(handles: Sequence[Tensor]) -> Exchanges | None:
@@ -143,7 +147,7 @@ class CalledFor:
         self._handles, self._numbers = handles, {name: one.number for name, one in found.items()}
         self._exchanges = next((one.exchanges for one in found.values()), None)
         if self._exchanges is not None:
-            self._key = self._exchanges.next(())
+            self._key = self._exchanges.next()
 
     def end(self) -> None:
         """The call has ended; what it has started knows by itself which exchange it is."""

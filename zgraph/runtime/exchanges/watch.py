@@ -19,9 +19,10 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from zgraph.errors import AgreementError, ZgraphError
 from zgraph.runtime.exchanges.identity import About, exchanges_of, tag_of
 from zgraph.torch_compat.fake_values import without_fake_mode
-from zgraph.torch_compat.groups import default_store, resolve_group
+from zgraph.torch_compat.groups import resolve_group
 
 PATIENCE_S = 1.0  # of a wait, before the store is asked
 _LOOK_S = 0.25
@@ -43,14 +44,6 @@ ADVICE = (
 )
 
 
-class Message(NamedTuple):
-    """One peer's part of an exchange: bytes to send and to receive, by its rank in the group."""
-
-    peer: int
-    sends: int
-    receives: int
-
-
 class Exchange(dist.Work):
     """The messages of one exchange as one work, whose wait is watched.
 
@@ -59,7 +52,7 @@ class Exchange(dist.Work):
         about: which exchange it is.
         place: its number in its graph.
         group: of the ranks that take part.
-        messages: one for each peer.
+        sends, receives: bytes to each rank of the group, and from it.
     """
 
     def __init__(
@@ -68,82 +61,67 @@ class Exchange(dist.Work):
         about: About,
         place: int,
         group: dist.ProcessGroup,
-        messages: Sequence[Message],
+        sends: Sequence[int],
+        receives: Sequence[int],
     ) -> None:
         super().__init__()
-        self.works, self.about, self.place, self.group, self.messages = works, about, place, group, messages
-        self.watch = watch_of(default_store())
-        self.watch.note_start(self)
+        self.works, self.about, self.place, self.group = works, about, place, group
+        self.sends, self.receives = sends, receives
+        self.watch = watch_of(about.exchanges.store)
+        self.watch.announced = ""
+        self.watch.started.append((about.key, place, sends, receives))
 
     @property
     def key(self) -> list[int]:
         return [self.about.key, self.place]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self.watch.begin(self)
+        watch = self.watch
+        watch.waits = self
         try:
             for work in self.works:
                 work.wait()
         finally:
-            refusal = self.watch.end()
+            refusal = watch.end(self) if watch.published else ""
+            watch.waits = None
         if refusal:
             raise AgreementError(refusal)
         return True
 
 
 class Watch:
-    """Watches what this rank waits for; one for each rendezvous store."""
+    """Watches what this rank waits for; one for each rendezvous store.
+
+    An exchange that ends in time costs no more than the assignments of `Exchange`: a thread looks now and then whether
+    this rank still waits for the same one.
+
+    Attributes:
+        waits: what this rank waits for.
+        published: what the store says of it, as JSON, as soon as a peer may read it; "" means nothing.
+        announced: why this rank will not start what its peers may wait for, until it starts another exchange.
+        started: key, place, and bytes to and from each rank, of the last exchanges that this rank has started.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
         self.rank = rank
+        self.waits: Exchange | None = None
+        self.published = ""
+        self.announced = ""
+        self.started: deque[tuple[int, int, Sequence[int], Sequence[int]]] = deque(maxlen=_REMEMBERED)
         self._store = PrefixStore("zgraph/watch", store)
-        self._started: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # what each peer gets and gives
-        self._waits: Exchange | None = None
-        self._number = 0  # of the wait
+        self._seen: Exchange | None = None  # what this rank has waited for, since when
         self._since = 0.0
-        self._published = ""
-        self._announced = ""  # why this rank will not start what its peers may wait for
         self._sent: list[Any] = []  # messages without meaning, and their memory
         self._lock = threading.Lock()  # of what is published
-        self._thread: threading.Thread | None = None
+        threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True).start()
 
-    def note_start(self, exchange: Exchange) -> None:
-        """Remember that this rank has started an exchange."""
-        self._announced = ""
-        ranks = dist.get_process_group_ranks(exchange.group)
-        given = {ranks[one.peer]: (one.receives, one.sends) for one in exchange.messages}
-        self._started[exchange.about.key, exchange.place] = given
-        if len(self._started) > _REMEMBERED:
-            del self._started[next(iter(self._started))]
-
-    def begin(self, exchange: Exchange) -> None:
-        """A wait begins."""
-        self._number, self._since = self._number + 1, time.monotonic()
-        self._waits = exchange
-        self._start_thread()
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True)
-            self._thread.start()
-
-    def announce(self, text: str) -> None:
-        """Tell peers that wait for this rank that it has raised an error; until it starts another exchange."""
-        self._announced = text
-        self._start_thread()
-
-    def end(self) -> str:
-        """A wait has ended; why what it has received must not be used, or ""."""
-        exchange = self._waits
+    def end(self, exchange: Exchange) -> str:
+        """End a wait of which peers may know; why what it has received must not be used, or ""."""
         with self._lock:
-            self._waits = None
-            if self._published:
-                self._store.set(f"waits/{self.rank}", "")
-                self._published = ""
-        if exchange is None or time.monotonic() - self._since < PATIENCE_S:
-            return ""  # nobody has looked
-        place = f"told/{self.rank}/{self._number}"
-        text = self._store.get(place).decode() if self._store.check([place]) else ""
+            self.waits = None
+            self._store.set(f"waits/{self.rank}", "")
+            self.published = ""
+        text = self._read(f"told/{self.rank}/{exchange.key}")
         if text:
             exchange.about.exchanges.restart()
             # Who has told this rank may wait for an answer, which the thread has not given yet.
@@ -155,18 +133,20 @@ class Watch:
 
     def stuck(self, rank: int) -> dict[str, Any] | None:
         """What a peer waits for that this rank has not started and takes part in; None: nothing like that."""
-        place = f"waits/{rank}"
-        text = self._store.get(place).decode() if self._store.check([place]) else ""
+        text = self._read(f"waits/{rank}")
         found: dict[str, Any] = json.loads(text) if text else {}
         if self.rank not in found.get("ranks", ()):
             return None
-        given = self._started.get(tuple(found["key"]), {}).get(rank)
-        return found if given != tuple(found["messages"][str(self.rank)]) else None
+        peer, messages = found["ranks"].index(rank), found["messages"][str(self.rank)]
+        for key, place, sends, receives in tuple(self.started):
+            if [key, place] == found["key"] and [receives[peer], sends[peer]] == messages:
+                return None
+        return found
 
     def tell(self, rank: int, found: dict[str, Any], text: str) -> None:
         """End the wait of a stuck peer, which raises the text as an AgreementError."""
-        place = f"told/{rank}/{found['wait']}"
-        if self._store.check([f"{place}/by/{self.rank}"]):
+        place = f"told/{rank}/{found['key']}"
+        if self._read(f"{place}/by/{self.rank}"):
             return
         self._store.set(f"{place}/by/{self.rank}", "1")
         self._store.set(place, text)
@@ -184,22 +164,24 @@ class Watch:
 
     def look(self) -> None:
         """Compare what this rank waits for with what its peers do."""
-        exchange, number = self._waits, self._number
-        if self._announced:
+        exchange = self.waits
+        if exchange is not self._seen:
+            self._seen, self._since = exchange, time.monotonic()
+        if self.announced:
             for rank in range(dist.get_world_size()):
                 found = self.stuck(rank) if rank != self.rank else None
                 if found is not None:
-                    self.tell(rank, found, f"{self._announced} (raised by rank {self.rank})")
+                    self.tell(rank, found, f"{self.announced} (raised by rank {self.rank})")
         if exchange is None or time.monotonic() - self._since < PATIENCE_S:
+            self._publish(exchange, "")
             return
         ranks = dist.get_process_group_ranks(exchange.group)
         peers = {rank: self.stuck(rank) for rank in ranks if rank != self.rank}
-        missing = {rank: found["wait"] for rank, found in peers.items() if found is not None}
-        self._publish(exchange, number, ranks, missing)
+        self._publish(exchange, _text(exchange, ranks, {rank: found["key"] for rank, found in peers.items() if found}))
         for rank, found in peers.items():
             # The peer was stuck in this very wait when it found that it lacks what this rank waits for, and stays so
             # as long as this rank, which waits, does not start what the peer waits for.
-            if found is None or found["missing"].get(str(self.rank)) != number or self._number != number:
+            if found is None or found["missing"].get(str(self.rank)) != exchange.key or self.waits is not exchange:
                 continue
             waits = {self.rank: str(exchange.about), rank: found["about"]}
             first, second = sorted(waits)
@@ -210,22 +192,29 @@ class Watch:
                 f"{waits[first]}, rank {second} for {waits[second]}. Nothing of it was used. {ADVICE}",
             )
 
-    def _publish(self, exchange: Exchange, number: int, ranks: list[int], missing: dict[int, int]) -> None:
-        text = json.dumps(
-            {
-                "wait": number,
-                "key": exchange.key,
-                "about": str(exchange.about),
-                "group": exchange.group.group_name,
-                "ranks": ranks,
-                "messages": {ranks[one.peer]: [one.sends, one.receives] for one in exchange.messages},
-                "missing": missing,
-            }
-        )
+    def _read(self, place: str) -> str:
+        return self._store.get(place).decode() if self._store.check([place]) else ""
+
+    def _publish(self, exchange: Exchange | None, text: str) -> None:
         with self._lock:
-            if text != self._published and self._waits is exchange:
+            if text != self.published and self.waits is exchange:
+                self.published = text  # first: who reads it may end the wait at once
                 self._store.set(f"waits/{self.rank}", text)
-                self._published = text
+
+
+def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[int]]) -> str:
+    """What a rank publishes of its wait; `missing`: what its peers wait for, and it has not started."""
+    messages = zip(ranks, exchange.sends, exchange.receives, strict=True)
+    return json.dumps(
+        {
+            "key": exchange.key,
+            "about": str(exchange.about),
+            "group": exchange.group.group_name,
+            "ranks": ranks,
+            "messages": {rank: sizes for rank, *sizes in messages},
+            "missing": missing,
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -237,7 +226,7 @@ def announcing(handles: Sequence[Tensor]) -> Generator[None]:
         found = exchanges_of(handles)
         if found is not None:
             found.restart()
-            watch_of(default_store()).announce(str(error))
+            watch_of(found.store).announced = str(error)
         raise
 
 

@@ -20,7 +20,7 @@ from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dty
 from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import chunk_rows, pad_rows
 from zgraph.runtime.collective_error import collective_error
-from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all
+from zgraph.runtime.exchanges.collectives import all_gather, all_to_all
 from zgraph.runtime.exchanges.identity import about
 from zgraph.runtime.groups import group_size
 from zgraph.runtime.handle import name_of
@@ -72,7 +72,7 @@ def unshard(
         if layout.keeps_gathered(window):
             unsharded = wait(all_gather_kept(chunk, handle, layout.world, window, group_name))
         else:
-            unsharded = wait(start_all_gather(chunk, layout.world, group_name, about=about("all_gather", handle)))
+            unsharded = all_gather(chunk, layout.world, group_name, about=about("all_gather", handle))
     except (torch.OutOfMemoryError, ZgraphError):
         raise
     except RuntimeError as error:
@@ -174,7 +174,7 @@ def _exchange_and_sum(pieces: Tensor, group_name: str, divisor: int, dtype: torc
     world = group_size(group_name)
     if world > 1:
         splits = [pieces.shape[0] // world] * world
-        pieces = wait(start_all_to_all(pieces, splits, splits, group_name, about=about("reduction", handle)))
+        pieces = all_to_all(pieces, splits, group_name, about=about("reduction", handle))
     return sum_ranks(pieces, world, divisor, dtype)
 
 
@@ -183,7 +183,7 @@ def _gather_pieces(piece: Tensor, group_name: str, numel: int, handle: Tensor) -
     world = group_size(group_name)
     if world == 1:
         return piece[:numel]
-    return wait(start_all_gather(piece, world, group_name, about=about("reduction", handle)))[:numel]
+    return all_gather(piece, world, group_name, about=about("reduction", handle))[:numel]
 
 
 def _all_reduce(

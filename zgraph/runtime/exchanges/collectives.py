@@ -113,6 +113,16 @@ def start_all_gather(
     return unsharded
 
 
+def all_gather(shard: Tensor, world: int, group_name: str, *, about: About | None = None) -> Tensor:
+    """`start_all_gather`, waited for at once, which is cheaper where torch need not keep the work in between."""
+    route = Route.of(resolve_group(group_name), shard.device)
+    if not route.point_to_point:
+        return wait(start_all_gather(shard, world, group_name, route=route))
+    unsharded = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
+    _start(unsharded.chunk(world), [shard.contiguous()] * world, route, None, 0, about)
+    return unsharded
+
+
 def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number: int, ranks_per_host: int) -> Tensor:
     """All-gather for a group with several ranks on each of several hosts: each part crosses to another host once.
 
@@ -232,14 +242,25 @@ def start_all_to_all(
     return received
 
 
+def all_to_all(pieces: Tensor, splits: Sequence[int], group_name: str, *, about: About | None = None) -> Tensor:
+    """`start_all_to_all` with as many rows to each rank as from it, waited for at once, as `all_gather` is."""
+    route = Route.of(resolve_group(group_name), pieces.device)
+    if not route.point_to_point:
+        return wait(start_all_to_all(pieces, splits, splits, group_name, route=route))
+    received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
+    _start(received.split(list(splits)), pieces.contiguous().split(list(splits)), route, None, 0, about)
+    return received
+
+
 def end_together(group_name: str, about: About) -> None:
     """Wait until all ranks of a group have come to the same exchange, with as many before it; only point-to-point.
 
     Elsewhere, where exchanges carry no identity, it does nothing.
     """
-    group = resolve_group(group_name)
-    if uses_point_to_point(group, torch.device("cpu")):
-        wait(start_all_gather(torch.zeros(1, dtype=torch.uint8), group.size(), group_name, about=about))
+    route = Route.of(resolve_group(group_name), torch.device("cpu"))
+    if route.point_to_point:
+        parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()  # the same byte: nobody reads it
+        _start(parts, parts, route, None, 0, about)
 
 
 def uses_point_to_point(group: ProcessGroup, device: torch.device) -> bool:
@@ -269,7 +290,7 @@ def _start(
     to_fill: Sequence[Tensor],
     to_send: Sequence[Tensor],
     route: Route,
-    result: Tensor,
+    result: Tensor | None,
     number: int,
     about: About | None,
 ) -> None:
@@ -278,7 +299,7 @@ def _start(
     Args:
         to_fill, to_send: one part for each rank.
         route: the group, and this rank's place in it.
-        result: tensor with which the work is registered.
+        result: tensor with which the work is registered; None: it is waited for here.
         number: number of the collective, the same on all ranks. Given several interfaces, gloo chooses one by the tag.
         about: which exchange it is, so that it meets no other one; None: whichever the peers start in the same order.
     """
@@ -295,4 +316,7 @@ def _start(
     if about is not None and works:
         works = [Exchange(works, about, number, group, sends, receives)]
     for work in works:
-        register_work(result, work)
+        if result is None:
+            work.wait()
+        else:
+            register_work(result, work)

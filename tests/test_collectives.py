@@ -23,6 +23,8 @@ from zgraph.graph.collective_dispatch import order_of_waits
 from zgraph.graph.traffic import transfers
 from zgraph.passes import presets
 from zgraph.runtime.exchanges.collectives import (
+    all_gather,
+    all_to_all,
     finish_group,
     is_hierarchical,
     start_all_gather,
@@ -54,8 +56,10 @@ def gathers() -> None:
             own = of_rank(*shape, dtype=dtype)
             found = wait(start_all_gather(own, world, WORLD))
             assert found.dtype == dtype and torch.equal(found, by_the_backend(own))
+            assert torch.equal(all_gather(own, world, WORLD), found)
     strided = of_rank(6, 4).t()
-    assert torch.equal(wait(start_all_gather(strided, world, WORLD)), by_the_backend(strided.contiguous()))
+    for found in (wait(start_all_gather(strided, world, WORLD)), all_gather(strided, world, WORLD)):
+        assert torch.equal(found, by_the_backend(strided.contiguous()))
     before = works_waited_for()
     together = start_grouped_gather([of_rank(2), of_rank(0), of_rank(3, 3)], world, WORLD)
     found = finish_group(together, WORLD)
@@ -75,6 +79,10 @@ def exchanges() -> None:
                 pieces = of_rank(sum(sends), 3, dtype=dtype)
                 found = wait(start_all_to_all(pieces, receives, sends, WORLD))
                 assert torch.equal(found, wait(all_to_all_op()(pieces, receives, sends, WORLD)))
+                if not uneven:
+                    assert torch.equal(all_to_all(pieces, sends, WORLD), found)
+    strided = of_rank(3, 2 * world).t()
+    assert torch.equal(all_to_all(strided, [2] * world, WORLD), all_to_all(strided.contiguous(), [2] * world, WORLD))
 
 
 def many_at_once() -> None:

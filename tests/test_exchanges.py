@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
 from tests.support.tiers import long, slow
 from zgraph.runtime.exchanges.identity import Exchanges, tag_of
+from zgraph.runtime.exchanges.watch import Watch
 
 WIDTH = 4
 
@@ -170,3 +172,15 @@ def test_tags_differ_by_key_place_and_size() -> None:
     tags = {tag_of(key, place, nbytes) for key in keys for place in (0, 1) for nbytes in (16, 32)}
     assert len(tags) == 16 and all(1 << 30 <= tag < 1 << 31 for tag in tags)
     assert exchanges(3).next(7) == keys[0]
+
+
+@pytest.mark.parametrize(("sizes", "has_started"), [([8, 8], True), ([4, 4], True), ([8, 4], False), ([2, 2], False)])
+def test_each_message_of_a_grouped_gather_has_been_started(sizes: list[int], has_started: bool) -> None:
+    """They share a key, and differ in size: none hides another."""
+    store = dist.HashStore()
+    watch = Watch(store, 0)
+    for nbytes in (8, 4):
+        watch.started.append((7, 0, [nbytes] * 2, [nbytes] * 2))
+    waits = {"key": [7, 0], "ranks": [0, 1], "messages": {"0": sizes}}
+    dist.PrefixStore("zgraph/watch", store).set("waits/1", json.dumps(waits))
+    assert (watch.stuck(1) is None) == has_started

@@ -305,13 +305,15 @@ def _start(
     """
     group, rank, others = route.group, route.rank, route.others
     sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
-
-    def tag(nbytes: int) -> int:
-        return _TAGS[0] + number % _NUMBERS if about is None else tag_of(about.key, number, nbytes)
+    sizes = {*sends, *receives}  # mostly one
+    if about is None:
+        tags = dict.fromkeys(sizes, _TAGS[0] + number % _NUMBERS)
+    else:
+        tags = {nbytes: tag_of(about.key, number, nbytes) for nbytes in sizes}
 
     # Receives first: announced before anything is sent, they queue behind no data.
-    works = [group.recv([to_fill[peer]], peer, tag(receives[peer])) for peer in reversed(others) if receives[peer]]
-    works += [group.send([to_send[peer]], peer, tag(sends[peer])) for peer in others if sends[peer]]
+    works = [group.recv([to_fill[peer]], peer, tags[receives[peer]]) for peer in reversed(others) if receives[peer]]
+    works += [group.send([to_send[peer]], peer, tags[sends[peer]]) for peer in others if sends[peer]]
     to_fill[rank].copy_(to_send[rank])
     if about is not None and works:
         works = [Exchange(works, about, number, group, sends, receives)]

@@ -224,9 +224,16 @@ def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: Cal
         if any(node.name in handles for _, _, handles, _ in guarded.values())
     }
 
+    # Of a whole step: options of optimizers.
+    float_positions = [
+        (node.name, position)
+        for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        if isinstance(node.meta.get("val"), torch.SymFloat)
+    ]
+
     def run(args: list[Any]) -> Any:
         handles = {name: args[position] for name, position in handle_positions.items()}
-        called_for.begin(handles)
+        called_for.begin(handles, tuple((name, args[position]) for name, position in float_positions))
         try:
             return forward(gm, args)
         except (torch.OutOfMemoryError, ZgraphError):

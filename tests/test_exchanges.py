@@ -6,6 +6,7 @@ import copy
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,3 +185,58 @@ def test_each_message_of_a_grouped_gather_has_been_started(sizes: list[int], has
     waits = {"key": [7, 0], "ranks": [0, 1], "messages": {"0": sizes}}
     dist.PrefixStore("zgraph/watch", store).set("waits/1", json.dumps(waits))
     assert (watch.stuck(1) is None) == has_started
+
+
+# --- what else ranks have to do alike ---------------------------------------------------------------------------------
+
+
+def own_learning_rate(stage: int, mode: str) -> str:
+    """Each rank lowers its rate by its own loss, as schedulers do that look at one; then all take one again."""
+    model, call, optimizer = layers(stage, mode)
+
+    def plain() -> None:
+        train(call, optimizer, (0, 1))
+
+    step = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(plain) if mode == "step" else plain
+    step()
+    optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * dist.get_rank()
+    text = refusal(step)
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.05
+    step()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [(0, "eager"), (3, "eager"), (2, "step"), *slow((0, "fx"))],  # which steps as without a compiler
+)
+def test_ranks_step_with_the_same_options(ranks: Ranks, stage: int, mode: str) -> None:
+    for text in ranks.run(own_learning_rate, stage, mode):
+        assert "=0.1" in text and "=0.2" in text
+
+
+def saved_on_one_rank(stage: int, folder: str, what: str) -> str:
+    """Only rank 0 saves, while the others train on."""
+    model, call, optimizer = layers(stage, "eager")
+    train(call, optimizer, (0, 1))
+
+    def on_one() -> None:
+        if dist.get_rank() == 0 and what == "state dict":
+            zgraph.full_state_dict(model)
+        elif dist.get_rank() == 0:
+            zgraph.save_checkpoint(folder, model, optimizer, step=1)
+        train(call, optimizer, (0, 1))
+
+    return refusal(on_one)
+
+
+@pytest.mark.parametrize("what", ["state dict", "checkpoint"])
+def test_a_rank_that_saves_alone_is_told(ranks: Ranks, what: str, tmp_path: Path) -> None:
+    for text in ranks.run(saved_on_one_rank, 3, str(tmp_path), what):
+        assert "rank 0 waits for zgraph." in text and "rank 1 for all_gather of layers.0." in text
+
+
+def test_replicas_are_saved_by_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """Nothing travels for it."""
+    assert ranks.run(saved_on_one_rank, 0, str(tmp_path), "state dict") == ["nothing was raised"] * 2

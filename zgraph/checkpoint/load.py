@@ -27,6 +27,7 @@ from zgraph.checkpoint.stages import names_of_no_rank, of_this_stage
 from zgraph.errors import CheckpointError
 from zgraph.sharding.model.dry_run_load import COMPILED
 from zgraph.sharding.scope import window_is_open
+from zgraph.sharding.state_dict import meet
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready
 
@@ -71,6 +72,7 @@ def load_checkpoint(
     """
     folder = Path(path).absolute()
     module, stepping = without_compile(model), as_one(optimizer)
+    meet(module, "zgraph.load_checkpoint()")
     rank, world = rank_and_world()
 
     def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], list[str], str]:

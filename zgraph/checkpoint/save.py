@@ -23,6 +23,7 @@ from zgraph.checkpoint.several_optimizers import Checkpointed, as_one
 from zgraph.checkpoint.stages import check_names, merged_groups
 from zgraph.errors import CheckpointError
 from zgraph.sharding.scope import window_is_open
+from zgraph.sharding.state_dict import meet
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.groups import is_distributed_ready
 
@@ -65,6 +66,7 @@ def save_checkpoint(
     root = Path(directory).absolute()
     final, partial = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
     module, stepping = without_compile(model), as_one(optimizer)
+    meet(module, "zgraph.save_checkpoint()")
     state = run_on_all_ranks("save_checkpoint", lambda: _state_to_save(module, stepping, dict(extra or {})))
     rank, ranks = rank_and_world()
     if len(set(steps := gathered(step))) > 1:

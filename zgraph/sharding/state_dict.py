@@ -171,8 +171,12 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     Returns:
         Tensors on CPU under keys without `_orig_mod.`, for `load_state_dict` of a plain model, `torch.save`,
         safetensors or Hugging Face's `save_pretrained(..., state_dict=)`; empty on all ranks but the first.
+
+    Raises:
+        AgreementError: at stages 1 to 3 and on gloo, not all ranks call it.
     """
     module = without_compile(model)
+    meet(module, "zgraph.full_state_dict()")
     first = not is_distributed_ready() or dist.get_rank() == 0
     result: OrderedDict[str, Any] = OrderedDict()
     done: dict[int, Tensor | None] = {}
@@ -191,6 +195,19 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
             done[id(value)] = plain if plain is None or codes is None else codes.decode(plain, codes.dtype)
         result[key] = done[id(value)]
     return result if first else OrderedDict()
+
+
+def meet(module: nn.Module, call: str) -> None:
+    """Wait until all ranks have made the same call, which exchanges shards of a model in its own way.
+
+    Raises:
+        AgreementError: a rank does something else, such as its next forward.
+    """
+    if any(param.spec.layout.zero_stage for param in sharded_parameters(module).values()):
+        scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
+        for scope in scopes.values():
+            for one in scope.models:
+                one.meet(call)
 
 
 def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> Tensor | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +27,8 @@ from zgraph.torch_compat.groups import default_store, is_fake_world
 _IDENTITY = "zgraph_identity"  # attribute of a handle
 _FIRST_TAG = 1 << 30  # far from tags that users choose; gloo's are positive 32-bit integers
 _BITS, _PLACES = 24, 64  # bits of a hash; and values of the rest, which is the place: see `tag_of`
+
+Options = tuple[tuple[str, Any], ...]  # names and values, by which all ranks step
 
 
 @dataclass(eq=False)
@@ -65,13 +67,21 @@ class Exchanges:
         self.count += 1
         return hash((self.model, self.failures, self.count, number))  # of integers: the same in each process
 
-    def end_of_step(self) -> About | None:
-        """The exchange that ends a step, so that all ranks have had as many in it; None where it has had none."""
+    def end_of_step(self, options: Options) -> About | None:
+        """The exchange that ends a step, so that all ranks have had as many in it; None where it has had none.
+
+        Args:
+            options: (name, value) of numbers by which the optimizer steps, the same on all ranks.
+        """
         if self.count == self.ended:
             return None
-        found = About(self.next(), "optimizer.step()", (), self)
+        found = About(self.next(_number_of(options)), "optimizer.step()", (), self, options)
         self.ended = self.count
         return found
+
+    def meeting(self, call: str) -> About:
+        """The exchange with which all ranks begin a call that is not one of parameters."""
+        return About(self.next(zlib.crc32(call.encode())), call, (), self)
 
     def restart(self) -> None:
         """Begin anew after ranks have failed to agree, so that a loop which catches the error can go on."""
@@ -86,17 +96,21 @@ class About(NamedTuple):
         kind: what is done, for people.
         handles: handles of the parameters it is for.
         exchanges: of the model that has counted it.
+        options: (name, value) of what else ranks must agree on.
     """
 
     key: int
     kind: str
     handles: tuple[Tensor, ...]
     exchanges: Exchanges
+    options: Options = ()
 
     def __str__(self) -> str:
         names = [name_of(handle) for handle in self.handles]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        return f"{self.kind} of {', '.join(names[:4])}{more}" if names else self.kind
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        parameters = f" of {', '.join(names[:4])}{more}" if names else ""
+        return f"{self.kind}{parameters}{f' with {options}' if options else ''}"
 
 
 @dataclass(frozen=True)
@@ -139,15 +153,16 @@ class CalledFor:
         self._numbers: dict[str, int] = {}
         self._exchanges: Exchanges | None = None
         self._key = 0
+        self._options: Options = ()
 
-    def begin(self, handles: Mapping[str, Tensor]) -> None:
-        """A call begins, with these handles by the names of their placeholders."""
+    def begin(self, handles: Mapping[str, Tensor], options: Options = ()) -> None:
+        """A call begins, with these handles and options of optimizers by the names of their placeholders."""
         pairs = ((name, getattr(handle, _IDENTITY, None)) for name, handle in handles.items())
         found: dict[str, Identity] = {name: one for name, one in pairs if one is not None}
         self._handles, self._numbers = handles, {name: one.number for name, one in found.items()}
         self._exchanges = next((one.exchanges for one in found.values()), None)
         if self._exchanges is not None:
-            self._key = self._exchanges.next()
+            self._key, self._options = self._exchanges.next(_number_of(options)), options
 
     def end(self) -> None:
         """The call has ended; what it has started knows by itself which exchange it is."""
@@ -159,7 +174,12 @@ class CalledFor:
             return None
         known = [name for name in names if name in self._numbers]
         key = hash((self._key, *map(self._numbers.__getitem__, known)))
-        return About(key, kind, tuple(map(self._handles.__getitem__, known)), self._exchanges)
+        return About(key, kind, tuple(map(self._handles.__getitem__, known)), self._exchanges, self._options)
+
+
+def _number_of(options: Options) -> int:
+    """The same in each process, which the hash of a name is not."""
+    return hash(tuple(value for _, value in options))
 
 
 def tag_of(key: int, place: int, nbytes: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.exchanges.collectives import end_together
-from zgraph.runtime.exchanges.identity import Exchanges
+from zgraph.runtime.exchanges.identity import About, Exchanges, Options
 from zgraph.runtime.window_state import Accumulation, ParameterState
 
 
@@ -33,16 +33,27 @@ class Model:
     group_names: tuple[str, ...]
     states: tuple[ParameterState, ...]
 
-    def end_step(self) -> None:
-        """Wait until all ranks end the step, each with as many exchanges.
+    def end_step(self, options: Options = ()) -> None:
+        """Wait until all ranks end the step, each with as many exchanges and the same options of the optimizer.
 
         Raises:
             AgreementError: a rank has had others.
         """
-        about = self.exchanges.end_of_step()
+        about = self.exchanges.end_of_step(options)
         if about is not None:
-            for group_name in self.group_names:
-                end_together(group_name, about)
+            self._wait(about)
+
+    def meet(self, call: str) -> None:
+        """Wait until all ranks have made the same call.
+
+        Raises:
+            AgreementError: one does something else.
+        """
+        self._wait(self.exchanges.meeting(call))
+
+    def _wait(self, about: About) -> None:
+        for group_name in self.group_names:
+            end_together(group_name, about)
 
 
 class Guarded(Protocol):
@@ -65,9 +76,23 @@ def guard_steps(scope: Guarded) -> None:
         for model in alive.models:
             if any(state.is_among(stepping) for state in model.states):
                 _check_all_sharded(stepping.values())
-                model.end_step()
+                model.end_step(_numbers_of(optimizer))
 
     weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> Options:
+    """The numbers in an optimizer's options, group by group."""
+    return tuple(
+        (name, group.get(name))
+        for group in optimizer.param_groups
+        for name in optimizer.defaults
+        if all(type(one) in (int, float) for one in _entries(group.get(name)))
+    )
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
 
 
 def _check_all_sharded(stepping: Iterable[Tensor]) -> None:

@@ -177,5 +177,17 @@ def read_copies() -> None:
     assert "is in no sharded model" in refusal_of(read)
 
 
+def read_in_another_dtype() -> tuple[torch.dtype, torch.dtype | None]:
+    model = zgraph.shard(Net(), param_dtype=torch.bfloat16)
+    weight = model.head.weight.full_tensor()
+    weight.sum().backward()
+    assert torch.equal(weight, model.head.weight.detach().full_tensor().bfloat16().float())
+    return weight.dtype, model.head.weight.grad.dtype
+
+
+def test_what_is_gathered_in_bf16_reads_in_the_dtype_of_the_parameter(ranks: Ranks) -> None:
+    assert ranks.run(read_in_another_dtype) == [(torch.float32, torch.float32)] * 2
+
+
 def test_copies_are_read_as_what_they_are(ranks: Ranks) -> None:
     ranks.run(read_copies)

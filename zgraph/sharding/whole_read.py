@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from zgraph.errors import ZgraphError
-from zgraph.sharding.scope import state_of
+from zgraph.sharding.scope import Scope, ShardedParam, state_of
 from zgraph.sharding.unit import gather
 from zgraph.torch_compat.modules import local_parameters
 
@@ -47,16 +47,7 @@ class WholeRead:
                 f"zgraph: full_tensor() of {param.name}, which is tensor-parallel, with gradients and outside of "
                 "forward; compute what needs it in the model's forward, or call it under torch.no_grad()."
             )
-        scope = state.scope
-        if scope.active:
-            return gather(param, scope)
-        scope.begin()
-        try:
-            whole = gather(param, scope)
-            scope.watch_backward(whole)
-        finally:
-            scope.end()
-        return whole
+        return _read(param, state.scope).to(parameter.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeRead:
         owner = None if self._owner is None else self._owner()
@@ -64,6 +55,19 @@ class WholeRead:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WholeRead, (None, self._attribute)
+
+
+def _read(param: ShardedParam, scope: Scope) -> Tensor:
+    """The unsharded parameter, as forward reads it."""
+    if scope.active:
+        return gather(param, scope)
+    scope.begin()
+    try:
+        whole = gather(param, scope)
+        scope.watch_backward(whole)
+    finally:
+        scope.end()
+    return whole
 
 
 def attach_read(parameter: DTensor, owner: nn.Module, attribute: str) -> None:

@@ -217,6 +217,21 @@ class Scaled:
         return output.square().mean() * self.scale
 
 
+class ByAComputedName(Loop):
+    """Weights of losses, attributes with numbers."""
+
+    def prepare(self) -> None:
+        self.weights = SimpleNamespace(of_0=1.0, of_1=1.0)
+
+    def loss(self, x: Tensor) -> Tensor:
+        output = self.model(x)
+        return sum(getattr(self.weights, f"of_{number}") * output.square().mean() for number in range(2))  # pyright: ignore
+
+    def advance(self, number: int) -> None:
+        if number == 1:
+            self.weights.of_1 = 0.5
+
+
 class OfACallable(Loop):
     def prepare(self) -> None:
         self.criterion = Scaled()
@@ -358,7 +373,17 @@ class Environ(Reads):
 
 QUICK: list[type[Loop]] = [OfAConfig, KeepsALoss, Unread]
 OTHERS: list[type[Loop]] = [OfAList, OfADict, OfATuple, OfAnEnum, OfANestedObject, OfASet, OfADeque, OfNumpy, ByGetattr]
-OTHERS += [OfAHook, OfAClosure, AddsAnAttribute, ReadsItsHistory, OfACallable, OfAPartial, OfAGenerator, ClearsAList]
+OTHERS += [
+    OfAHook,
+    OfAClosure,
+    AddsAnAttribute,
+    ReadsItsHistory,
+    OfACallable,
+    OfAPartial,
+    ByAComputedName,
+    OfAGenerator,
+    ClearsAList,
+]
 
 
 @worlds(2)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
+import inspect
 import sys
-from collections.abc import Generator, Iterable
+import textwrap
+from collections.abc import Generator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,7 +17,8 @@ import torch
 from zgraph.step.outside.functions import names_of
 
 # By these, code may read attributes whose names do not stand in it.
-_BY_ANY_NAME = frozenset({"getattr", "hasattr", "vars", "__dict__", "attrgetter", "eval", "exec", "dir"})
+_BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec", "dir"})
+_BY_A_NAME = frozenset({"getattr", "hasattr"})  # the second argument
 
 
 class Calls:
@@ -57,6 +62,18 @@ class Calls:
         return frozenset[str]().union(*map(names_of, self._ran.values()))
 
 
-def reads_by_any_name(codes: Iterable[CodeType]) -> bool:
-    """Whether code may read attributes that it does not name."""
-    return any(not _BY_ANY_NAME.isdisjoint(names_of(code)) for code in codes)
+@functools.cache
+def computes_names(code: CodeType) -> bool:
+    """Whether code may read attributes whose names do not stand in it, as `getattr(self, f"w{number}")` does."""
+    asks = names_of(code)
+    if not _BY_ANY_NAME.isdisjoint(asks):
+        return True
+    if _BY_A_NAME.isdisjoint(asks):
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(code)))))
+    except (OSError, SyntaxError):  # without a source, or a lambda in the middle of a line
+        return True
+    used = [node for node in nodes if isinstance(node, ast.Name) and node.id in _BY_A_NAME]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.func in used]
+    return len(used) != len([call for call in calls if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)])

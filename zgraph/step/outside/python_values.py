@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn, optim
 
-from zgraph.step.outside.calls import Calls, reads_by_any_name
+from zgraph.step.outside.calls import Calls, computes_names
 from zgraph.step.outside.functions import Functions, classes_of, is_library_module, packages_of
 from zgraph.step.outside.places import Binding, Compared, Place
 from zgraph.torch_compat.dynamo import without_compile
@@ -141,7 +141,9 @@ class PythonValues:
 
     def _walk(self) -> None:
         self.places = {}
-        self._read_of_modules = self._names_of_modules()
+        self._any_name = self._computes_names()
+        # Of modules everything is read, until it is known what has run.
+        self._read_of_modules = None if self._ran is None or self._any_name else self._ran.names()
         for model in self._models:
             for name, part in model.named_modules():
                 self._module(name, part)
@@ -158,11 +160,9 @@ class PythonValues:
             else:
                 self._global(path, holder, key)
 
-    def _names_of_modules(self) -> frozenset[str] | None:
-        """Attributes of modules that may be read; None: all."""
-        if self._ran is None or reads_by_any_name(one.__code__ for one in self._functions.seen):
-            return None
-        return self._ran.names()
+    def _computes_names(self) -> bool:
+        """Whether what has run may read attributes whose names stand nowhere."""
+        return self._ran is not None and any(computes_names(one.__code__) for one in self._functions.seen)
 
     def _module(self, path: str, part: nn.Module) -> None:
         self._functions.methods(type(part), type(part).__name__)
@@ -241,8 +241,8 @@ class PythonValues:
         if not isinstance(held, dict) or not (is_known or self._functions.is_users_class(kind)):
             return
         self._functions.methods(kind, path)
-        names = frozenset(self._functions.names)
-        keys = tuple(sorted(names & held.keys()))
+        names = None if self._any_name else frozenset(self._functions.names)
+        keys = tuple(sorted(held if names is None else names & held.keys()))
         self._class_attributes(kind)
         self._add(Place(path, held, keys, counts=True, reads=names), depth)
 

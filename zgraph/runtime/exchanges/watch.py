@@ -109,7 +109,7 @@ class Watch:
         self.announced = ""
         self.started: deque[tuple[int, int, Sequence[int], Sequence[int]]] = deque(maxlen=_REMEMBERED)
         self._store = PrefixStore("zgraph/watch", store)
-        self._seen: Exchange | None = None  # what this rank has waited for, since when
+        self._seen: list[int] | None = None  # key of what this rank has waited for, since when: it would keep a model
         self._since = 0.0
         self._sent: list[Any] = []  # messages without meaning, and their memory
         self._lock = threading.Lock()  # of what is published
@@ -165,8 +165,9 @@ class Watch:
     def look(self) -> None:
         """Compare what this rank waits for with what its peers do."""
         exchange = self.waits
-        if exchange is not self._seen:
-            self._seen, self._since = exchange, time.monotonic()
+        key = None if exchange is None else exchange.key
+        if key != self._seen:
+            self._seen, self._since = key, time.monotonic()
         if self.announced:
             for rank in range(dist.get_world_size()):
                 found = self.stuck(rank) if rank != self.rank else None

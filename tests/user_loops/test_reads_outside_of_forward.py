@@ -107,7 +107,7 @@ REFUSED: Refused = {
     ("criterion_with_parameters", mode): r"optimizer.step() on a parameter [] that is not sharded, beside sharded ones"
     for mode in ("eager", "fx", "inductor")
 }
-FAST = {("weight_in_the_loss", "fx"): 3, ("weight_in_the_loss", "step"): 2, ("penalty_on_all", "step"): 1}
+FAST = {("weight_in_the_loss", "fx"): 3, ("weight_in_the_loss", "step"): 2}
 
 
 @pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))

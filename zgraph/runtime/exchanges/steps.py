@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,6 +16,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.exchanges.collectives import end_together
 from zgraph.runtime.exchanges.identity import About, Exchanges, Options
 from zgraph.runtime.window_state import Accumulation, ParameterState
+from zgraph.torch_compat.groups import resolve_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def guard_steps(scope: Guarded) -> None:
         alive.accumulation.check_step(stepping)
         for model in alive.models:
             if any(state.is_among(stepping) for state in model.states):
-                _check_all_sharded(stepping.values())
+                _check_all_sharded(stepping.values(), model)
                 model.end_step(_numbers_of(optimizer))
 
     weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
@@ -95,19 +95,17 @@ def _entries(value: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
 
 
-def _check_all_sharded(stepping: Iterable[Tensor]) -> None:
+def _check_all_sharded(stepping: Iterable[Tensor], model: Model) -> None:
     """Refuse what zgraph does not reduce in an optimizer with what it does.
 
     Raises:
         ZgraphError: a plain tensor has a gradient, which is this rank's own.
     """
-    if dist.get_world_size() == 1:
-        return
-    for parameter in stepping:
-        if parameter.grad is not None and not isinstance(parameter, DTensor):
-            raise ZgraphError(
-                f"zgraph: optimizer.step() on a parameter {list(parameter.shape)} that is not sharded, beside sharded "
-                "ones: its gradient is of this rank's batch alone, and ranks would drift apart. Call zgraph.shard on "
-                "the module that holds it, too, before the optimizer is made; or give it an optimizer of its own, if "
-                "ranks are to differ in it, or you average its gradient yourself."
-            )
+    plain = [one for one in stepping if one.grad is not None and not isinstance(one, DTensor)]
+    if plain and any(resolve_group(name).size() > 1 for name in model.group_names):
+        raise ZgraphError(
+            f"zgraph: optimizer.step() on a parameter {list(plain[0].shape)} that is not sharded, beside sharded ones: "
+            "its gradient is of this rank's batch alone, and ranks would drift apart. Call zgraph.shard on the module "
+            "that holds it, too, before the optimizer is made; or give it an optimizer of its own, if ranks are to "
+            "differ in it, or you average its gradient yourself."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.utils import prune
 import zgraph
 from tests.support.ranks import Ranks
 from tests.support.user_loops import Net, Refused, Run, adamw, both, ce, check, draw, rows
+from zgraph.sharding.whole_read import WholeRead
 
 
 def full(parameter: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ LOOPS = {
     for loop in (weight_in_the_loss, penalty_on_all, weight_alone, criterion_with_parameters, sharded_criterion)
 }
 REFUSED: Refused = {
-    ("criterion_with_parameters", mode): r"optimizer.step() on a parameter [] that is not sharded, beside sharded ones"
+    ("criterion_with_parameters", mode): "the optimizer steps a parameter [] that is not sharded, beside sharded ones"
     for mode in ("eager", "fx", "inductor")
 }
 FAST = {("weight_in_the_loss", "fx"): 3, ("weight_in_the_loss", "step"): 2}
@@ -174,18 +176,24 @@ def read_copies() -> None:
     assert "write copy.detach().full_tensor()" in refusal_of(alone.full_tensor)
     assert torch.equal(alone.detach().full_tensor(), weight)
     read = pickle.loads(pickle.dumps(model.head.weight.full_tensor))
-    assert "is in no sharded model" in refusal_of(read)
+    assert "was made apart from its model" in refusal_of(read)
+    model.float()  # swaps what parameters are, with their attributes
+    assert isinstance(model.head.weight.full_tensor, WholeRead)
+    saved = io.BytesIO()
+    torch.save(dict(model.named_parameters()), saved)
+    saved.seek(0)
+    assert torch.equal(torch.load(saved)["head.weight"].detach().full_tensor(), weight)
 
 
 def read_in_another_dtype() -> tuple[torch.dtype, torch.dtype | None]:
     model = zgraph.shard(Net(), param_dtype=torch.bfloat16)
     weight = model.head.weight.full_tensor()
     weight.sum().backward()
-    assert torch.equal(weight, model.head.weight.detach().full_tensor().bfloat16().float())
+    assert torch.equal(weight, model.head.weight.detach().full_tensor())
     return weight.dtype, model.head.weight.grad.dtype
 
 
-def test_what_is_gathered_in_bf16_reads_in_the_dtype_of_the_parameter(ranks: Ranks) -> None:
+def test_a_model_that_computes_in_bf16_is_read_in_the_dtype_of_its_parameters(ranks: Ranks) -> None:
     assert ranks.run(read_in_another_dtype) == [(torch.float32, torch.float32)] * 2
 
 

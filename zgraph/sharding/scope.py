@@ -37,6 +37,7 @@ from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_th
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
 STATE = "_zgraph"  # the one attribute that zgraph adds to a module
+READ = "full_tensor"  # and to a parameter
 
 
 class Scope:

@@ -185,7 +185,7 @@ def shard(
             replicated.append((entry.name, *entry.sites[0][1:]))
     if exchanges is not None:
         names = tuple(group.group_name for group in mesh.get_all_groups())
-        scope.models.append(Model(exchanges, names, tuple(param.state for param in params)))
+        scope.models.append(Model(exchanges, names, tuple(param.state for param in params if not param.spec.ignored)))
     if axis is not None:
         scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():

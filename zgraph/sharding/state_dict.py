@@ -176,7 +176,8 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
         AgreementError: at stages 1 to 3 and on gloo, not all ranks call it.
     """
     module = without_compile(model)
-    meet(module, "zgraph.full_state_dict()")
+    if any(param.spec.layout.zero_stage for param in sharded_parameters(module).values()):
+        meet(module, "zgraph.full_state_dict()")  # replicas may be saved by one rank alone
     first = not is_distributed_ready() or dist.get_rank() == 0
     result: OrderedDict[str, Any] = OrderedDict()
     done: dict[int, Tensor | None] = {}
@@ -198,16 +199,15 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def meet(module: nn.Module, call: str) -> None:
-    """Wait until all ranks have made the same call, which exchanges shards of a model in its own way.
+    """Wait until all ranks have made the same call.
 
     Raises:
         AgreementError: a rank does something else, such as its next forward.
     """
-    if any(param.spec.layout.zero_stage for param in sharded_parameters(module).values()):
-        scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
-        for scope in scopes.values():
-            for one in scope.models:
-                one.meet(call)
+    scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
+    for scope in scopes.values():
+        for one in scope.models:
+            one.meet(call)
 
 
 def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> Tensor | None:

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any, NoReturn, cast
 
@@ -27,7 +28,7 @@ from zgraph.runtime.window_state import ALONE
 from zgraph.sharding.model.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
-from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
+from zgraph.sharding.scope import READ, STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.whole_units import after_gathers, reduce_all_params
 from zgraph.torch_compat.dynamo import (
     break_graph,
@@ -38,7 +39,7 @@ from zgraph.torch_compat.dynamo import (
     raise_through_dynamo,
     traced_body,
 )
-from zgraph.torch_compat.modules import local_parameters, tree_flatten, tree_unflatten
+from zgraph.torch_compat.modules import apply_keeping, local_parameters, tree_flatten, tree_unflatten
 
 
 @no_frames_inside
@@ -67,6 +68,20 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     if param not in share:  # by identity: parts sharded one by one may have parameters of equal names
         share[param] = _unshard(parameter, handle, spec, stage, window)
     return share[param]
+
+
+@no_frames_inside
+def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
+    """The unsharded parameter in its own dtype, whatever forward computes in.
+
+    Raises:
+        ZgraphError: as `gather`.
+    """
+    param.check()
+    handle = param.handle if scope.handle_of is None else scope.handle_of(param)
+    stage = param.lifetime_stage
+    spec = replace(param.spec, compute_dtype=param.spec.dtype)
+    return _unshard(param.sharded, handle, spec, stage, scope.position if stage < 3 else ALONE)
 
 
 @torch.compiler.assume_constant_result
@@ -323,6 +338,7 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
     body |= {
         "forward": functools.wraps(base.forward)(forward),
         "__setattr__": functools.wraps(base.__setattr__)(set_attribute),
+        "_apply": apply_keeping(base, READ),
         "named_parameters": _named_parameters(base),
         "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
         "_zgraph_attributes": attributes,

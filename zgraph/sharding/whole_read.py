@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from zgraph.errors import ZgraphError
-from zgraph.sharding.scope import Scope, ShardedParam, state_of
-from zgraph.sharding.unit import gather
+from zgraph.sharding.scope import READ, Scope, ShardedParam, state_of
+from zgraph.sharding.unit import gather_as_stored
 from zgraph.torch_compat.modules import local_parameters
 
 
@@ -34,7 +34,7 @@ class WholeRead:
         owner = None if self._owner is None else self._owner()
         if owner is None:
             raise ZgraphError(
-                f"zgraph: this copy of a parameter {self._attribute} is in no sharded model; write "
+                f"zgraph: this copy of a parameter {self._attribute} was made apart from its model; write "
                 "copy.detach().full_tensor()."
             )
         parameter, state = cast(DTensor, local_parameters(owner)[self._attribute]), state_of(owner)
@@ -47,7 +47,7 @@ class WholeRead:
                 f"zgraph: full_tensor() of {param.name}, which is tensor-parallel, with gradients and outside of "
                 "forward; compute what needs it in the model's forward, or call it under torch.no_grad()."
             )
-        return _read(param, state.scope).to(parameter.dtype)
+        return _read(param, state.scope)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeRead:
         owner = None if self._owner is None else self._owner()
@@ -58,12 +58,11 @@ class WholeRead:
 
 
 def _read(param: ShardedParam, scope: Scope) -> Tensor:
-    """The unsharded parameter, as forward reads it."""
     if scope.active:
-        return gather(param, scope)
+        return gather_as_stored(param, scope)
     scope.begin()
     try:
-        whole = gather(param, scope)
+        whole = gather_as_stored(param, scope)
         scope.watch_backward(whole)
     finally:
         scope.end()
@@ -72,11 +71,14 @@ def _read(param: ShardedParam, scope: Scope) -> Tensor:
 
 def attach_read(parameter: DTensor, owner: nn.Module, attribute: str) -> None:
     """Let `parameter.full_tensor()` be a read of `owner.attribute`."""
-    cast(Any, parameter).full_tensor = WholeRead(owner, attribute)
+    vars(parameter)[READ] = WholeRead(owner, attribute)
 
 
 def carry_read(parameter: Tensor, other: Tensor) -> None:
     """Let another tensor that takes the parameter's place in its module be read as it is."""
-    read = vars(parameter).get("full_tensor")
+    read = vars(parameter).get(READ)
     if read is not None:
-        cast(Any, other).full_tensor = read
+        vars(other)[READ] = read
+
+
+torch.serialization.add_safe_globals([WholeRead])  # parameters are saved with their attributes

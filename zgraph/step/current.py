@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from zgraph.optimizers import pending_gradients, rounded_adam
+from zgraph.runtime.exchanges.steps import check_all_sharded
 from zgraph.step import guards, parameter_hooks
 from zgraph.step.lifted import Lifted, StateLayout
 from zgraph.step.lines.refusals import check_optimizer
@@ -28,12 +29,14 @@ class Current:
 
     Raises:
         ValueError: an optimizer cannot be honoured.
+        ZgraphError: it steps plain parameters with sharded ones.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
         self.lifted = lifted = Lifted.of(model, optimizers)
         for optimizer in optimizers:
             check_optimizer(optimizer)
+            check_all_sharded(one for group in optimizer.param_groups for one in group["params"])
             if lifted.drawn() is not None:
                 rounded_adam.check_rounded(optimizer)
         held = (*lifted.parameters, *lifted.buffers)

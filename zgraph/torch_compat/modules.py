@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 
 class OptimizerOfLists(torch.optim.Optimizer):
@@ -107,3 +108,18 @@ def storage_info(name: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
+
+
+def apply_keeping(base: type[nn.Module], attribute: str) -> Callable[..., Any]:
+    """A class's `_apply` (2.11 - 2.13), which swaps DTensors and their attributes, but for one attribute."""
+
+    @functools.wraps(base._apply)
+    def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        held = {name: vars(one).get(attribute) for name, one in local_parameters(self).items() if one is not None}
+        result = base._apply(self, *args, **kwargs)
+        for name, value in held.items():
+            if value is not None:
+                vars(local_parameters(self)[name])[attribute] = value
+        return result
+
+    return apply

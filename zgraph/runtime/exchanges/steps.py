@@ -16,7 +16,6 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.exchanges.collectives import end_together
 from zgraph.runtime.exchanges.identity import About, Exchanges, Options
 from zgraph.runtime.window_state import Accumulation, ParameterState
-from zgraph.torch_compat.groups import resolve_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +51,8 @@ class Model:
         self._wait(self.exchanges.meeting(call))
 
     def _wait(self, about: About) -> None:
-        for group_name in self.group_names:
-            end_together(group_name, about)
+        for place, group_name in enumerate(self.group_names):
+            end_together(group_name, about._replace(key=hash((about.key, place))))  # another one in each group
 
 
 class Guarded(Protocol):
@@ -75,7 +74,7 @@ def guard_steps(scope: Guarded) -> None:
         alive.accumulation.check_step(stepping)
         for model in alive.models:
             if any(state.is_among(stepping) for state in model.states):
-                _check_all_sharded(stepping.values(), model)
+                check_all_sharded(stepping.values())
                 model.end_step(_numbers_of(optimizer))
 
     weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
@@ -87,7 +86,7 @@ def _numbers_of(optimizer: torch.optim.Optimizer) -> Options:
         (name, group.get(name))
         for group in optimizer.param_groups
         for name in optimizer.defaults
-        if all(type(one) in (int, float) for one in _entries(group.get(name)))
+        if all(isinstance(one, int | float) for one in _entries(group.get(name)))
     )
 
 
@@ -95,17 +94,18 @@ def _entries(value: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
 
 
-def _check_all_sharded(stepping: Iterable[Tensor], model: Model) -> None:
+def check_all_sharded(stepping: Iterable[Tensor]) -> None:
     """Refuse what zgraph does not reduce in an optimizer with what it does.
 
     Raises:
-        ZgraphError: a plain tensor has a gradient, which is this rank's own.
+        ZgraphError: of parameters that are trained, some are shards, and one is a plain tensor.
     """
-    plain = [one for one in stepping if one.grad is not None and not isinstance(one, DTensor)]
-    if plain and any(resolve_group(name).size() > 1 for name in model.group_names):
+    trained = [one for one in stepping if one.requires_grad]
+    plain = [one for one in trained if not isinstance(one, DTensor)]
+    if plain and any(isinstance(one, DTensor) and one.device_mesh.size() > 1 for one in trained):
         raise ZgraphError(
-            f"zgraph: optimizer.step() on a parameter {list(plain[0].shape)} that is not sharded, beside sharded ones: "
-            "its gradient is of this rank's batch alone, and ranks would drift apart. Call zgraph.shard on the module "
-            "that holds it, too, before the optimizer is made; or give it an optimizer of its own, if ranks are to "
-            "differ in it, or you average its gradient yourself."
+            f"zgraph: the optimizer steps a parameter {list(plain[0].shape)} that is not sharded, beside sharded ones: "
+            "zgraph does not average its gradient over the ranks. Call zgraph.shard on the module that holds it, too, "
+            "before the optimizer is made; or give it an optimizer of its own, if ranks are to differ in it, or "
+            "something else averages its gradient."
         )

@@ -17,7 +17,7 @@ import torch
 from zgraph.step.outside.functions import names_of
 
 # By these, code may read attributes whose names do not stand in it.
-_BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec", "dir"})
+_BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "__getattr__", "__getattribute__"})
 _BY_A_NAME = frozenset({"getattr", "hasattr"})  # the second argument
 
 
@@ -76,4 +76,5 @@ def computes_names(code: CodeType) -> bool:
         return True
     used = [node for node in nodes if isinstance(node, ast.Name) and node.id in _BY_A_NAME]
     calls = [node for node in nodes if isinstance(node, ast.Call) and node.func in used]
-    return len(used) != len([call for call in calls if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)])
+    known = [call for call in calls if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)]
+    return not used or len(used) != len(known)

@@ -41,6 +41,7 @@ class PythonValues:
     Attributes:
         places: what was found, by the ids of the containers.
         calls: what the step calls while it is traced.
+        bound: dicts in which a trace has left tensors: results go into these, and into no others that are equal.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PythonValues:
             owner = getattr(one, "__self__", None)
             if owner is not None:
                 self._owners.append(("self", owner))
+        self.bound: list[Any] = []
         self.places: dict[int, Place] = {}
         for _ in range(_ROUNDS):
             before = len(self._functions.seen)
@@ -69,7 +71,9 @@ class PythonValues:
 
     def of_what_ran(self) -> PythonValues:
         """A snapshot of what the step can have read, by what it has called in its trace."""
-        return PythonValues(*self._given, self.calls) if self.calls.is_known else self
+        found = PythonValues(*self._given, self.calls) if self.calls.is_known else self
+        found.bound = self.bound
+        return found
 
     # --- compare ------------------------------------------------------------------------------------------------------
 
@@ -105,8 +109,9 @@ class PythonValues:
             return False
         if isinstance(other, (*_PLAIN, frozenset, MethodType)) or _is_number_of_numpy(other):
             return bool(one == other)
-        known = self.places.get(id(_inside(other)))
-        if known is None:
+        held = _inside(other)
+        known = self.places.get(id(held))
+        if known is None or any(held is one for one in self.bound):
             return False
         again = Place(known.path, _inside(one), known.keys, kind=known.kind)
         return len(again.held) == len(known.held) and all(
@@ -135,6 +140,7 @@ class PythonValues:
                 text = f"{place.path} holds a tensor that the step has made"
             found = found or text
             place.restore()
+        self.bound = [one.holder for one in bindings] or self.bound
         return bindings, found
 
     # --- find ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +44,9 @@ class WholeRead:
         if param is None or state is None or param.spec.ignored or not is_function:
             return DTensor.full_tensor(parameter, grad_placements=grad_placements)
         if param.spec.split is not None:
-            raise ZgraphError(
-                f"zgraph: full_tensor() of {param.name}, which is tensor-parallel, with gradients and outside of "
-                "forward; compute what needs it in the model's forward, or call it under torch.no_grad()."
-            )
+            whole = DTensor.full_tensor(parameter)
+            whole.register_hook(partial(_refuse_gradient, param.name))
+            return whole
         return _read(param, state.scope)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeRead:
@@ -55,6 +55,13 @@ class WholeRead:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WholeRead, (None, self._attribute)
+
+
+def _refuse_gradient(name: str, grad: Tensor) -> NoReturn:
+    raise ZgraphError(
+        f"zgraph: a gradient has reached {name}, which is tensor-parallel, through full_tensor() outside of forward, "
+        "and nothing would average it; compute what needs the whole parameter in the model's forward."
+    )
 
 
 def _read(param: ShardedParam, scope: Scope) -> Tensor:

@@ -272,6 +272,7 @@ def _planned(
     returned = sum(value.nbytes for value in received if value.requires_grad)
     leaving = sum(value.nbytes for value in compiled.outputs)
     saved = sum(frame.saved_bytes for frame in compiled.frames)
+    placeholders = _placeholder_bytes(compiled.module) if micro_batches > 1 else 0
     cost = StageCost(
         forward_us=_times(parts, ("forward", "inference")),
         backward_us=_times(parts, ("backward",)),
@@ -287,7 +288,7 @@ def _planned(
         forward_peak_bytes=max(
             peak_of(frames, lambda frame: frame.forward_peak_bytes) for frames in (compiled.frames, compiled.closing)
         ),
-        first_peak_bytes=peak_of(compiled.frames, lambda frame: frame.first_peak_bytes),
+        first_peak_bytes=peak_of(compiled.frames, lambda frame: frame.first_peak_bytes) + placeholders,
         backward_peak_bytes=peak_of(compiled.frames, lambda frame: frame.later_peak_bytes),
         closing_peak_bytes=peak_of(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
         left_bytes=returned if is_last else returned + leaving,
@@ -295,7 +296,8 @@ def _planned(
         # torch's stage has a buffer for each micro-batch's activations, and for the gradients of each, or of all.
         buffer_bytes=micro_batches * entering + (micro_batches if is_last or stages_hold_messages() else 1) * leaving,
     )
-    cost = replace(cost, split=_split_cost(compiled, cost, micro_batches, None if number else leaving))
+    split = _split_cost(compiled, cost, micro_batches, placeholders, None if number else leaving)
+    cost = replace(cost, split=split)
     return PlannedStage(
         cost=cost,
         parameter_bytes=device.parameters,
@@ -308,7 +310,7 @@ def _planned(
 
 
 def _split_cost(
-    compiled: _Compiled, whole: StageCost, micro_batches: int, sent_by_first: int | None
+    compiled: _Compiled, whole: StageCost, micro_batches: int, placeholders: int, sent_by_first: int | None
 ) -> SplitCost | None:
     """The backwards in two halves.
 
@@ -316,6 +318,7 @@ def _split_cost(
         compiled: the stage.
         whole: with backwards in one piece.
         micro_batches: of a step.
+        placeholders: bytes of gradients that are made in the first backward.
         sent_by_first: of the first stage, what it sends to the next one; it has no gradients of inputs, and all of its
             backward comes later. None: it is another one.
     """
@@ -340,7 +343,7 @@ def _split_cost(
         left_bytes=usual.left_bytes,
         closing_kept_bytes=last.kept_bytes,
         inputs_peak_bytes=max(usual.inputs_peak_bytes, last.inputs_peak_bytes),
-        first_peak_bytes=usual.first_peak_bytes,
+        first_peak_bytes=usual.first_peak_bytes + placeholders,
         weights_peak_bytes=usual.later_peak_bytes,
         closing_peak_bytes=last.closing_peak_bytes,
     )
@@ -384,6 +387,13 @@ def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
         for layout, dtype in layouts
         if layout.zero_stage == zero_stage and layout.is_reduced
     )
+
+
+def _placeholder_bytes(stage: nn.Module) -> int:
+    """At stage 1, `.grad` while sums wait beside it: made before autograd gets zeros of its shape to add to it."""
+    params = sharded_parameters(stage).values()
+    waiting = [param.sharded for param in params if param.spec.layout.zero_stage == 1 and param.spec.layout.is_reduced]
+    return sum(local_of(one).nbytes for one in waiting if one.requires_grad)
 
 
 def _graphs(compiled: _Compiled, number: int, micro_batches: int) -> list[PlannedGraph]:

@@ -68,19 +68,16 @@ def test_a_checked_step_goes_on_as_if_nobody_had_looked(ranks: Ranks, kind: type
 
 
 class Hidden:
-    """A value that no name in the step's code leads to."""
-
-    held: dict[str, float]
+    """A value in a list of which a step compares the length alone."""
 
     def __init__(self) -> None:
-        self.held = {}
-        vars(self)["".join(("al", "pha"))] = 1.0
+        self.held = [1.0] * 1001
 
     def read(self) -> float:
-        return vars(self)["".join(("al", "pha"))]
+        return self.held[1000]
 
     def change(self) -> None:
-        vars(self)["".join(("al", "pha"))] = 0.5
+        self.held[1000] = 0.5
 
 
 class ReadsAHiddenNumber(Loop):

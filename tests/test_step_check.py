@@ -68,7 +68,7 @@ def test_a_checked_step_goes_on_as_if_nobody_had_looked(ranks: Ranks, kind: type
 
 
 class Hidden:
-    """A value in a list of which a step compares the length alone."""
+    """A value in a list so long that a step compares only its length."""
 
     def __init__(self) -> None:
         self.held = [1.0] * 1001

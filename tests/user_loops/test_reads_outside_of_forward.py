@@ -79,7 +79,7 @@ class Tempered(nn.Module):
 
 
 def criterion_with_parameters(run: Run) -> None:
-    """A loss that is trained, and that nobody has sharded."""
+    """A trained loss that is not sharded."""
     _train_with(run, Tempered())
 
 

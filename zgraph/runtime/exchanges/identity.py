@@ -63,7 +63,7 @@ class Exchanges:
         return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a model of its own
 
     def next(self, number: int = 0) -> int:
-        """Key of the next exchange of the parameter with this number, or, with none, of a graph's next call."""
+        """Key of the next exchange; the number is that of its parameter, of options, or 0."""
         self.count += 1
         return hash((self.model, self.failures, self.count, number))  # of integers: the same in each process
 

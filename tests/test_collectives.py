@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,20 @@ def noted(call: Any, name: str, calls: list[str]) -> Any:
         return call(group, tensors, peer, tag)
 
     return run
+
+
+def policies_of_threads_that_read() -> set[int]:
+    """After `zgraph.shard`, which makes a second group."""
+    zgraph.shard(torch.nn.Linear(4, 4), zero_stage=3)
+    tasks = [task for task in Path("/proc/self/task").glob("*") if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    assert len(tasks) >= 2
+    return {os.sched_getscheduler(int(task.name)) for task in tasks}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has threads that do not preempt others")
+def test_what_arrives_does_not_preempt_who_sends(ranks: Ranks) -> None:
+    """Otherwise gloo's thread would ask for a lock that the preempted sender holds, until its time slice ends."""
+    assert ranks.run(policies_of_threads_that_read) == [{os.SCHED_BATCH}] * 2
 
 
 @every_world

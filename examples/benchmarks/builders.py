@@ -283,6 +283,13 @@ def planned() -> list[GraphPass]:
     return presets.planned()
 
 
+def all_reduced() -> list[GraphPass]:
+    """Planned, and gloo reduces in an order of its own, as it does for DDP: equal up to rounding."""
+    from zgraph.passes import LowerReductions
+
+    return [LowerReductions(algorithm="all_reduce") if isinstance(one, LowerReductions) else one for one in planned()]
+
+
 def gathered_ahead() -> list[GraphPass]:
     """Planned, and what the next step reads first is gathered behind the last updates."""
     from zgraph.passes import GatherAhead, presets

@@ -230,6 +230,7 @@ def build(row: Row, setting: Setting, rank: int) -> Trainer:
 
 def run_turn(row: Row, trainer: Trainer, plan: Plan, rank: int) -> None:
     """Train a few timed steps, all ranks entering each one together."""
+    schedule_gloo(row.strategy)
     dist.barrier()
     sent_before = netns.transmitted_bytes()
     for _ in range(plan.steps):
@@ -242,6 +243,14 @@ def run_turn(row: Row, trainer: Trainer, plan: Plan, rank: int) -> None:
     # What this rank sent has left when every peer has what it waited for; the barriers' own bytes are some hundreds.
     dist.barrier()
     row.sent_bytes.append((netns.transmitted_bytes() - sent_before) // plan.steps)
+
+
+def schedule_gloo(strategy: Strategy) -> None:
+    """Give gloo's threads back the policy that they began with, which `zgraph.shard` changes and peers leave alone."""
+    policy = os.SCHED_BATCH if strategy.needs == "zgraph" else os.SCHED_OTHER
+    for task in Path("/proc/self/task").glob("*"):
+        if (task / "comm").read_text().startswith("gloo"):
+            os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
 
 
 def train_step(trainer: Trainer, batch: torch.Tensor) -> tuple[float, float, float]:

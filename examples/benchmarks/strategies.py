@@ -17,6 +17,7 @@ from builders import (
     POWERSGD_RANKS,
     Setting,
     Trainer,
+    all_reduced,
     build_alone,
     build_alone_with_compiled_blocks,
     build_ddp,
@@ -162,6 +163,18 @@ def strategies() -> dict[str, Strategy]:
             shards_optimizer=False,
             peers=("ddp",),
             equal_loss="zgraph-0",
+        ),
+        *(
+            replace(
+                stage_3,
+                name=f"zgraph-0-all-reduce{suffix}",
+                build=build_zgraph(0, fp32, all_reduced, whole_step=bool(suffix)),
+                payload_bytes=replicated(fp32),
+                shards_optimizer=False,
+                peers=("ddp", f"zgraph-0{suffix}"),
+                equal_loss=None,
+            )
+            for suffix in ("", "-step")
         ),
         replace(stage_3, name="zgraph-3-rules", build=build_zgraph(3, fp32, by_rules, predicts=True)),
         replace(

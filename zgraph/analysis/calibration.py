@@ -30,9 +30,9 @@ from zgraph.analysis.measured_links import (
     ranks_on_one_host,
 )
 from zgraph.runtime.chunks import MIB
-from zgraph.torch_compat.groups import backend_of
+from zgraph.torch_compat.groups import backend_of, keep_gloo_from_preempting
 
-_FORMAT = 5  # version of the measurements: files of another version are not read
+_FORMAT = 6  # version of the measurements: files of another version are not read
 
 
 def calibrate(
@@ -58,6 +58,7 @@ def calibrate(
         ValueError: the argument is neither a mesh nor a group, or its backend moves nothing.
     """
     ranks = MeasuringRanks.of(mesh_or_group)
+    keep_gloo_from_preempting()  # as in training
     path = _cache_path(ranks, Path.home() / ".cache" / "zgraph" if cache is None else Path(cache))
     found = None if refresh else _read(path)
     # Ranks use their cached results only if all have the same.

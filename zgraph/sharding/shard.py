@@ -36,7 +36,7 @@ from zgraph.sharding.whole_read import attach_read
 from zgraph.torch_compat.autograd import share_hooks
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
-from zgraph.torch_compat.groups import backend_of
+from zgraph.torch_compat.groups import backend_of, keep_gloo_from_preempting
 from zgraph.torch_compat.modules import replace_parameter
 
 Unit = nn.Module | type[nn.Module]
@@ -151,6 +151,7 @@ def shard(
     if zero_stage > 0 and found:
         gather_group = _separate_reductions(mesh)
     replica_group = mesh.get_group(0).group_name if mesh.ndim > 1 else ""
+    keep_gloo_from_preempting()
     exchanges = Exchanges.of(gather_group) if found and mesh.size() > 1 else None
     params: list[ShardedParam] = []
     replicated: list[tuple[str, nn.Module, str]] = []

@@ -13,9 +13,10 @@ from torch import Tensor, fx
 from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.shorten_calls import shorten_calls
 from zgraph.dialect.grouped_gathers import cast_each
+from zgraph.dialect.sum_ranks import divide_in_place
 from zgraph.errors import ZgraphError
 from zgraph.graph import dataflow, edits, meta, nodes, traits
-from zgraph.graph.collective_dispatch import dispatcher_of
+from zgraph.graph.collective_dispatch import dispatcher_of, sends_bucket
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.exchanges.collectives import bind, finish_group
 from zgraph.runtime.exchanges.identity import CalledFor
@@ -55,6 +56,7 @@ def lower_fx(
     _update_beside_compute(gm.graph)
     _copy_beside_compute(gm.graph)
     called_for = CalledFor()
+    _divide_in_place(gm.graph)
     for number, start in enumerate(nodes.call_functions(gm.graph, nodes.is_collective)):
         for wait in filter(nodes.is_group_wait, nodes.waits_of(start)):
             wait.target, wait.args = bind(finish_group), (start, nodes.group_of(start))
@@ -124,6 +126,21 @@ def _call_cast_kernels(graph: fx.Graph) -> None:
         source, dtype = cast("tuple[fx.Node, torch.dtype]", node.args)
         if meta.tensor_value(source).stride() == meta.tensor_value(node).stride():  # of others the strides may differ
             node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+
+
+def _divide_in_place(graph: fx.Graph) -> None:
+    """Let a sum that has taken the place of what was sent become the mean there: nobody else reads it.
+
+    On CPU alone, where new memory costs more than the division; on GPUs `sum_ranks` is one kernel.
+    """
+    for start in nodes.call_functions(graph, nodes.is_all_reduce):
+        wait = nodes.wait_of(start)
+        on_cpu = meta.tensor_value(start).device.type == "cpu"
+        if wait is None or not (on_cpu and meta.handles(start) and sends_bucket(start)):
+            continue
+        for node in filter(nodes.is_sum_ranks, list(wait.users)):
+            if len(wait.users) == 1 and node.args[3] == meta.tensor_value(wait).dtype and node.args[1] == 1:
+                node.target = divide_in_place
 
 
 def _copy_beside_compute(graph: fx.Graph) -> None:

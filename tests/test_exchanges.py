@@ -18,6 +18,7 @@ import zgraph
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
 from tests.support.tiers import long, slow
+from zgraph.passes import LowerReductions, presets
 from zgraph.runtime.exchanges.identity import Exchanges, tag_of
 from zgraph.runtime.exchanges.watch import Watch
 
@@ -92,6 +93,56 @@ def test_a_rank_with_a_layer_less_is_told(ranks: Ranks, stage: int, mode: str) -
     """Buckets then differ in size, which ends a process of gloo's."""
     for text, goes_on in ranks.run(other_layers, stage, mode, ((0, 1, 2), (0, 1), (0, 1))):
         assert goes_on and "layers." in text
+
+
+def own_reductions(algorithm: Any, stage: int) -> tuple[Any, ...]:
+    """A pipeline in which gloo reduces by itself; the model, as called."""
+    passes = [
+        LowerReductions(algorithm=algorithm) if isinstance(one, LowerReductions) else one for one in presets.default()
+    ]
+    model = zgraph.shard(Layers(), zero_stage=stage)
+    call = with_fx(model, pipeline=zgraph.Pipeline(passes))
+    return model, call, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def other_layers_in_own_reductions(algorithm: str, stage: int) -> str:
+    _, call, optimizer = own_reductions(algorithm, stage)
+    for numbers in ((0, 1), (0, 2)):
+        train(call, optimizer, numbers)
+    return refusal(lambda: train(call, optimizer, ((0, 1), (0, 2))[dist.get_rank()]))
+
+
+@pytest.mark.parametrize(("algorithm", "stage"), [("all_reduce", 0), ("reduce_scatter", 2)])
+def test_reductions_of_the_backend_itself_have_an_identity(ranks: Ranks, algorithm: str, stage: int) -> None:
+    for text in ranks.run(other_layers_in_own_reductions, algorithm, stage):
+        assert "exchange different parameters" in text and "layers.1." in text and "layers.2." in text
+
+
+def same_means(algorithm: str, stage: int, window: bool) -> None:
+    """Gradients of the backend's own reductions equal those of exchanges: the sum of two numbers has no order."""
+    found: list[dict[str, torch.Tensor]] = []
+    for chosen in ("all_to_all", algorithm):
+        torch.manual_seed(0)
+        model, call, _ = own_reductions(chosen, stage)
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+        if window:
+            with zgraph.no_sync(model):
+                call(x + 1, (3, 0)).backward()
+        call(x, (0, 1, 2)).backward()
+        found.append({name: one.grad.to_local() for name, one in model.named_parameters() if one.grad is not None})
+    expected, given = found
+    assert expected.keys() == given.keys() and len(given) == (8 if window else 6)
+    for name, grad in expected.items():
+        assert torch.equal(given[name], grad), name
+        assert grad.any(), name
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize(("algorithm", "stage"), [("all_reduce", 0), ("reduce_scatter", 2)])
+def test_reductions_of_the_backend_itself_bring_the_same_means(
+    ranks: Ranks, algorithm: str, stage: int, window: bool
+) -> None:
+    ranks.run(same_means, algorithm, stage, window)
 
 
 def one_steps_earlier() -> str:

@@ -29,6 +29,11 @@ def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -
     return total.to(dtype)
 
 
+def divide_in_place(total: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
+    """What `sum_ranks` computes of one piece in this dtype that nobody reads again."""
+    return total.div_(divisor_like(total, divisor)) if divisor > 1 else total
+
+
 @torch.library.custom_op("zgraph::sum_ranks", mutates_args=())
 def sum_ranks(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
     """Sum equal pieces in rank order and divide once: the order of summation that every lowering must reproduce.

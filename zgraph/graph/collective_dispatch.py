@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from zgraph.graph import meta, nodes
@@ -32,7 +33,17 @@ def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_f
         return collectives.bind(collectives.start_grouped_gather, number, about=about)
     if nodes.is_all_to_all(start):
         return collectives.bind(collectives.start_all_to_all, number, about=about)
+    if meta.handles(start) and nodes.is_all_reduce(start):
+        return collectives.bind(collectives.start_all_reduce, number, sends_bucket(start), about=about)
+    if meta.handles(start) and nodes.is_reduce_scatter(start):
+        return collectives.bind(collectives.start_reduce_scatter, number, about=about)
     return start.target
+
+
+def sends_bucket(start: fx.Node) -> bool:
+    """Whether a collective alone reads what it sends, which was concatenated for it."""
+    sent = start.all_input_nodes[0]
+    return sent.target is torch.ops.aten.cat.default and list(sent.users) == [start]
 
 
 def _about(start: fx.Node, called_for: CalledFor) -> Callable[[], About | None]:

@@ -25,6 +25,12 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: 
     return gather(output, input, group=group, async_op=async_op)  # pyright: ignore[reportDeprecated]
 
 
+def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> dist.Work:
+    """Start to sum equal pieces, one for each rank. 2.13 renames reduce_scatter_tensor and warns of the old name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, input, group=group, async_op=True)
+
+
 # The ops themselves, not torch.distributed._functional_collectives: passes build nodes out of OpOverloads.
 
 

@@ -29,8 +29,11 @@ from zgraph.runtime.exchanges.watch import Exchange
 from zgraph.torch_compat.collectives import (
     all_gather_into,
     all_gather_op,
+    all_reduce_op,
     all_to_all_op,
     gather_group,
+    reduce_scatter,
+    reduce_scatter_op,
     register_work,
     wait,
 )
@@ -252,6 +255,53 @@ def all_to_all(pieces: Tensor, splits: Sequence[int], group_name: str, *, about:
     return received
 
 
+def start_all_reduce(
+    sent: Tensor,
+    reduction: str,
+    group_name: str,
+    number: int = 0,
+    in_place: bool = False,
+    *,
+    route: Route | None = None,
+    about: About | None = None,
+) -> Tensor:
+    """[n, ...] of every rank -> [n, ...], reduced in the backend's order, usable after a wait.
+
+    Args:
+        in_place: what was sent is overwritten by the result.
+        number, about: as in `_start`. On gloo a byte carries the identity: it arrives first, or the wait raises.
+    """
+    route = route or Route.of(resolve_group(group_name), sent.device)
+    if not route.point_to_point or reduction != "sum":
+        return all_reduce_op()(sent, reduction, group_name)
+    result = sent if in_place else sent.clone(memory_format=torch.contiguous_format)
+    works = _identified(route, number, about)
+    works.append(dist.all_reduce(result, group=route.group, async_op=True))
+    _register(works, route, result, number, about, [1] * route.group.size())
+    return result
+
+
+def start_reduce_scatter(
+    pieces: Tensor,
+    reduction: str,
+    world: int,
+    group_name: str,
+    number: int = 0,
+    *,
+    route: Route | None = None,
+    about: About | None = None,
+) -> Tensor:
+    """[world * n, ...] of every rank -> [n, ...], reduced in the backend's order; otherwise as `start_all_reduce`."""
+    route = route or Route.of(resolve_group(group_name), pieces.device)
+    if not route.point_to_point or reduction != "sum":
+        return reduce_scatter_op()(pieces, reduction, world, group_name)
+    result = pieces.new_empty((pieces.shape[0] // world, *pieces.shape[1:]))
+    works = _identified(route, number, about)
+    works.append(reduce_scatter(result, pieces.contiguous(), route.group))
+    _register(works, route, result, number, about, [1] * route.group.size())
+    return result
+
+
 def end_together(group_name: str, about: About) -> None:
     """Wait until all ranks of a group have come to the same exchange, with as many before it; only point-to-point.
 
@@ -303,7 +353,16 @@ def _start(
         number: number of the collective, the same on all ranks. Given several interfaces, gloo chooses one by the tag.
         about: which exchange it is, so that it meets no other one; None: whichever the peers start in the same order.
     """
-    group, rank, others = route.group, route.rank, route.others
+    sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
+    works = _messages(to_fill, to_send, route, number, about)
+    to_fill[route.rank].copy_(to_send[route.rank])
+    _register(works, route, result, number, about, sends, receives)
+
+
+def _messages(
+    to_fill: Sequence[Tensor], to_send: Sequence[Tensor], route: Route, number: int, about: About | None
+) -> list[dist.Work]:
+    group, others = route.group, route.others
     sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
     sizes = {*sends, *receives}  # mostly one
     if about is None:
@@ -313,10 +372,27 @@ def _start(
 
     # Receives first: announced before anything is sent, they queue behind no data.
     works = [group.recv([to_fill[peer]], peer, tags[receives[peer]]) for peer in reversed(others) if receives[peer]]
-    works += [group.send([to_send[peer]], peer, tags[sends[peer]]) for peer in others if sends[peer]]
-    to_fill[rank].copy_(to_send[rank])
+    return works + [group.send([to_send[peer]], peer, tags[sends[peer]]) for peer in others if sends[peer]]
+
+
+def _identified(route: Route, number: int, about: About | None) -> list[dist.Work]:
+    """Messages of a byte that nobody reads, which say which exchange it is."""
+    parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()
+    return [] if about is None else _messages(parts, parts, route, number, about)
+
+
+def _register(
+    works: list[dist.Work],
+    route: Route,
+    result: Tensor | None,
+    number: int,
+    about: About | None,
+    sends: Sequence[int],
+    receives: Sequence[int] | None = None,
+) -> None:
+    """Let `wait(result)` wait for all of these; without a result, wait here."""
     if about is not None and works:
-        works = [Exchange(works, about, number, group, sends, receives)]
+        works = [Exchange(works, about, number, route.group, sends, sends if receives is None else receives)]
     for work in works:
         if result is None:
             work.wait()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from tests.support.ranks import Ranks, fresh_ranks
 from tests.support.tiers import long, slow
 from zgraph.passes import LowerReductions, presets
 from zgraph.runtime.exchanges.identity import Exchanges, tag_of
-from zgraph.runtime.exchanges.watch import Watch
+from zgraph.runtime.exchanges.watch import Watch, announcing, watch_of
+from zgraph.sharding.scope import state_of
+from zgraph.torch_compat.groups import default_store
 
 WIDTH = 4
 
@@ -201,6 +205,44 @@ def slow_ranks() -> float:
 def test_a_slow_rank_is_waited_for(ranks: Ranks) -> None:
     first, *others = ranks.run(slow_ranks)
     assert others == [first] * (ranks.world - 1)
+
+
+def fail_alike() -> float:
+    """All ranks meet the same error, catch it, and go on; one idles for longer than a watch is patient."""
+    model, call, optimizer = layers(3, "eager")
+    train(call, optimizer, (0, 1))
+    first: Any = state_of(model.layers[0])  # pyright: ignore[reportIndexIssue, reportArgumentType]
+    with contextlib.suppress(zgraph.ZgraphError), announcing([first.by_attribute["weight"].handle]):
+        raise zgraph.ZgraphError("zgraph: all ranks meet this")
+    if dist.get_rank() == 0:
+        time.sleep(2.5)
+    train(call, optimizer, (0, 1))
+    return call.layers[0].weight.full_tensor().sum().item()
+
+
+def test_ranks_that_fail_alike_go_on(ranks: Ranks) -> None:
+    first, *others = ranks.run(fail_alike)
+    assert others == [first] * (ranks.world - 1)
+
+
+def watch_that_fails() -> list[str]:
+    _, call, optimizer = layers(3, "eager")
+    train(call, optimizer, (0,))
+    watch = watch_of(default_store())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch.look = lambda: 1 / 0  # pyright: ignore[reportAttributeAccessIssue]
+        deadline = time.monotonic() + 20
+        while not caught and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return [str(one.message) for one in caught]
+
+
+def test_a_watch_does_not_end_silently() -> None:
+    with fresh_ranks(2) as ranks:
+        for texts in ranks.run(watch_that_fails):
+            (text,) = texts
+            assert "watch over exchanges has ended: division by zero" in text
 
 
 def copies_apart() -> str:

@@ -63,6 +63,7 @@ LABELS = (
     ("zgraph-2-bf16", "zgraph, stage 2, bf16"),
     ("zgraph-3-bf16", "zgraph, stage 3, bf16"),
     ("zgraph-0-step", "zgraph, stage 0, whole step"),
+    ("zgraph-0-all-reduce-step", "zgraph, stage 0, gloo's all_reduce, whole step"),
     ("zgraph-0-reduce-bf16-step", "zgraph, stage 0, `reduce_dtype=bf16`, whole step"),
     ("zgraph-2-reduce-bf16", "zgraph, stage 2, `reduce_dtype=bf16`"),
     ("zgraph-2-step", "zgraph, stage 2, whole step"),

@@ -164,17 +164,14 @@ def strategies() -> dict[str, Strategy]:
             peers=("ddp",),
             equal_loss="zgraph-0",
         ),
-        *(
-            replace(
-                stage_3,
-                name=f"zgraph-0-all-reduce{suffix}",
-                build=build_zgraph(0, fp32, all_reduced, whole_step=bool(suffix)),
-                payload_bytes=replicated(fp32),
-                shards_optimizer=False,
-                peers=("ddp", f"zgraph-0{suffix}"),
-                equal_loss=None,
-            )
-            for suffix in ("", "-step")
+        replace(
+            stage_3,
+            name="zgraph-0-all-reduce-step",
+            build=build_zgraph(0, fp32, all_reduced, whole_step=True),
+            payload_bytes=replicated(fp32),
+            shards_optimizer=False,
+            peers=("ddp", "zgraph-0-step"),
+            equal_loss=None,
         ),
         replace(stage_3, name="zgraph-3-rules", build=build_zgraph(3, fp32, by_rules, predicts=True)),
         replace(

@@ -83,6 +83,15 @@ class Exchanges:
         """The exchange with which all ranks begin a call that is not one of parameters."""
         return About(self.next(zlib.crc32(call.encode())), call, (), self)
 
+    @property
+    def began(self) -> list[Any]:
+        """Which model's count this is, and how often it has begun anew."""
+        return [self.group_name, self.model, self.failures]
+
+    def began_anew(self, group_name: str, model: int, failures: int) -> bool:
+        """Whether this count has begun anew since a peer's of the same model."""
+        return (self.group_name, self.model) == (group_name, model) and self.failures > failures
+
     def restart(self) -> None:
         """Begin anew after ranks have failed to agree, so that a loop which catches the error can go on."""
         self.failures, self.count, self.ended = self.failures + 1, 0, 0

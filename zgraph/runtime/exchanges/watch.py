@@ -18,6 +18,7 @@ import functools
 import json
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
@@ -29,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
-from zgraph.errors import AgreementError, ZgraphError
-from zgraph.runtime.exchanges.identity import About, exchanges_of, tag_of
+from zgraph.errors import AgreementError, ZgraphError, ZgraphWarning
+from zgraph.runtime.exchanges.identity import About, Exchanges, exchanges_of, tag_of
 from zgraph.torch_compat.fake_values import without_fake_mode
 from zgraph.torch_compat.groups import resolve_group
 
@@ -68,7 +69,7 @@ class Exchange(dist.Work):
         self.works, self.about, self.place, self.group = works, about, place, group
         self.sends, self.receives = sends, receives
         self.watch = watch_of(about.exchanges.store)
-        self.watch.announced = ""
+        self.watch.announced = None
         self.watch.started.append((about.key, place, sends, receives))
 
     @property
@@ -98,7 +99,8 @@ class Watch:
     Attributes:
         waits: what this rank waits for.
         published: what the store says of it, as JSON, as soon as a peer may read it; "" means nothing.
-        announced: why this rank will not start what its peers may wait for, until it starts another exchange.
+        announced: why this rank will not start exchanges of this model that peers may wait for, if they have not
+            failed like it; until it starts another exchange.
         started: key, place, and bytes to and from each rank, of the last exchanges that this rank has started.
     """
 
@@ -106,7 +108,7 @@ class Watch:
         self.rank = rank
         self.waits: Exchange | None = None
         self.published = ""
-        self.announced = ""
+        self.announced: tuple[str, Exchanges] | None = None
         self.started: deque[tuple[int, int, Sequence[int], Sequence[int]]] = deque(maxlen=_REMEMBERED)
         self._store = PrefixStore("zgraph/watch", store)
         self._seen: list[int] | None = None  # key of what this rank has waited for, since when: it would keep a model
@@ -168,11 +170,12 @@ class Watch:
         key = None if exchange is None else exchange.key
         if key != self._seen:
             self._seen, self._since = key, time.monotonic()
-        if self.announced:
+        if self.announced is not None:
+            text, exchanges = self.announced
             for rank in range(dist.get_world_size()):
                 found = self.stuck(rank) if rank != self.rank else None
-                if found is not None:
-                    self.tell(rank, found, f"{self.announced} (raised by rank {self.rank})")
+                if found is not None and exchanges.began_anew(*found["count"]):
+                    self.tell(rank, found, f"{text} (raised by rank {self.rank})")
         if exchange is None or time.monotonic() - self._since < PATIENCE_S:
             self._publish(exchange, "")
             return
@@ -209,6 +212,7 @@ def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[i
     return json.dumps(
         {
             "key": exchange.key,
+            "count": exchange.about.exchanges.began,
             "about": str(exchange.about),
             "group": exchange.group.group_name,
             "ranks": ranks,
@@ -227,13 +231,23 @@ def announcing(handles: Sequence[Tensor]) -> Generator[None]:
         found = exchanges_of(handles)
         if found is not None:
             found.restart()
-            watch_of(found.store).announced = str(error)
+            watch_of(found.store).announced = str(error), found
         raise
 
 
 def _look_again(watched: weakref.ref[Watch]) -> None:
     while (watch := watched()) is not None:
-        watch.look()
+        try:
+            watch.look()
+        except Exception as error:
+            if dist.is_initialized():  # else the store has gone, and nobody waits any more
+                warnings.warn(
+                    f"zgraph: the watch over exchanges has ended: {error} Ranks that exchange different parameters now "
+                    "wait for the timeout of their group.",
+                    ZgraphWarning,
+                    stacklevel=1,
+                )
+            return
         del watch
         time.sleep(_LOOK_S)
 

@@ -25,9 +25,9 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: 
     return gather(output, input, group=group, async_op=async_op)  # pyright: ignore[reportDeprecated]
 
 
-def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> dist.Work:
+def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> dist.Work | None:
     """Start to sum equal pieces, one for each rank. 2.13 renames reduce_scatter_tensor and warns of the old name."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
     return scatter(output, input, group=group, async_op=True)
 
 

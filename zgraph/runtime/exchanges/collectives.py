@@ -275,10 +275,7 @@ def start_all_reduce(
     if not route.point_to_point or reduction != "sum":
         return all_reduce_op()(sent, reduction, group_name)
     result = sent if in_place else sent.clone(memory_format=torch.contiguous_format)
-    works = _identified(route, number, about)
-    works.append(dist.all_reduce(result, group=route.group, async_op=True))
-    _register(works, route, result, number, about, [1] * route.group.size())
-    return result
+    return _identified(result, lambda: dist.all_reduce(result, group=route.group, async_op=True), route, number, about)
 
 
 def start_reduce_scatter(
@@ -296,10 +293,7 @@ def start_reduce_scatter(
     if not route.point_to_point or reduction != "sum":
         return reduce_scatter_op()(pieces, reduction, world, group_name)
     result = pieces.new_empty((pieces.shape[0] // world, *pieces.shape[1:]))
-    works = _identified(route, number, about)
-    works.append(reduce_scatter(result, pieces.contiguous(), route.group))
-    _register(works, route, result, number, about, [1] * route.group.size())
-    return result
+    return _identified(result, lambda: reduce_scatter(result, pieces.contiguous(), route.group), route, number, about)
 
 
 def end_together(group_name: str, about: About) -> None:
@@ -375,24 +369,31 @@ def _messages(
     return works + [group.send([to_send[peer]], peer, tags[sends[peer]]) for peer in others if sends[peer]]
 
 
-def _identified(route: Route, number: int, about: About | None) -> list[dist.Work]:
-    """Messages of a byte that nobody reads, which say which exchange it is."""
+def _identified(
+    result: Tensor, start: Callable[[], dist.Work | None], route: Route, number: int, about: About | None
+) -> Tensor:
+    """Start a collective of the backend's, and before it messages of a byte that say which exchange it is."""
     parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()
-    return [] if about is None else _messages(parts, parts, route, number, about)
+    works = [] if about is None else _messages(parts, parts, route, number, about)
+    work = start()
+    assert work is not None  # this rank is in the group
+    sizes = [part.nbytes for part in parts]
+    _register([*works, work], route, result, number, about, sizes, sizes)
+    return result
 
 
 def _register(
-    works: list[dist.Work],
+    works: Sequence[dist.Work],
     route: Route,
     result: Tensor | None,
     number: int,
     about: About | None,
     sends: Sequence[int],
-    receives: Sequence[int] | None = None,
+    receives: Sequence[int],
 ) -> None:
     """Let `wait(result)` wait for all of these; without a result, wait here."""
     if about is not None and works:
-        works = [Exchange(works, about, number, route.group, sends, sends if receives is None else receives)]
+        works = [Exchange(works, about, number, route.group, sends, receives)]
     for work in works:
         if result is None:
             work.wait()

@@ -283,29 +283,34 @@ def test_each_message_of_a_grouped_gather_has_been_started(sizes: list[int], has
 # --- what else ranks have to do alike ---------------------------------------------------------------------------------
 
 
-def own_learning_rate(stage: int, mode: str) -> str:
+def own_learning_rate(stage: int, mode: str, tensors: bool) -> str:
     """Each rank lowers its rate by its own loss, as schedulers do that look at one; then all take one again."""
     model, call, optimizer = layers(stage, mode)
+    kind = torch.tensor if tensors else float
+    optimizer.param_groups[0]["lr"] = kind(0.1)
 
     def plain() -> None:
         train(call, optimizer, (0, 1))
 
     step = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(plain) if mode == "step" else plain
     step()
-    optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * dist.get_rank()
+    optimizer.param_groups[0]["lr"] = kind(0.1 + 0.1 * dist.get_rank())
     text = refusal(step)
     optimizer.zero_grad()
-    optimizer.param_groups[0]["lr"] = 0.05
+    optimizer.param_groups[0]["lr"] = kind(0.05)
     step()
     return text
 
 
 @pytest.mark.parametrize(
-    ("stage", "mode"),
-    [(0, "eager"), (3, "eager"), (2, "step"), *slow((0, "fx"))],  # which steps as without a compiler
+    ("stage", "mode", "tensors"),
+    [
+        *((0, "eager", False), (3, "eager", True), (2, "step", False), (1, "step", True)),
+        *slow((0, "fx", False)),  # which steps as without a compiler
+    ],
 )
-def test_ranks_step_with_the_same_options(ranks: Ranks, stage: int, mode: str) -> None:
-    for text in ranks.run(own_learning_rate, stage, mode):
+def test_ranks_step_with_the_same_options(ranks: Ranks, stage: int, mode: str, tensors: bool) -> None:
+    for text in ranks.run(own_learning_rate, stage, mode, tensors):
         assert "=0.1" in text and "=0.2" in text
 
 

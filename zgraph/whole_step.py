@@ -26,6 +26,7 @@ from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.runtime.exchanges.steps import numbers_of
 from zgraph.runtime.offload.copy_lanes import lanes_of
 from zgraph.step import guards, parameter_hooks
 from zgraph.step.capture import capture
@@ -289,9 +290,11 @@ class TrainingStep(Generic[P, R]):
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
             raise
+        # Numbers travel with the exchanges of the graph; learning rates that are tensors only here.
+        numbers = numbers_of(self._optimizers)
         for scope in current.scopes:
             for model in scope.models:
-                model.end_step()
+                model.end_step(numbers)
         result = hand_back(lifted, variant.captured, list(outputs))
         if variant.captured.state:
             lifted.settle()

@@ -75,19 +75,25 @@ def guard_steps(scope: Guarded) -> None:
         for model in alive.models:
             if any(state.is_among(stepping) for state in model.states):
                 check_all_sharded(stepping.values())
-                model.end_step(_numbers_of(optimizer))
+                model.end_step(numbers_of([optimizer]))
 
     weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
 
 
-def _numbers_of(optimizer: torch.optim.Optimizer) -> Options:
-    """The numbers in an optimizer's options, group by group."""
-    return tuple(
-        (name, group.get(name))
+def numbers_of(optimizers: Iterable[torch.optim.Optimizer]) -> Options:
+    """The numbers in the options of optimizers, group by group; of tensors those on the CPU, for others would wait."""
+    found = (
+        (name, _number(group.get(name)))
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for name in optimizer.defaults
-        if all(isinstance(one, int | float) for one in _entries(group.get(name)))
     )
+    return tuple((name, value) for name, value in found if all(isinstance(one, int | float) for one in _entries(value)))
+
+
+def _number(value: Any) -> Any:
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
+    return value.item() if is_number else value
 
 
 def _entries(value: Any) -> tuple[Any, ...]:

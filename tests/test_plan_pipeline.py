@@ -32,6 +32,7 @@ from tests.support.pipelines import (
 )
 from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import slow
+from zgraph.torch_compat.groups import stages_hold_messages
 
 # --- beside real ranks ----------------------------------------------------------------------------------------------
 
@@ -166,7 +167,8 @@ def test_one_micro_batch_is_a_step_of_each_stage() -> None:
     first, message = found.stages[0], ROWS * WIDTH * 4
     assert (first.cost.forward_us, first.cost.backward_us) == tuple((graph.timeline.step_us,) for graph in alone.graphs)
     assert first.traffic["dp"].sent_bytes == alone.sent_bytes
-    assert found.run.peak_bytes[0] == alone.peak_bytes + message  # the buffer of the output's gradient
+    # The buffer of the output's gradient; newer torch lets go of the output, which is as large, once it is sent.
+    assert found.run.peak_bytes[0] == alone.peak_bytes + (message if stages_hold_messages() else 0)
 
 
 def test_the_last_backward_finds_the_sums_that_wait() -> None:

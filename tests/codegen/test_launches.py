@@ -6,6 +6,7 @@ No kernel runs: a recorder stands in for the launch.
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -135,7 +136,9 @@ class Compiles:
     def warmup(self, number: int, *, grid: tuple[int, ...], num_warps: int, **_: Any) -> None:
         assert (number, grid) == (7, (3,))
         mode: Any = importlib.import_module("triton.runtime._async_compile").active_mode.get()
-        mode.submit(num_warps, lambda: self.all_at_once.wait(), lambda _: self.compiled.append(num_warps))
+        # triton 3.9 asks what to do after a failure as well
+        given = {"cleanup_fn": lambda: None} if "cleanup_fn" in inspect.signature(mode.submit).parameters else {}
+        mode.submit(num_warps, lambda: self.all_at_once.wait(), lambda _: self.compiled.append(num_warps), **given)
 
 
 @needs_triton

@@ -295,7 +295,12 @@ def own_learning_rate(stage: int, mode: str, tensors: bool) -> str:
     step = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(plain) if mode == "step" else plain
     step()
     optimizer.param_groups[0]["lr"] = kind(0.1 + 0.1 * dist.get_rank())
+    parameters: list[Any] = list(model.parameters())
+    before = [parameter.to_local().clone() for parameter in parameters]
     text = refusal(step)
+    assert all(
+        torch.equal(one.to_local(), old) for one, old in zip(parameters, before, strict=True)
+    )  # none has stepped
     optimizer.zero_grad()
     optimizer.param_groups[0]["lr"] = kind(0.05)
     step()

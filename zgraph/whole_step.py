@@ -274,6 +274,11 @@ class TrainingStep(Generic[P, R]):
         variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
         if variant is None:
             variant = self._compile(current, conditions, options, outside, tensors, args, kwargs, lowering)
+        # Numbers travel with the exchanges of the graph; tensors do not, and are compared before anything is written.
+        if found := numbers_of(self._optimizers, of_tensors=True):
+            for scope in current.scopes:
+                for model in scope.models:
+                    model.meet("training_step", found)
         if any(has_gradient):
             check_gradients(variant.captured, has_gradient)
             for parameter in parameters:
@@ -290,11 +295,9 @@ class TrainingStep(Generic[P, R]):
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
             raise
-        # Numbers travel with the exchanges of the graph; learning rates that are tensors only here.
-        numbers = numbers_of(self._optimizers)
         for scope in current.scopes:
             for model in scope.models:
-                model.end_step(numbers)
+                model.end_step()
         result = hand_back(lifted, variant.captured, list(outputs))
         if variant.captured.state:
             lifted.settle()

@@ -79,9 +79,9 @@ class Exchanges:
         self.ended = self.count
         return found
 
-    def meeting(self, call: str) -> About:
-        """The exchange with which all ranks begin a call that is not one of parameters."""
-        return About(self.next(zlib.crc32(call.encode())), call, (), self)
+    def meeting(self, call: str, options: Options = ()) -> About:
+        """The exchange with which all ranks begin a call that is not one of parameters; options as in `end_of_step`."""
+        return About(self.next(hash((zlib.crc32(call.encode()), _number_of(options)))), call, (), self, options)
 
     @property
     def began(self) -> list[Any]:

@@ -42,13 +42,13 @@ class Model:
         if about is not None:
             self._wait(about)
 
-    def meet(self, call: str) -> None:
-        """Wait until all ranks have made the same call.
+    def meet(self, call: str, options: Options = ()) -> None:
+        """Wait until all ranks have made the same call, with the same options of optimizers.
 
         Raises:
             AgreementError: one does something else.
         """
-        self._wait(self.exchanges.meeting(call))
+        self._wait(self.exchanges.meeting(call, options))
 
     def _wait(self, about: About) -> None:
         for place, group_name in enumerate(self.group_names):
@@ -80,14 +80,19 @@ def guard_steps(scope: Guarded) -> None:
     weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
 
 
-def numbers_of(optimizers: Iterable[torch.optim.Optimizer]) -> Options:
-    """The numbers in the options of optimizers, group by group; of tensors those on the CPU, for others would wait."""
-    found = (
-        (name, _number(group.get(name)))
+def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool = False) -> Options:
+    """The numbers in the options of optimizers, group by group; tensors only on the CPU: to read others waits for them.
+
+    Args:
+        of_tensors: only the tensors.
+    """
+    options = (
+        (name, group.get(name))
         for optimizer in optimizers
         for group in optimizer.param_groups
         for name in optimizer.defaults
     )
+    found = ((name, _number(value)) for name, value in options if not of_tensors or isinstance(value, Tensor))
     return tuple((name, value) for name, value in found if all(isinstance(one, int | float) for one in _entries(value)))
 
 

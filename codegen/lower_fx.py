@@ -129,9 +129,9 @@ def _call_cast_kernels(graph: fx.Graph) -> None:
 
 
 def _divide_in_place(graph: fx.Graph) -> None:
-    """Let a sum that has taken the place of what was sent become the mean there: nobody else reads it.
+    """Divide the sum of an all-reduced bucket in the bucket's memory, which has no other reader.
 
-    On CPU alone, where new memory costs more than the division; on GPUs `sum_ranks` is one kernel.
+    Only on CPU, where new memory costs more than the division; on GPUs `sum_ranks` is one kernel.
     """
     for start in nodes.call_functions(graph, nodes.is_all_reduce):
         wait = nodes.wait_of(start)

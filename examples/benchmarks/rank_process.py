@@ -246,7 +246,7 @@ def run_turn(row: Row, trainer: Trainer, plan: Plan, rank: int) -> None:
 
 
 def schedule_gloo(strategy: Strategy) -> None:
-    """Give gloo's threads back the policy that they began with, which `zgraph.shard` changes and peers leave alone."""
+    """Restore the default scheduling policy of gloo's threads for peers: only `zgraph.shard` changes it."""
     policy = os.SCHED_BATCH if strategy.needs == "zgraph" else os.SCHED_OTHER
     for task in Path("/proc/self/task").glob("*"):
         if (task / "comm").read_text().startswith("gloo"):

@@ -30,7 +30,7 @@ def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -
 
 
 def divide_in_place(total: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """What `sum_ranks` computes of one piece in this dtype that nobody reads again."""
+    """`sum_ranks` of a single piece in place; the piece has this dtype, and no other reader."""
     return total.div_(divisor_like(total, divisor)) if divisor > 1 else total
 
 

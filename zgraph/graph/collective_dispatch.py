@@ -41,7 +41,7 @@ def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_f
 
 
 def sends_bucket(start: fx.Node) -> bool:
-    """Whether a collective alone reads what it sends, which was concatenated for it."""
+    """Whether a collective sends a bucket that was concatenated for it and has no other reader."""
     sent = start.all_input_nodes[0]
     return sent.target is torch.ops.aten.cat.default and list(sent.users) == [start]
 

@@ -268,7 +268,7 @@ def start_all_reduce(
     """[n, ...] of every rank -> [n, ...], reduced in the backend's order, usable after a wait.
 
     Args:
-        in_place: what was sent is overwritten by the result.
+        in_place: the result overwrites the input.
         number, about: as in `_start`. On gloo a byte carries the identity: it arrives first, or the wait raises.
     """
     route = route or Route.of(resolve_group(group_name), sent.device)

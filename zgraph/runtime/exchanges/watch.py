@@ -240,7 +240,7 @@ def _look_again(watched: weakref.ref[Watch]) -> None:
         try:
             watch.look()
         except Exception as error:
-            if dist.is_initialized():  # else the store has gone, and nobody waits any more
+            if dist.is_initialized():  # otherwise the store is gone, and no rank waits
                 warnings.warn(
                     f"zgraph: the watch over exchanges has ended: {error} Ranks that exchange different parameters now "
                     "wait for the timeout of their group.",

@@ -21,7 +21,7 @@ from tests.support import models
 from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, every_world, worlds
 from tests.support.tiers import long, slow
-from tests.support.whole_tensors import whole
+from tests.support.whole_tensors import kind_of, whole
 from zgraph.optimizers import kept_step, local_step
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.memory import DispatchMode
@@ -80,7 +80,7 @@ def backward(model: nn.Module, step: int, scale: float | Tensor = 1.0) -> None:
 def assert_same(found: Any, expected: Any, where: str) -> None:
     """Equal bit for bit, and of the same types, layouts and keys."""
     if isinstance(expected, Tensor):
-        assert type(found) is type(expected), f"{where}: {type(found)}, not {type(expected)}"
+        assert kind_of(found) == kind_of(expected), f"{where}: {kind_of(found)}, not {kind_of(expected)}"
         if isinstance(expected, DTensor):
             assert isinstance(found, DTensor)
             assert found.placements == expected.placements and found.shape == expected.shape, where

@@ -121,6 +121,7 @@ class Drawing:
 
     def __init__(self, seed: int, mode: str) -> None:
         self.chance = random.Random(f"{mode} {seed}")
+        self.chance_of_rows = random.Random(f"rows {mode} {seed}")  # of its own, so that older draws stay as they were
         self.mode = mode
         self.batches = 0
 
@@ -137,7 +138,7 @@ class Drawing:
             body = tuple(self.micro_step(number) for number in range(self.chance.randint(1, 2)))
             if self.chance.random() < 0.5:
                 body += (self.on_gradients(),)
-            program = replace(program, body=body)
+            program = replace(program, body=body + tuple(self.on_rows()))
         count = self.chance.randint(3, 5) if self.mode == "eager" else self.chance.randint(2, 3)
         return replace(program, statements=tuple(one for _ in range(count) for one in self.round()))
 
@@ -155,7 +156,8 @@ class Drawing:
         found += [self.backwards() for _ in range(self.chance.choice([0, 1, 1, 2]))] or [self.backwards()]
         if self.chance.random() < 0.4:
             found.append(self.on_gradients())
-        return [*found, "run.log_grads()\nopt.step()\n", *([self.clearing()] if self.chance.random() < 0.3 else [])]
+        found += [*self.on_rows(), "run.log_grads()\nopt.step()\n"]
+        return [*found, *([self.clearing()] if self.chance.random() < 0.3 else [])]
 
     def number(self) -> int:
         self.batches += 1
@@ -251,6 +253,16 @@ class Drawing:
             "for p in model.head.parameters():\n    p.grad = None\n",
         ]
         return self.chance.choice(ways)
+
+    def on_rows(self) -> list[str]:
+        """In every fourth round a write to parts of tensors that other ranks may hold."""
+        ways = [
+            "for p in model.parameters():\n    if p.grad is not None and p.ndim:\n        p.grad[:2] = 0\n",
+            "if model.enter.weight.grad is not None:\n    model.enter.weight.grad[-2:].mul_(0.5)\n",
+            "with torch.no_grad():\n    model.head.weight[1].zero_()\n    model.enter.weight.data[:, 2] = 0.1\n",
+            "with torch.no_grad():\n    model.enter.bias[3] += 0.5\n    model.blocks[1].mix.weight.t()[0].neg_()\n",
+        ]
+        return [self.chance_of_rows.choice(ways)] if self.chance_of_rows.random() < 0.25 else []
 
     def evaluation(self) -> str:
         mode = self.chance.choice(["no_grad", "inference_mode", "no_grad"])

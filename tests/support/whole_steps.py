@@ -18,7 +18,7 @@ import zgraph
 from tests.support import models
 from tests.support.resting import check_rests
 from tests.support.step_scripts import Frugal
-from tests.support.whole_tensors import whole
+from tests.support.whole_tensors import kind_of, whole
 
 P = zgraph.passes
 BATCH, LENGTH = 2, 7
@@ -255,7 +255,7 @@ def _reload(loop: Loop) -> None:
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
-        f"{number}.{key}": (type(value).__name__, whole(value) if isinstance(value, Tensor) else value)
+        f"{number}.{key}": (kind_of(value), whole(value) if isinstance(value, Tensor) else value)
         for number, entries in enumerate(optimizer.state.values())
         for key, value in entries.items()
     }

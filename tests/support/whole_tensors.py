@@ -8,6 +8,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
+def kind_of(value: object) -> str:
+    """Name of a type; zgraph's own DTensors count as DTensors."""
+    return "DTensor" if isinstance(value, DTensor) else type(value).__name__
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a DTensor, on every rank and outside of autograd; anything else as it is.
 

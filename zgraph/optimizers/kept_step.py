@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
+from zgraph.sharding.model.sharded_tensor import DTENSORS
 from zgraph.torch_compat.dtensor import gradients_of, layouts_of, locals_of
 from zgraph.torch_compat.modules import OptimizerOfLists
 
@@ -223,4 +224,4 @@ def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 
 def _all_dtensors(values: Iterable[Any]) -> bool:
-    return set(map(type, values)) <= {DTensor}
+    return set(map(type, values)) <= DTENSORS

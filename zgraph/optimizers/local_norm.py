@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.runtime.collective_error import collective_error
+from zgraph.sharding.model.sharded_tensor import DTENSORS
 from zgraph.torch_compat.collectives import all_reduce_op, wait
 from zgraph.torch_compat.dtensor import layouts_of, locals_of, partial_norms, replicated_scalar
 from zgraph.torch_compat.operators import foreach_norms, foreach_scale
@@ -33,7 +34,7 @@ class ShardedGradients:
     @classmethod
     def of(cls, grads: Sequence[Tensor]) -> ShardedGradients | None:
         """Take gradients apart into local shards; None if some are not of this kind."""
-        if set(map(type, grads)) != {DTensor}:
+        if not grads or not set(map(type, grads)) <= DTENSORS:
             return None
         sharded: Sequence[Any] = grads
         layouts = list(map(id, layouts_of(sharded)))

@@ -26,6 +26,7 @@ from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, place
 from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
 from zgraph.sharding.model.param_spec import ParamSpec
+from zgraph.sharding.model.sharded_tensor import as_sharded
 from zgraph.sharding.resting.codes import Codes
 from zgraph.sharding.resting.memory import Resting
 from zgraph.sharding.resting.offload import Offload
@@ -272,6 +273,7 @@ def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh,
     for mark, value in vars(entry.parameter).items():  # attributes by which users group parameters, for instance
         setattr(sharded, mark, value)
     share_hooks(entry.parameter, sharded)
+    as_sharded(cast(DTensor, sharded))
     attach_read(cast(DTensor, sharded), *entry.sites[0][1:])
     for _, part, attribute in entry.sites:
         replace_parameter(part, attribute, sharded)

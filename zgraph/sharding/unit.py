@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.dialect.markers import unshard
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE
+from zgraph.sharding.local_shards import local_shards
 from zgraph.sharding.model.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
@@ -105,7 +106,8 @@ def _on_device(parameter: DTensor, spec: ParamSpec) -> Tensor:
 
     A compiled graph copies it ahead instead (`zgraph.compiler.inputs_at_rest`).
     """
-    part = parameter.to_local()
+    # Dynamo's graph reads `to_local()`, whose own gradient would be a plain DTensor.
+    part = parameter.to_local() if torch.compiler.is_compiling() else local_shards([parameter])[0]
     return part if part.device.type == spec.device_type else part.to(spec.device_type)
 
 

@@ -26,6 +26,11 @@ def local_of(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def put_local(tensor: DTensor, local: Tensor) -> None:
+    """Let it show another tensor of the same shape as this rank's part (`_local_tensor`, 2.11 - 2.15)."""
+    tensor._local_tensor = local
+
+
 def has_storage_of(tensor: DTensor, storage: torch.UntypedStorage) -> bool:
     """Whether the outer tensor, which has no memory, is still what it was: `.data = ` gives it that of another.
 
@@ -35,11 +40,11 @@ def has_storage_of(tensor: DTensor, storage: torch.UntypedStorage) -> bool:
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor of the same mesh, placements and shape as another, around this local tensor (`_spec`, 2.11 - 2.15).
+    """A DTensor of the class, mesh, placements and shape of another, around this local tensor (`_spec`, 2.11 - 2.15).
 
     `DTensor.from_local` checks first, and `DTensor(...)` goes through a guard against Dynamo: both take far longer.
     """
-    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
+    return DTensor.__new__(type(like), local, like._spec, requires_grad=False)
 
 
 def locals_of(tensors: Iterable[DTensor]) -> list[Tensor]:

@@ -102,6 +102,11 @@ def alias_positions(target: object) -> tuple[int | None, ...]:
     )
 
 
+def is_mutable(target: OpOverload) -> bool:
+    """Whether the operator writes to an argument, by its schema (`_schema`, 2.11 - 2.15)."""
+    return target._schema.is_mutable
+
+
 def is_binary(target: OpOverload) -> bool:
     """Whether the operator computes with two tensors alike, self and other, by its schema (`_schema`, 2.11 - 2.15)."""
     arguments = target._schema.arguments

@@ -43,7 +43,7 @@ class SameBatch:
         self.is_due = False
         group = self.mesh.get_group()
         with torch.no_grad(), without_fake_mode():
-            own = torch.tensor([_checksum(given)], dtype=torch.int64, device=self.mesh.device_type)
+            own = torch.tensor([checksum(given)], dtype=torch.int64, device=self.mesh.device_type)
             every = own.new_empty(self.mesh.size())
             all_gather(every, own, group)
             sums = every.tolist()
@@ -58,7 +58,7 @@ class SameBatch:
             )
 
 
-def _checksum(tensors: Iterable[Tensor]) -> int:
+def checksum(tensors: Iterable[Tensor]) -> int:
     """CRC-32 of shapes, dtypes and values."""
     found = 0
     for tensor in tensors:

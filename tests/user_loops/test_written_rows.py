@@ -1,0 +1,237 @@
+"""Lines between backward and step that write to rows of weights and gradients, which other ranks may hold."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import zgraph
+from tests.support.ranks import Ranks, worlds
+from tests.support.user_loops import CLASSES, FEATURES, MODES, Net, Refused, Run, both, check, draw, refusal, rows
+
+ROWS = torch.tensor([1, 5])
+
+
+def added_to(tensor: Tensor) -> None:
+    tensor[2:4] += 0.25
+
+
+def swapped(tensor: Tensor) -> None:
+    tensor[0], tensor[6] = tensor[6].clone(), tensor[0].clone()
+
+
+def kept_view(tensor: Tensor) -> None:
+    """A view that was taken before its tensor changed writes to the tensor as it is then."""
+    row = tensor[4]
+    tensor.mul_(2.0)
+    row.add_(1.0)
+
+
+BY_NUMBERS: tuple[Callable[[Tensor], object], ...] = (  # in the order in which a loop makes them
+    lambda tensor: tensor[:3].mul_(2.0),
+    added_to,
+    swapped,
+    kept_view,
+    lambda tensor: tensor.__setitem__(0, 0.5),
+    lambda tensor: tensor.__setitem__((slice(None), 1), -0.5),
+    lambda tensor: tensor[1:6][1:3].zero_(),
+    lambda tensor: tensor.data[6].fill_(0.125),
+    lambda tensor: tensor.detach()[3].neg_(),
+    lambda tensor: tensor.t()[:, 2].mul_(3.0),
+    lambda tensor: tensor.chunk(2)[1].clamp_(max=0.2),
+    lambda tensor: tensor.narrow(0, 2, 2).add_(1.0),
+    lambda tensor: tensor.__setitem__(tensor > 1.0, 1.0),
+    lambda tensor: tensor[5].copy_(tensor[2]),
+)
+BY_TENSORS: tuple[Callable[[Tensor], object], ...] = (
+    lambda tensor: tensor.__setitem__(ROWS, 0.75),
+    lambda tensor: tensor.index_fill_(0, ROWS, 0.25),
+    lambda tensor: tensor.index_copy_(0, ROWS, draw(1, 2, tensor.shape[1])),
+    lambda tensor: tensor.mul_((torch.arange(len(tensor)) >= 3).float().unsqueeze(1)),
+    lambda tensor: tensor[2:5].add_(draw(2, 3, tensor.shape[1])),
+    lambda tensor: tensor.copy_(draw(3, *tensor.shape)),
+)
+
+
+WRITES = BY_NUMBERS + BY_TENSORS
+
+
+def writes(run: Run, pick: Callable[[nn.Module], Tensor], by: tuple[Callable[[Tensor], object], ...]) -> None:
+    opt = torch.optim.SGD(run.model.parameters(), lr=0.05)
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = both(run.call(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for write in by:
+                write(pick(run.model))
+        opt.step()
+        return loss.detach()
+
+    run.each_batch(train)
+
+
+def gradient(model: Any) -> Tensor:
+    return model.enter.weight.grad
+
+
+def weight(model: Any) -> Tensor:
+    return model.enter.weight
+
+
+def rows_of_gradients(run: Run) -> None:
+    """New tokens learn, old ones do not: `embedding.weight.grad[:old] = 0`, and its like."""
+    writes(run, gradient, BY_NUMBERS)
+
+
+def rows_of_weights(run: Run) -> None:
+    """A padding row is zeroed, a row is drawn anew, a column is set."""
+    writes(run, weight, BY_NUMBERS)
+
+
+def rows_by_tensors(run: Run) -> None:
+    """Rows are chosen by an index, a gradient is masked, noise is added: by tensors that are plain on every rank."""
+    writes(run, gradient, BY_TENSORS)
+    writes(run, weight, BY_TENSORS)
+
+
+def rows_between_micro_batches(run: Run) -> None:
+    """Some rows of what has been accumulated are dropped."""
+    opt = torch.optim.SGD(run.model.parameters(), lr=0.05)
+    for _, x, y in run.batches():
+        opt.zero_grad()
+        with run.no_sync():
+            both(run.call(x), y).backward()
+        gradient(run.model)[:3] = 0
+        loss = both(run.call(-x), y)
+        loss.backward()
+        run.log_loss(loss)
+        run.log_grads()
+        opt.step()
+
+
+def rows_in_hooks(run: Run) -> None:
+    """One hook returns a gradient with other rows, another one writes to rows of what has been accumulated."""
+    opt = torch.optim.SGD(run.model.parameters(), lr=0.05)
+
+    def changed(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad[:3] = 0
+        return grad
+
+    def shrunk(tensor: Tensor) -> None:
+        assert tensor.grad is not None
+        tensor.grad[4:].mul_(0.5)
+
+    weight(run.model).register_hook(changed)
+    weight(run.model).register_post_accumulate_grad_hook(shrunk)
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = both(run.call(x), y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    run.each_batch(train)
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (rows_of_gradients, rows_of_weights, rows_by_tensors, rows_between_micro_batches, rows_in_hooks)
+}
+IN_A_WINDOW = {1: "was changed in place between the forwards of a window"}
+REFUSED: Refused = {
+    ("rows_by_tensors", "step"): "by the values of a plain tensor",
+    **{("rows_between_micro_batches", mode): IN_A_WINDOW for mode in MODES},
+}
+FAST = {("rows_of_gradients", "step"): 3, ("rows_of_weights", "fx"): 2}
+
+
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+def test_rows_of_sharded_tensors_are_written(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
+    check(ranks, LOOPS[name], mode, stages, REFUSED)
+
+
+def each_rank_its_own(stage: int) -> list[str]:
+    """Rows that ranks choose or fill differently; nothing is written."""
+    model: Any = zgraph.shard(Net(), zero_stage=stage)
+    before = model.enter.weight.detach().full_tensor().clone()
+    mine = float(dist.get_rank())
+    with torch.no_grad():
+        texts = [
+            refusal(lambda: model.enter.weight.__setitem__(torch.tensor([int(mine)]), 0.0)),
+            refusal(lambda: model.enter.weight.add_(torch.full((FEATURES,), mine))),
+            refusal(lambda: model.enter.weight[1:3].copy_(torch.full((2, FEATURES), mine))),
+        ]
+    assert torch.equal(model.enter.weight.detach().full_tensor(), before)
+    return texts
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_write_different_rows_are_told(ranks: Ranks, stage: int) -> None:
+    for texts in ranks.run(each_rank_its_own, stage):
+        assert all("that differs between ranks" in text for text in texts), texts
+
+
+def on_four_ranks(mesh: str) -> None:
+    """Every write, to shards that lie on one of two axes of a mesh, or on both."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(OrderedDict(enter=nn.Linear(6, 8), head=nn.Linear(8, 3)))
+    model = copy.deepcopy(plain)
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    if mesh == "tensor parallel":
+        parallelize_module(model, axes["inner"], {"enter": ColwiseParallel(output_layouts=Replicate())})
+        axes = axes["outer"]
+    zgraph.shard(model, axes)
+    for net in (plain, model):
+        net(draw(1, 4, 6)).square().mean().backward()
+    for pick in (gradient, weight):
+        for place, write in enumerate(WRITES):
+            with torch.no_grad():
+                for net in (plain, model):
+                    write(pick(net))
+            found = DTensor.full_tensor(cast(DTensor, pick(model).detach()))
+            torch.testing.assert_close(found, pick(plain).detach(), msg=lambda text, place=place: f"{place}: {text}")
+
+
+@pytest.mark.slow  # a world of four ranks
+@pytest.mark.parametrize("mesh", ["replicas", "tensor parallel"])
+@worlds(4)
+def test_rows_are_written_on_meshes_of_two_axes(ranks: Ranks, mesh: str) -> None:
+    ranks.run(on_four_ranks, mesh)
+
+
+def saved_and_copied() -> tuple[bool, ...]:
+    model: Any = zgraph.shard(Net())
+    both(model(draw(1, 4, FEATURES)), draw(2, 4, classes=CLASSES)).backward()
+    file = io.BytesIO()
+    torch.save([model.state_dict(), model.enter.weight.grad, model.enter.weight.grad[:2]], file)
+    file.seek(0)
+    state, grad, part = torch.load(file, weights_only=False)
+    copied = copy.deepcopy(model.enter.weight.grad)
+    copied[:] = 0
+    return (
+        type(state["enter.weight"]) is type(grad) is type(part) is DTensor,
+        torch.equal(grad.to_local(), model.enter.weight.grad.to_local()),
+        bool(model.enter.weight.grad.abs().sum().full_tensor() > 0),
+        not copied.to_local().any(),
+    )
+
+
+def test_what_is_saved_are_plain_dtensors(ranks: Ranks) -> None:
+    assert ranks.run(saved_and_copied) == [(True,) * 4] * 2

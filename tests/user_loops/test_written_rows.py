@@ -150,16 +150,65 @@ def rows_in_hooks(run: Run) -> None:
     run.each_batch(train)
 
 
+def numbers_of_gradients(run: Run) -> None:
+    """What the loop does depends on numbers that it reads of gradients and weights."""
+    opt = torch.optim.SGD(run.model.parameters(), lr=0.05)
+    for _, x, y in run.batches():
+        opt.zero_grad()
+        loss = both(run.call(x), y)
+        loss.backward()
+        run.log_loss(loss)
+        norms = [p.grad.norm().item() for p in run.model.parameters()]
+        run.log("norms", torch.tensor(norms))
+        for p, norm in zip(run.model.parameters(), norms, strict=True):
+            if bool((p.grad > 0.5 * p.grad.abs().max()).any()) and torch.isfinite(p.grad).all():
+                p.grad.mul_(1 / (1 + norm + abs(float(p.mean())) + p.sum().item()))
+        run.log_grads()
+        opt.step()
+
+
+def random_numbers(run: Run) -> None:
+    """A head is drawn anew, and noise is added to weights and gradients; every rank has the same seed."""
+    opt = torch.optim.SGD(run.model.parameters(), lr=0.05)
+    torch.manual_seed(5)
+    nn.init.normal_(run.model.head.weight)
+    nn.init.trunc_normal_(run.model.enter.weight, std=0.4)
+    run.model.other.weight.data[1:].uniform_(-0.2, 0.2)
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = both(run.call(x), y)
+        loss.backward()
+        for p in run.model.parameters():
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
+        opt.step()
+        return loss.detach()
+
+    for step, x, y in run.batches():
+        torch.manual_seed(step)
+        run.log_loss(train(x, y))
+        run.log_grads()
+
+
 LOOPS = {
     loop.__name__: loop
-    for loop in (rows_of_gradients, rows_of_weights, rows_by_tensors, rows_between_micro_batches, rows_in_hooks)
+    for loop in (
+        rows_of_gradients,
+        rows_of_weights,
+        rows_by_tensors,
+        rows_between_micro_batches,
+        rows_in_hooks,
+        numbers_of_gradients,
+        random_numbers,
+    )
 }
 IN_A_WINDOW = {1: "was changed in place between the forwards of a window"}
 REFUSED: Refused = {
     ("rows_by_tensors", "step"): "by the values of a plain tensor",
     **{("rows_between_micro_batches", mode): IN_A_WINDOW for mode in MODES},
 }
-FAST = {("rows_of_gradients", "step"): 3, ("rows_of_weights", "fx"): 2}
+FAST = {("rows_of_gradients", "step"): 3, ("rows_of_weights", "fx"): 2, ("random_numbers", "step"): 0}
 
 
 @pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
@@ -180,6 +229,49 @@ def each_rank_its_own(stage: int) -> list[str]:
         ]
     assert torch.equal(model.enter.weight.detach().full_tensor(), before)
     return texts
+
+
+def one_rank_alone(line: str) -> str:
+    """Of two ranks, the first makes a line that both must make; the other one goes on."""
+    model: Any = zgraph.shard(Net())
+    opt = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step() -> None:
+        both(model(draw(1, 4, FEATURES)), draw(2, 4, classes=CLASSES)).backward()
+        if dist.get_rank() == 0:
+            ALONE[line](model.enter.weight)
+        opt.step()
+
+    return refusal(step)
+
+
+ALONE: dict[str, Callable[[Any], object]] = {
+    "reading a number of sharded tensors": lambda weight: weight.grad.norm().item(),
+    "taking rows of a sharded tensor": lambda weight: weight.grad[0],
+    "writing to parts of a sharded tensor": lambda weight: weight.grad.mul_(torch.ones(1, FEATURES)),
+}
+
+
+@pytest.mark.parametrize("line", ALONE)
+def test_a_rank_that_reads_or_writes_alone_is_told(ranks: Ranks, line: str) -> None:
+    for text in ranks.run(one_rank_alone, line):
+        assert f"rank 0 waits for {line}" in text and "rank 1 for optimizer.step()" in text
+
+
+def drawn_by_each_rank(stage: int) -> tuple[Tensor, Tensor]:
+    """Whole weights after ranks with different seeds have drawn them; and a scalar."""
+    model: Any = zgraph.shard(Net(), zero_stage=stage)
+    torch.manual_seed(dist.get_rank())
+    nn.init.normal_(model.enter.weight)
+    nn.init.normal_(model.gain)
+    return model.enter.weight.detach().full_tensor(), model.gain.detach().full_tensor()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_with_different_seeds_draw_one_tensor(ranks: Ranks, stage: int) -> None:
+    (weight, gain), (same, same_gain) = ranks.run(drawn_by_each_rank, stage)
+    assert torch.equal(weight, same) and torch.equal(gain, same_gain)
+    assert len(weight.unique()) == weight.numel()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -23,8 +23,9 @@ from zgraph.errors import ZgraphError
 from zgraph.optimizers.gradients import clip_by_stages
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all
+from zgraph.sharding.model.sharded_tensor import sharded_like
 from zgraph.torch_compat.collectives import wait
-from zgraph.torch_compat.dtensor import dtensor_like, local_of
+from zgraph.torch_compat.dtensor import local_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +309,7 @@ def _set_gradient(parameter: nn.Parameter, summed: Tensor) -> None:
         return
     local = _local(parameter)
     grad = torch.empty_like(local).copy_(summed.view(local.shape))
-    parameter.grad = dtensor_like(grad, parameter) if isinstance(parameter, DTensor) else grad
+    parameter.grad = sharded_like(grad, parameter) if isinstance(parameter, DTensor) else grad
 
 
 def _same_bits(parameter: nn.Parameter, values: Tensor) -> bool:

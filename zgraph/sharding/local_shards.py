@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.window_state import check_assigned
-from zgraph.sharding.model.sharded_tensor import as_sharded
-from zgraph.torch_compat.dtensor import dtensor_like
+from zgraph.sharding.model.sharded_tensor import as_sharded, sharded_like
 from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_example, dynamo_fake, is_to_local
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -141,9 +140,9 @@ class _LocalShards(torch.autograd.Function):
 
 def _gradient(grad: Tensor, parameter: DTensor) -> DTensor:
     if not torch.is_grad_enabled():
-        return dtensor_like(grad, parameter)
+        return sharded_like(grad, parameter)
     # create_graph=True: a second derivative must reach what refuses it.
     shape, stride = parameter.shape, parameter.stride()
     made = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
-    as_sharded(made)
+    as_sharded(made, parameter)
     return made

@@ -26,7 +26,7 @@ from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, place
 from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
 from zgraph.sharding.model.param_spec import ParamSpec
-from zgraph.sharding.model.sharded_tensor import as_sharded
+from zgraph.sharding.model.sharded_tensor import Sharded, as_sharded
 from zgraph.sharding.resting.codes import Codes
 from zgraph.sharding.resting.memory import Resting
 from zgraph.sharding.resting.offload import Offload
@@ -187,7 +187,10 @@ def shard(
             replicated.append((entry.name, *entry.sites[0][1:]))
     if exchanges is not None:
         names = tuple(group.group_name for group in mesh.get_all_groups())
-        scope.models.append(Model(exchanges, names, tuple(param.state for param in params if not param.spec.ignored)))
+        model = Model(exchanges, names, tuple(param.state for param in params if not param.spec.ignored))
+        scope.models.append(model)
+        for param in params:
+            cast(Sharded, param.sharded).of_model = model
     if axis is not None:
         scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.optimizers import pending_gradients
+from zgraph.sharding.model.sharded_tensor import sharded_like
 from zgraph.step.capture import Captured
 from zgraph.step.lifted import Lifted, local
-from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.modules import note_step, tree_unflatten
 
 
@@ -63,7 +63,7 @@ def hand_back(lifted: Lifted, captured: Captured, outputs: Sequence[Any]) -> Any
 
 
 def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
-    return dtensor_like(value, like) if isinstance(like, DTensor) else value
+    return sharded_like(value, like) if isinstance(like, DTensor) else value
 
 
 def check_gradients(captured: Captured, has_gradient: Sequence[bool]) -> None:

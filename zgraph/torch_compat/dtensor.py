@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,19 @@ def local_of(tensor: DTensor) -> Tensor:
 def put_local(tensor: DTensor, local: Tensor) -> None:
     """Let it show another tensor of the same shape as this rank's part (`_local_tensor`, 2.11 - 2.15)."""
     tensor._local_tensor = local
+
+
+def allow_lists_of(kind: type[DTensor]) -> None:
+    """Let optimizers and clipping take lists of a subclass at once, as DTensor lets them take its own.
+
+    `_foreach_supported_types` of torch.optim and torch.utils, 2.11 - 2.15.
+    """
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
+
+    for kinds in cast("tuple[list[type], ...]", (of_optimizers, of_utilities)):
+        if kind not in kinds:
+            kinds.append(kind)
 
 
 def has_storage_of(tensor: DTensor, storage: torch.UntypedStorage) -> bool:

@@ -27,8 +27,16 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def put_local(tensor: DTensor, local: Tensor) -> None:
-    """Let it show another tensor of the same shape as this rank's part (`_local_tensor`, 2.11 - 2.15)."""
+    """Replace this rank's part by another tensor of the same shape (`_local_tensor`, 2.11 - 2.15)."""
     tensor._local_tensor = local
+
+
+def put_whole(tensor: DTensor, whole: Tensor) -> None:
+    """Replace its values by those of a tensor that all ranks have (`_local_tensor`, `_spec`, 2.11 - 2.15)."""
+    from torch.distributed.tensor import Replicate
+
+    tensor._local_tensor = whole
+    tensor._spec = replace(tensor._spec, placements=tuple(Replicate() for _ in tensor.placements))
 
 
 def allow_lists_of(kind: type[DTensor]) -> None:

@@ -1,8 +1,8 @@
-"""Sharded parameters and gradients whose rows can be written to: `embedding.weight.grad[:old] = 0`.
+"""Sharded parameters and gradients, of which lines of a loop see what the plain model has.
 
 A view of a DTensor along a sharded axis is a copy, gathered from all ranks. DTensor silently loses what is written to
-it, and refuses in-place operators that need other placements or take plain tensors. Here such a write is made to the
-whole tensor, of which each rank keeps its part.
+it, and refuses in-place operators that need other placements or take plain tensors. Here such a write, as in
+`embedding.weight.grad[:old] = 0`, is made to the whole tensor, of which each rank keeps its part.
 
 A number that is read of a DTensor is that of this rank's part: `p.grad.norm().item()`, `if torch.isnan(p.grad).any()`.
 Here it is that of the whole tensor, on every rank. All ranks must make such a write and such a read: one that makes it
@@ -14,9 +14,10 @@ each shard from the rank's own: equal seeds repeat rows on every rank, and diffe
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,82 +27,107 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from zgraph.errors import AgreementError, ZgraphError
 from zgraph.runtime.exchanges.steps import Model
 from zgraph.sharding.meshes.same_batch import checksum
-from zgraph.torch_compat.dtensor import allow_lists_of, dtensor_like, local_of, put_local
+from zgraph.torch_compat.dtensor import allow_lists_of, dtensor_like, local_of, put_local, put_whole
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.memory import traced_storage_key
 from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
-from zgraph.torch_compat.operators import OpOverload, is_mutable, is_tagged_random
+from zgraph.torch_compat.operators import OpOverload, is_mutable, is_tagged_random, written_tensors
 
-_READ = torch.ops.aten._local_scalar_dense.default
+aten = torch.ops.aten
+_READ = aten._local_scalar_dense.default
+_BY_WHOLE = frozenset({aten.index.Tensor, aten.unbind.int})  # which DTensor refuses, by a plain index or a sharded axis
+_SAME = frozenset({aten.detach.default, aten.alias.default})
 # Where operators are given the dimension that they take a part of; DTensor gathers for them if it is sharded.
-_DIMENSIONS = {
-    torch.ops.aten.select.int: 1,
-    torch.ops.aten.slice.Tensor: 1,
-    torch.ops.aten.split.Tensor: 2,
-    torch.ops.aten.split_with_sizes.default: 2,
-}
-_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+_DIMENSIONS = MappingProxyType(
+    {aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2}
+)
+
+
+class View(NamedTuple):
+    """What a view shows: the tensor, and the operators that lead from all of it to the view."""
+
+    whole: Sharded
+    steps: tuple[Callable[[Tensor], Any], ...]
 
 
 class Sharded(DTensor):
     """A DTensor that knows what it is a view of. What operators make of one is one, too.
 
     Attributes:
-        viewed: of a view, the tensor that it shows a part of, and the operators that lead there.
+        viewed: what it shows; None if it is no view.
         of_model: whose ranks write to it together, or read a number of it; None where nothing tells.
+        writes: how often it was written to since the first copy of its rows was gathered; None before that.
+        seen: of a gathered copy, the number of writes that it shows.
     """
 
-    viewed: tuple[DTensor, tuple[Callable[[Tensor], Any], ...]]
-    of_model: Model | None
+    viewed: View | None = None
+    of_model: Model | None = None
+    writes: int | None = None
+    seen = 0
 
     @classmethod
     def __torch_dispatch__(
         cls, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.set_.source_Tensor:  # `parameter.data = value`, as Dynamo traces it
-            func = torch.ops.aten.copy_.default
+        traits = _traits_of(func)
+        sharded = _sharded_among((*args, *kwargs.values()) if kwargs else args)
+        target = args[0] if traits.writes and args and isinstance(args[0], Sharded) else None
+        for one in sharded:
+            if one.viewed is not None and one is not target:
+                _renew(one)
+        if traits.writes:
+            return _write(target, func, traits, args, kwargs, sharded)
         if func is _READ and any(placement.is_partial() for placement in args[0].placements):
             _meet(args[0], "reading a number of sharded tensors (item(), float(), bool(), `if`)")
             return func(_gathered(args[0]))
-        target = args[0] if is_mutable(func) and isinstance(args[0], Sharded) else None
-        if is_tagged_random(func) and (drawn := _drawn(target, func, args, kwargs)) is not None:
+        if traits.is_random and (drawn := _drawn(func, args, kwargs, sharded)) is not None:
             return drawn
-        if target is not None and (_is_copy(target) or any(tensor.ndim for tensor in _plain_among(args, kwargs))):
-            return _write_to_whole(target, func, args, kwargs)
-        if (place := _DIMENSIONS.get(func)) is not None:
-            _meet_for_rows(args[0], args[place] if len(args) > place else 0, func)
+        if traits.dimension is not None:
+            _meet_for_rows(args[0], args[traits.dimension] if len(args) > traits.dimension else 0, func)
         try:
-            with _as_dtensors([*_sharded_among(args), *_sharded_among(kwargs.values())]):
-                result = func(*args, **kwargs)
+            result = _on_dtensors(func, args, kwargs, sharded)
         except (NotImplementedError, RuntimeError):
-            # DTensor finds placements before it runs anything, so nothing has been written yet.
-            if target is None:
+            if func not in _BY_WHOLE:
                 raise
-            return _write_to_whole(target, func, args, kwargs)
-        return result if is_mutable(func) else _as_sharded(result, func, args, kwargs)
+            result = _of_whole(func, args, kwargs, sharded[0])
+        return _as_sharded(result, func, args, kwargs, sharded[0])
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
-        """What torch.compile traces with, and wraps what a graph returns in: of the class that the graph is given."""
+        """What torch.compile traces with, and wraps results of a graph in: of the class of the graph's inputs."""
         made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         as_sharded(made)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is saved is a DTensor, which can be loaded without zgraph."""
-        saved = dtensor_like(local_of(self), self)
-        saved.requires_grad_(self.requires_grad)
-        vars(saved).update({name: value for name, value in vars(self).items() if name not in ("viewed", "of_model")})
-        with _as_dtensors([saved]):
-            return DTensor.__reduce_ex__(saved, protocol)
+        saved = self.__copy__()
+        saved.__class__ = DTensor
+        return DTensor.__reduce_ex__(saved, protocol)
+
+    def __copy__(self) -> DTensor:
+        made = dtensor_like(local_of(self), self)
+        made.requires_grad_(self.requires_grad)
+        vars(made).update({name: value for name, value in vars(self).items() if name not in _OWN})
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if self.viewed is not None:
+            return self.detach().clone()
+        return super().__deepcopy__(memo)
+
+
+_OWN = frozenset({"viewed", "of_model", "writes", "seen"})
+DTENSORS = frozenset({DTensor, Sharded})
+allow_lists_of(Sharded)
 
 
 def as_sharded(tensor: DTensor, like: DTensor | None = None) -> None:
-    """Make a DTensor one whose rows can be written to; the same object, whatever refers to it."""
+    """Make a DTensor one of this kind, of the model of another; the same object, whatever refers to it."""
     tensor.__class__ = Sharded
-    if (model := getattr(like, "of_model", None)) is not None:
-        cast(Sharded, tensor).of_model = model
+    if isinstance(like, Sharded) and like.of_model is not None:
+        cast(Sharded, tensor).of_model = like.of_model
 
 
 def sharded_like(local: Tensor, like: DTensor) -> DTensor:
@@ -112,62 +138,145 @@ def sharded_like(local: Tensor, like: DTensor) -> DTensor:
     return made
 
 
-DTENSORS = frozenset({DTensor, Sharded})
-allow_lists_of(Sharded)
+class _Traits(NamedTuple):
+    writes: bool
+    is_random: bool
+    reshapes: bool  # in place: `t_`, `squeeze_`
+    dimension: int | None
 
 
-@contextlib.contextmanager
-def _as_dtensors(tensors: Sequence[Tensor]) -> Generator[None]:
-    """Let operators meet plain DTensors, whose dispatch in C++ asks for that very class."""
-    for tensor in tensors:
-        tensor.__class__ = DTensor
-    try:
-        yield
-    finally:
-        for tensor in tensors:
-            tensor.__class__ = Sharded
+@cache
+def _traits_of(func: OpOverload) -> _Traits:
+    return _Traits(is_mutable(func), is_tagged_random(func), torch.Tag.inplace_view in func.tags, _DIMENSIONS.get(func))
 
 
-def _sharded_among(args: Iterable[Any]) -> Iterator[Sharded]:
+def _sharded_among(args: Sequence[Any]) -> list[Sharded]:
+    found: list[Sharded] = []
     for arg in args:
-        if type(arg) is Sharded:
-            yield arg
-        elif type(arg) in (list, tuple):
-            yield from _sharded_among(arg)
+        kind = type(arg)
+        if kind is Sharded:
+            found.append(arg)
+        elif kind is list or kind is tuple:
+            found += [one for one in arg if type(one) is Sharded]
+    return found
 
 
-def _plain_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    return [
-        leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
-    ]
+def _has_plain(args: Iterable[Any]) -> bool:
+    """Whether there is a plain tensor that is no number."""
+    return any(
+        (isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.ndim > 0)
+        or (type(arg) in (list, tuple) and _has_plain(arg))
+        for arg in args
+    )
 
 
-def _as_sharded(result: Any, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    like = next(_sharded_among(args), None)
+def _on_dtensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]) -> Any:
+    """Call an operator with plain DTensors, whose dispatch in C++ asks for that very class."""
+    for one in cast("Sequence[Tensor]", sharded):
+        one.__class__ = DTensor
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for one in sharded:
+            one.__class__ = Sharded
+
+
+# --- views --------------------------------------------------------------------------------------------------------
+
+
+def _as_sharded(result: Any, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
     parts = result if isinstance(result, list | tuple) else (result,)
     for place, part in enumerate(parts):
-        if type(part) is not DTensor:
-            continue
-        as_sharded(part, like)
-        if not func.is_view:
-            continue
-        whole, steps = getattr(args[0], "viewed", (args[0], ()))
-        if func not in _SAME:
-            index = None if part is result else place
-            steps = (*steps, lambda tensor, index=index: _part_of(func(tensor, *args[1:], **kwargs), index))
-        if steps:
-            cast(Sharded, part).viewed = whole, steps
+        if type(part) is DTensor:
+            as_sharded(part, like)
+        if func.is_view and type(part) is Sharded:
+            _note_view(part, func, args, kwargs, None if part is result else place)
     return result
 
 
-def _part_of(result: Any, index: int | None) -> Tensor:
-    return result if index is None else result[index]
+def _note_view(
+    view: Sharded, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], index: int | None
+) -> None:
+    whole, steps = args[0].viewed or View(args[0], ())
+
+    def step(tensor: Tensor) -> Tensor:
+        result = func(tensor, *args[1:], **kwargs)
+        return result if index is None else result[index]
+
+    view.viewed = View(whole, steps if func in _SAME else (*steps, step))
+    if _is_copy(view):
+        whole.writes = view.seen = whole.writes or 0
 
 
 def _is_copy(view: Sharded) -> bool:
     """Whether a view is a gathered copy of what it shows."""
-    whole = getattr(view, "viewed", (view,))[0]
-    return traced_storage_key(local_of(view)) != traced_storage_key(local_of(whole))
+    return view.viewed is not None and (
+        traced_storage_key(local_of(view)) != traced_storage_key(local_of(view.viewed.whole))
+    )
+
+
+@torch.no_grad()
+def _renew(view: Sharded) -> None:
+    """Gather a copy again if what it shows was written to meanwhile."""
+    assert view.viewed is not None
+    whole, steps = view.viewed
+    if whole.writes is None or view.seen == whole.writes or not _is_copy(view):
+        return
+    _meet(view, "reading rows of a sharded tensor that were written to")
+    shown = _gathered(whole)
+    for step in steps:
+        shown = step(shown)
+    put_local(view, shown)
+    view.seen = whole.writes
+
+
+def _note_write(written: Iterable[Any]) -> None:
+    for one in written:
+        if isinstance(one, Sharded):
+            whole = one if one.viewed is None else one.viewed.whole
+            if whole.writes is not None:
+                whole.writes += 1
+
+
+# --- writes -------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    target: Sharded | None,
+    func: OpOverload,
+    traits: _Traits,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    sharded: Sequence[Sharded],
+) -> Any:
+    """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
+    if func is aten.set_.source_Tensor and target is not None:  # `parameter.data = value`, as Dynamo traces it
+        func = aten.copy_.default
+    if target is None:
+        written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, Sharded)]
+        if any(map(_is_copy, written)):
+            raise ZgraphError(
+                f"zgraph: {func} writes to rows of a sharded tensor, of which it would have copies. Write to one after "
+                "the other, by an operator that works in place: rows.mul_(2), or rows.copy_(result) in place of out=."
+            )
+        result = _on_dtensors(func, args, kwargs, sharded)
+        _note_write(written)
+        return result
+    if traits.reshapes and target.viewed is not None:
+        raise ZgraphError(
+            f"zgraph: {func} changes the shape of a view of a sharded tensor in place; write view = view.t(), and the "
+            "like, without the underscore."
+        )
+    on_whole = _is_copy(target) or (traits.is_random and _draws_here(target)) or _has_plain(args[1:])
+    if not on_whole and not (kwargs and _has_plain(kwargs.values())):
+        try:
+            result = _on_dtensors(func, args, kwargs, sharded)
+        except (NotImplementedError, RuntimeError):
+            pass  # DTensor finds placements before it runs anything: nothing has been written yet
+        else:
+            _note_write((target,))
+            return result
+    return _write_to_whole(target, func, args, kwargs)
 
 
 @torch.no_grad()
@@ -178,64 +287,39 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
         AgreementError: ranks pass different plain tensors.
         ZgraphError: a step that is captured passes one, which cannot be compared.
     """
-    sharded, steps = getattr(target, "viewed", (target, ()))
+    sharded, steps = target.viewed or View(target, ())
     _meet(target, f"writing to parts of a sharded tensor ({func})")
     _check_equal(_plain_among(args, kwargs), sharded.device_mesh, func)
     others, named = _all_gathered(args[1:], kwargs)
-    whole = view = _gathered(sharded)
-    for step in steps:
-        view = step(view)
-    func(view, *others, **named)
-    local_of(sharded).copy_(local_of(_laid_out(whole, sharded, is_tagged_random(func))))
+    whole = _gathered(sharded)
+    func(_shown(whole, steps), *others, **named)
+    if is_tagged_random(func):
+        whole = _of_first(whole, sharded.device_mesh)
+    if any(placement.is_partial() for placement in sharded.placements):
+        put_whole(sharded, whole)
+    else:
+        local_of(sharded).copy_(local_of(_laid_out(whole, sharded)))
+    _note_write((sharded,))
     if _is_copy(target):
-        put_local(target, view)
+        put_local(target, _shown(whole, steps))
+        target.seen = sharded.writes or 0
     return target
 
 
-def _drawn(target: Sharded | None, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a random operator gives for all of a tensor; None where DTensor itself takes care."""
-    like = next(_sharded_among(args), None)
-    if like is None or like.device_mesh.device_type != "cpu" or (target is None and is_mutable(func)):
-        return None
-    if target is not None:
-        return _write_to_whole(target, func, args, kwargs)
-    with torch.no_grad():
-        others, named = _all_gathered(args, kwargs)
-        results, tree = tree_flatten(func(*others, **named))
-        if any(result.shape != like.shape for result in results):
-            return None
-        return tree_unflatten([_laid_out(result, like, is_random=True) for result in results], tree)
+def _shown(whole: Tensor, steps: Sequence[Callable[[Tensor], Any]]) -> Tensor:
+    for step in steps:
+        whole = step(whole)
+    return whole
 
 
-def _laid_out(whole: Tensor, like: DTensor, is_random: bool) -> Sharded:
-    """Each rank's part of a tensor that all have; of a random one replicas take what the first of them has drawn."""
-    mesh = like.device_mesh
-    everywhere = [Replicate() for _ in range(mesh.ndim)]
-    for axis, placement in enumerate(like.placements):
-        if is_random and placement.is_replicate() and mesh.size(axis) > 1:
-            mine = whole if mesh.get_local_rank(axis) == 0 else torch.zeros_like(whole)
-            summed = [*everywhere[:axis], Partial(), *everywhere[axis + 1 :]]
-            whole = _gathered(DTensor.from_local(mine, mesh, summed, run_check=False))
-    laid_out = DTensor.from_local(whole, mesh, everywhere, run_check=False).redistribute(placements=like.placements)
-    as_sharded(laid_out, like)
-    return cast(Sharded, laid_out)
-
-
-def _meet_for_rows(tensor: DTensor, dim: int, func: OpOverload) -> None:
-    dim %= tensor.ndim
-    if any(getattr(placement, "dim", None) == dim for placement in tensor.placements):
-        _meet(tensor, f"taking rows of a sharded tensor ({func})")
-
-
-def _meet(tensor: DTensor, call: str) -> None:
-    model: Model | None = getattr(tensor, "of_model", None)
-    if model is not None and not is_fake(local_of(tensor)):
-        model.meet(call)
+def _plain_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    tensors = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
 
 
 def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) -> None:
     """Check that all ranks of a mesh have the same values in some plain tensors."""
-    what = f"{func} writes to a sharded parameter or gradient, or to rows of one, by the values of a plain tensor"
+    what = f"{func} reads or writes parts of a sharded tensor by the values of a plain tensor"
     if any(is_fake(tensor) and tensor.ndim for tensor in tensors):
         raise ZgraphError(
             f"zgraph.training_step: {what}, which may differ from rank to rank. Make it a DTensor before the step, "
@@ -246,14 +330,80 @@ def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) 
         return
     number = checksum(values)
     largest = torch.tensor([number, -number], device=mesh.device_type)
-    for axis in range(mesh.ndim):
+    for axis in range(mesh.ndim):  # one by one: of two at once DTensor warns
         placements = [Partial("max") if one == axis else Replicate() for one in range(mesh.ndim)]
         largest = _gathered(DTensor.from_local(largest, mesh, placements, run_check=False))
     if largest.sum():
         raise AgreementError(
-            f"zgraph: {what} that differs between ranks, so that each would write something else. Average or broadcast "
+            f"zgraph: {what} that differs between ranks, so that each would have another result. Average or broadcast "
             "it first (torch.distributed.broadcast(values, 0))."
         )
+
+
+def _of_whole(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
+    """What an operator that DTensor refuses gives for whole tensors; the same on all ranks."""
+    _meet(like, f"taking rows of a sharded tensor ({func})")
+    _check_equal(_plain_among(args, kwargs), like.device_mesh, func)
+    with torch.no_grad():
+        whole, named = _all_gathered(args, kwargs)
+        results, tree = tree_flatten(func(*whole, **named))
+        everywhere = [Replicate()] * like.device_mesh.ndim
+        made = [DTensor.from_local(one, like.device_mesh, everywhere, run_check=False) for one in results]
+        return tree_unflatten(made, tree)
+
+
+# --- random numbers -----------------------------------------------------------------------------------------------
+
+
+def _draws_here(tensor: DTensor) -> bool:
+    """Whether DTensor leaves generators alone."""
+    return tensor.device_mesh.device_type == "cpu"
+
+
+@torch.no_grad()
+def _drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]) -> Any:
+    """What a random operator gives for all of a tensor; None where DTensor itself takes care."""
+    like = sharded[0]
+    if not _draws_here(like):
+        return None
+    whole, named = _all_gathered(args, kwargs)
+    results, tree = tree_flatten(func(*whole, **named))
+    if any(result.shape != like.shape for result in results):
+        return None
+    return tree_unflatten([_laid_out(_of_first(result, like.device_mesh), like) for result in results], tree)
+
+
+def _of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What the first rank of a mesh has."""
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            mine = whole if mesh.get_local_rank(axis) == 0 else torch.zeros_like(whole)
+            placements = [Partial() if one == axis else Replicate() for one in range(mesh.ndim)]
+            whole = _gathered(DTensor.from_local(mine, mesh, placements, run_check=False))
+    return whole
+
+
+def _laid_out(whole: Tensor, like: DTensor) -> Sharded:
+    """Each rank's part of a tensor that all have."""
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    laid_out = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
+    laid_out = laid_out.redistribute(placements=like.placements)
+    as_sharded(laid_out, like)
+    return cast(Sharded, laid_out)
+
+
+# --- all ranks together -------------------------------------------------------------------------------------------
+
+
+def _meet_for_rows(tensor: DTensor, dim: int, func: OpOverload) -> None:
+    dim %= tensor.ndim
+    if any(getattr(placement, "dim", None) == dim for placement in tensor.placements):
+        _meet(tensor, f"taking rows of a sharded tensor ({func})")
+
+
+def _meet(tensor: DTensor, call: str) -> None:
+    if isinstance(tensor, Sharded) and tensor.of_model is not None and not is_fake(local_of(tensor)):
+        tensor.of_model.meet(call)
 
 
 def _all_gathered(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

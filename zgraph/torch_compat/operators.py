@@ -181,11 +181,10 @@ def zero_each(targets: Sequence[Tensor]) -> None:
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a call writes to, by its schema (`_schema`, 2.11 - 2.15)."""
     written: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            items = given if isinstance(given, list | tuple) else (given,)
-            written.extend(item for item in items if isinstance(item, Tensor))
+    for position, name in _written_places(func):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        items = given if isinstance(given, list | tuple) else (given,)
+        written.extend(item for item in items if isinstance(item, Tensor))
     return written
 
 

@@ -72,12 +72,11 @@ class Sharded(DTensor):
         kwargs = kwargs or {}
         traits = _traits_of(func)
         sharded = _sharded_among((*args, *kwargs.values()) if kwargs else args)
-        target = args[0] if traits.writes and args and isinstance(args[0], Sharded) else None
         for one in sharded:
-            if one.viewed is not None and one is not target:
+            if one.viewed is not None:
                 _renew(one)
         if traits.writes:
-            return _write(target, func, traits, args, kwargs, sharded)
+            return _write(func, traits, args, kwargs, sharded)
         if func is _READ and any(placement.is_partial() for placement in args[0].placements):
             _meet(args[0], "reading a number of sharded tensors (item(), float(), bool(), `if`)")
             return func(_gathered(args[0]))
@@ -223,10 +222,7 @@ def _renew(view: Sharded) -> None:
     if whole.writes is None or view.seen == whole.writes or not _is_copy(view):
         return
     _meet(view, "reading rows of a sharded tensor that were written to")
-    shown = _gathered(whole)
-    for step in steps:
-        shown = step(shown)
-    put_local(view, shown)
+    put_local(view, _shown(_gathered(whole), steps))
     view.seen = whole.writes
 
 
@@ -242,46 +238,48 @@ def _note_write(written: Iterable[Any]) -> None:
 
 
 def _write(
-    target: Sharded | None,
-    func: OpOverload,
-    traits: _Traits,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    sharded: Sequence[Sharded],
+    func: OpOverload, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]
 ) -> Any:
     """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
-    if func is aten.set_.source_Tensor and target is not None:  # `parameter.data = value`, as Dynamo traces it
-        func = aten.copy_.default
-    if target is None:
-        written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, Sharded)]
-        if any(map(_is_copy, written)):
-            raise ZgraphError(
-                f"zgraph: {func} writes to rows of a sharded tensor, of which it would have copies. Write to one after "
-                "the other, by an operator that works in place: rows.mul_(2), or rows.copy_(result) in place of out=."
-            )
-        result = _on_dtensors(func, args, kwargs, sharded)
-        _note_write(written)
-        return result
-    if traits.reshapes and target.viewed is not None:
+    if func is aten.set_.source_Tensor:  # `parameter.data = value`, as Dynamo traces it
+        func, traits = aten.copy_.default, _traits_of(aten.copy_.default)
+    written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, Sharded)]
+    target = written[0] if len(written) == 1 and any(one is written[0] for one in (*args, *kwargs.values())) else None
+    if traits.reshapes and any(one.viewed is not None for one in written):
         raise ZgraphError(
             f"zgraph: {func} changes the shape of a view of a sharded tensor in place; write view = view.t(), and the "
             "like, without the underscore."
         )
-    on_whole = _is_copy(target) or (traits.is_random and _draws_here(target)) or _has_plain(args[1:])
-    if not on_whole and not (kwargs and _has_plain(kwargs.values())):
+    if target is None and any(map(_is_copy, written)):
+        raise ZgraphError(
+            f"zgraph: {func} writes to several rows of a sharded tensor at once, of which it would have copies. Write "
+            "to one after the other: for rows in ...: rows.mul_(2)."
+        )
+    if (
+        target is None
+        or not (
+            _is_copy(target)
+            or target is not args[0]  # DTensor lets `out=` have other placements than it says
+            or (traits.is_random and _draws_here(target))
+            or _has_plain(args[1:])
+            or _has_plain(kwargs.values())
+        )
+    ):
         try:
             result = _on_dtensors(func, args, kwargs, sharded)
         except (NotImplementedError, RuntimeError):
-            pass  # DTensor finds placements before it runs anything: nothing has been written yet
+            # DTensor finds placements before it runs anything: nothing has been written yet.
+            if target is None:
+                raise
         else:
-            _note_write((target,))
+            _note_write(written)
             return result
     return _write_to_whole(target, func, args, kwargs)
 
 
 @torch.no_grad()
 def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sharded:
-    """Call an operator that writes to its first argument as on one rank, on all of the tensor that it is a view of.
+    """Call an operator that writes to a tensor as on one rank, with all of the tensor that this is a view of.
 
     Raises:
         AgreementError: ranks pass different plain tensors.
@@ -290,9 +288,9 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
     sharded, steps = target.viewed or View(target, ())
     _meet(target, f"writing to parts of a sharded tensor ({func})")
     _check_equal(_plain_among(args, kwargs), sharded.device_mesh, func)
-    others, named = _all_gathered(args[1:], kwargs)
     whole = _gathered(sharded)
-    func(_shown(whole, steps), *others, **named)
+    given, named = _all_gathered(args, kwargs, {id(target): _shown(whole, steps)})
+    func(*given, **named)
     if is_tagged_random(func):
         whole = _of_first(whole, sharded.device_mesh)
     if any(placement.is_partial() for placement in sharded.placements):
@@ -406,9 +404,16 @@ def _meet(tensor: DTensor, call: str) -> None:
         tensor.of_model.meet(call)
 
 
-def _all_gathered(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _all_gathered(
+    args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Tensor] = MappingProxyType({})
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments with whole tensors in place of DTensors; some of which are known, by the ids of these."""
     leaves, tree = tree_flatten((args, dict(kwargs)))
-    return tree_unflatten([_gathered(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves], tree)
+    whole = [
+        known[id(leaf)] if id(leaf) in known else _gathered(leaf) if isinstance(leaf, DTensor) else leaf
+        for leaf in leaves
+    ]
+    return tree_unflatten(whole, tree)
 
 
 def _gathered(tensor: DTensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -21,7 +21,7 @@ from zgraph.runtime.error_feedback import Feedbacks
 from zgraph.runtime.handle import name_of
 from zgraph.runtime.weight_copy import WeightCopy
 from zgraph.torch_compat.autograd import current_node, leaves_below, running_backward, use_of
-from zgraph.torch_compat.dtensor import has_storage_of, local_of
+from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.modules import local_parameters
 
 _STATE = "zgraph_state"
@@ -111,17 +111,6 @@ class Accumulation:
         self.opened = bool(self.pending)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """This rank's part of a parameter, and the storage of the DTensor around it, which has no memory."""
-
-    part: weakref.ref[Tensor]
-    storage: torch.UntypedStorage
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Known:
-        return self  # a copied parameter has another part
-
-
 @dataclass(eq=False)
 class ParameterState:
     """State of one parameter between calls of compiled graphs.
@@ -144,7 +133,6 @@ class ParameterState:
         feedbacks: error feedback of its compressed reductions.
         ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
         weight_copy: the unsharded parameter as the last forward read it; None: gathers do not send differences.
-        known: the parameter when it was looked at last.
         defer: takes what yields gradients of weights out of a compiled backward; None: the backward runs whole.
     """
 
@@ -165,7 +153,6 @@ class ParameterState:
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
     weight_copy: WeightCopy | None = None
     ahead: Tensor | None = None
-    known: _Known | None = None
     defer: Defer | None = None
 
     def keep(self, unsharded: Tensor) -> None:
@@ -184,19 +171,6 @@ class ParameterState:
         """Drop the gathered copies."""
         self.kept.clear()
         self.accumulation.note(self)
-
-    def was_assigned(self) -> bool:
-        """Whether `.data = ` was called on the parameter, which changes nothing of what is gathered; told once."""
-        parameter = self.parameter
-        if not isinstance(parameter, DTensor):
-            return False
-        part, known = local_of(parameter), self.known
-        if known is not None and known.part() is not part:
-            known = None
-        if known is not None and has_storage_of(parameter, known.storage):
-            return False
-        self.known = _Known(weakref.ref(part), parameter.untyped_storage())
-        return known is not None
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Let a gradient wait for the closing backward.
@@ -385,25 +359,7 @@ def _edited(name: str, why: str) -> ZgraphError:
 def attach_state(handle: Tensor, owner: nn.Module, attribute: str, accumulation: Accumulation | None = None) -> None:
     """Give a handle the state of its parameter, `owner.attribute`."""
     state = ParameterState(owner, attribute, name_of(handle), accumulation or Accumulation())
-    if attribute in local_parameters(owner):
-        state.was_assigned()  # from now on
     setattr(handle, _STATE, state)
-
-
-def check_assigned(handles: Iterable[Tensor]) -> None:
-    """Check that nothing was assigned to `.data` of the parameters behind some handles.
-
-    Raises:
-        ZgraphError: something was; names the parameter.
-    """
-    for handle in handles:
-        if state_behind(handle).was_assigned():
-            name = name_of(handle)
-            raise ZgraphError(
-                f"zgraph: something was assigned to {name}.data, which leaves a sharded parameter as it was (torch "
-                "keeps the values of a DTensor elsewhere). Write into it, outside of forward: with torch.no_grad(): "
-                f"model.{name}.copy_(value)."
-            )
 
 
 def state_behind(handle: Tensor) -> ParameterState:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from zgraph.runtime.handle import name_of
-from zgraph.runtime.window_state import check_assigned
 from zgraph.sharding.model.sharded_tensor import as_sharded, sharded_like
-from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_example, dynamo_fake, is_to_local
+from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_to_local
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -40,11 +38,9 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
     examples = list(inputs)
     for position, shard in found.items():
         examples[position] = shard
-    handles = _handles(gm)
     compiled = compile(gm, examples)
 
     def run(*args: Any) -> Any:
-        check_assigned(args[place] for place in handles)
         given = list(args)
         shards = local_shards([given[position] for position in positions])
         for position, shard in zip(positions, shards, strict=True):
@@ -52,15 +48,6 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
         return compiled(*given)
 
     return run
-
-
-def _handles(gm: fx.GraphModule) -> list[int]:
-    """Positions of the handles among the inputs of Dynamo's graph, of which checkpointed regions take some."""
-    return [
-        place
-        for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-        if name_of(dynamo_example(node)) != "?"
-    ]
 
 
 def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:

@@ -345,6 +345,7 @@ def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
         coded = codes.encoded(_as_dtensor(page, shard))
         values = dtensor_like(_at_rest(page, coded.to_local()), coded)
     filled = nn.Parameter(values, requires_grad=page.shown.requires_grad and codes is None)
+    vars(filled).pop("viewed", None)  # it shows nothing but itself
     for mark, value in vars(page.shown).items():
         setattr(filled, mark, value)
     try:

@@ -21,7 +21,6 @@ from zgraph.runtime.window_state import (
     OPEN,
     Accumulation,
     ParameterState,
-    check_assigned,
     state_behind,
 )
 from zgraph.sharding.meshes.same_batch import SameBatch
@@ -256,10 +255,6 @@ class ShardedParam:
                 "sharding. Load or convert the model before zgraph.shard, or assign a DTensor of the same mesh.",
                 ZgraphError,
             )
-        try:
-            check_assigned([self.handle])
-        except ZgraphError as error:
-            raise_through_dynamo(str(error), ZgraphError)
         if parameter.is_meta:
             raise_through_dynamo(
                 f"zgraph: {self.name} is on the meta device and has no values; call zgraph.materialize(model) after "

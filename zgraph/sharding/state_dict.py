@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import pad_rows
 from zgraph.runtime.shard_layout import ShardLayout
-from zgraph.runtime.window_state import check_assigned
 from zgraph.sharding.model.dry_run_load import COMPILED, dry_run_of
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.scope import ShardedParam, sharded_parameters, state_of
@@ -182,7 +181,6 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     result: OrderedDict[str, Any] = OrderedDict()
     done: dict[int, Tensor | None] = {}
     params = sharded_parameters(module).values()
-    check_assigned(param.handle for param in params)
     specs = {id(param.sharded): param.spec for param in params}
     # keep_vars: with it tied parameters are one object, not two detached ones.
     for key, value in module.state_dict(keep_vars=True).items():

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.graph import nodes
 from zgraph.runtime.handle import name_of
+from zgraph.sharding.model.sharded_tensor import ASSIGNED
 from zgraph.sharding.model.written_weights import GatheredParameter, as_gathered, written
 from zgraph.sharding.scope import scope_behind
 from zgraph.torch_compat.dynamo import dynamo_example, dynamo_fake, raise_through_dynamo
@@ -42,6 +44,8 @@ def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> No
                 gathered[key] = name
             if node.target is Tensor.set_:  # `.data = `, after which Dynamo takes the version back
                 name = _gathered_name(node.args[0], names)
+                if name is None and isinstance(value, DTensor):
+                    raise_through_dynamo(ASSIGNED, ZgraphError)
             elif version_of(value) > 0:
                 name = gathered.get(key)
             else:

@@ -52,14 +52,6 @@ def allow_lists_of(kind: type[DTensor]) -> None:
             kinds.append(kind)
 
 
-def has_storage_of(tensor: DTensor, storage: torch.UntypedStorage) -> bool:
-    """Whether the outer tensor, which has no memory, is still what it was: `.data = ` gives it that of another.
-
-    It leaves `_local_tensor` alone, so that what was assigned is lost (`_cdata`, 2.11 - 2.13).
-    """
-    return tensor.untyped_storage()._cdata == storage._cdata
-
-
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor of the class, mesh, placements and shape of another, around this local tensor (`_spec`, 2.11 - 2.15).
 

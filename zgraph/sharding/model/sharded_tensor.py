@@ -92,6 +92,14 @@ class Sharded(DTensor):
             result = _of_whole(func, args, kwargs, sharded[0])
         return _as_sharded(result, func, args, kwargs, sharded[0])
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return cast(Any, Tensor.data).__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ZgraphError(ASSIGNED)
+
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
         """What torch.compile traces with, and wraps results of a graph in: of the class of the graph's inputs."""
@@ -117,6 +125,10 @@ class Sharded(DTensor):
         return super().__deepcopy__(memo)
 
 
+ASSIGNED = (
+    "zgraph: something was assigned to the .data of a sharded tensor, which would be lost: torch keeps the values of a "
+    "DTensor elsewhere. Write into it, outside of forward: with torch.no_grad(): parameter.copy_(value)."
+)
 _OWN = frozenset({"viewed", "of_model", "writes", "seen"})
 DTENSORS = frozenset({DTensor, Sharded})
 allow_lists_of(Sharded)
@@ -229,7 +241,11 @@ def _renew(view: Sharded) -> None:
 def _note_write(written: Iterable[Any]) -> None:
     for one in written:
         if isinstance(one, Sharded):
-            whole = one if one.viewed is None else one.viewed.whole
+            whole = one
+            if one.viewed is not None:
+                whole = one.viewed.whole
+                if not whole.is_inference():
+                    torch.autograd.graph.increment_version(whole)  # that of `.data` is another one
             if whole.writes is not None:
                 whole.writes += 1
 
@@ -241,7 +257,7 @@ def _write(
     func: OpOverload, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]
 ) -> Any:
     """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
-    if func is aten.set_.source_Tensor:  # `parameter.data = value`, as Dynamo traces it
+    if func is aten.set_.source_Tensor:  # `parameter.data = value`, as Dynamo traces it: the graph is refused
         func, traits = aten.copy_.default, _traits_of(aten.copy_.default)
     written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, Sharded)]
     target = written[0] if len(written) == 1 and any(one is written[0] for one in (*args, *kwargs.values())) else None

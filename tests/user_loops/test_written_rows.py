@@ -38,11 +38,28 @@ def kept_view(tensor: Tensor) -> None:
     row.add_(1.0)
 
 
+def read_again(tensor: Tensor) -> None:
+    """What is read of a view has what was written to the rest, and to its own parts."""
+    view = tensor[:6]
+    tensor.mul_(1.5)
+    view[:2] = 0.25
+    view.sub_(view.mean())
+
+
+def one_by_one(tensor: Tensor) -> None:
+    for row in tensor:
+        row.div_(1 + row.abs().sum())
+
+
 BY_NUMBERS: tuple[Callable[[Tensor], object], ...] = (  # in the order in which a loop makes them
     lambda tensor: tensor[:3].mul_(2.0),
     added_to,
     swapped,
     kept_view,
+    read_again,
+    one_by_one,
+    lambda tensor: torch.mul(tensor, 1.25, out=tensor),
+    lambda tensor: torch.add(tensor[:2], tensor[2:4], out=tensor[4:6]),
     lambda tensor: tensor.__setitem__(0, 0.5),
     lambda tensor: tensor.__setitem__((slice(None), 1), -0.5),
     lambda tensor: tensor[1:6][1:3].zero_(),
@@ -57,6 +74,8 @@ BY_NUMBERS: tuple[Callable[[Tensor], object], ...] = (  # in the order in which 
 BY_TENSORS: tuple[Callable[[Tensor], object], ...] = (
     lambda tensor: tensor.__setitem__(ROWS, 0.75),
     lambda tensor: tensor.index_fill_(0, ROWS, 0.25),
+    lambda tensor: tensor.__setitem__([0, 2], tensor[[2, 0]] * 0.5),
+    lambda tensor: torch.add(tensor, torch.ones(tensor.shape[1]), out=tensor),
     lambda tensor: tensor.index_copy_(0, ROWS, draw(1, 2, tensor.shape[1])),
     lambda tensor: tensor.mul_((torch.arange(len(tensor)) >= 3).float().unsqueeze(1)),
     lambda tensor: tensor[2:5].add_(draw(2, 3, tensor.shape[1])),
@@ -258,6 +277,21 @@ def test_a_rank_that_reads_or_writes_alone_is_told(ranks: Ranks, line: str) -> N
         assert f"rank 0 waits for {line}" in text and "rank 1 for optimizer.step()" in text
 
 
+def refused_lines() -> tuple[str, ...]:
+    model: Any = zgraph.shard(Net())
+    rows = model.enter.weight.detach()[:3]
+    return (
+        refusal(lambda: torch._foreach_mul_([rows, rows], 2.0)),
+        refusal(lambda: rows.t_()),
+    )
+
+
+def test_lines_that_cannot_be_followed_are_refused(ranks: Ranks) -> None:
+    for several, reshaped in ranks.run(refused_lines):
+        assert "writes to several rows of a sharded tensor at once" in several
+        assert "changes the shape of a view of a sharded tensor in place" in reshaped
+
+
 def drawn_by_each_rank(stage: int) -> tuple[Tensor, Tensor]:
     """Whole weights after ranks with different seeds have drawn them; and a scalar."""
     model: Any = zgraph.shard(Net(), zero_stage=stage)
@@ -317,13 +351,19 @@ def saved_and_copied() -> tuple[bool, ...]:
     state, grad, part = torch.load(file, weights_only=False)
     copied = copy.deepcopy(model.enter.weight.grad)
     copied[:] = 0
+    again = copy.copy(model.enter.weight.grad)
+    again[0] = 4.0  # the same memory
+    apart = copy.deepcopy(model.enter.weight.grad[:3])
+    apart[1] = 5.0
     return (
         type(state["enter.weight"]) is type(grad) is type(part) is DTensor,
-        torch.equal(grad.to_local(), model.enter.weight.grad.to_local()),
+        torch.equal(part.to_local()[1], model.enter.weight.grad[1].to_local()),
         bool(model.enter.weight.grad.abs().sum().full_tensor() > 0),
         not copied.to_local().any(),
+        bool((model.enter.weight.grad[0] == 4.0).all()),
+        bool((apart[1] == 5.0).all()) and not bool((model.enter.weight.grad[1] == 5.0).any()),
     )
 
 
 def test_what_is_saved_are_plain_dtensors(ranks: Ranks) -> None:
-    assert ranks.run(saved_and_copied) == [(True,) * 4] * 2
+    assert ranks.run(saved_and_copied) == [(True,) * 6] * 2

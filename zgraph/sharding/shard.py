@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 
@@ -190,7 +191,7 @@ def shard(
         model = Model(exchanges, names, tuple(param.state for param in params if not param.spec.ignored))
         scope.models.append(model)
         for param in params:
-            cast(Sharded, param.sharded).of_model = model
+            cast(Sharded, param.sharded).of_model = weakref.ref(model)
     if axis is not None:
         scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():

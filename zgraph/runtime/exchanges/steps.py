@@ -23,12 +23,12 @@ class Model:
     """What one call of `zgraph.shard` has sharded.
 
     Attributes:
-        exchanges: count of its exchanges; None in a copy of the model.
+        exchanges: count of its exchanges.
         group_names: names of the groups of the mesh's axes.
         states: of its parameters.
     """
 
-    exchanges: Exchanges | None
+    exchanges: Exchanges
     group_names: tuple[str, ...]
     states: tuple[ParameterState, ...]
 
@@ -38,7 +38,7 @@ class Model:
         Raises:
             AgreementError: a rank has had others.
         """
-        about = None if self.exchanges is None else self.exchanges.end_of_step(options)
+        about = self.exchanges.end_of_step(options)
         if about is not None:
             self._wait(about)
 
@@ -48,8 +48,7 @@ class Model:
         Raises:
             AgreementError: one does something else.
         """
-        if self.exchanges is not None:
-            self._wait(self.exchanges.meeting(call, options))
+        self._wait(self.exchanges.meeting(call, options))
 
     def _wait(self, about: About) -> None:
         for place, group_name in enumerate(self.group_names):

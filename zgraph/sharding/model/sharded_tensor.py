@@ -14,6 +14,7 @@ each shard from the rank's own: equal seeds repeat rows on every rank, and diffe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -61,7 +62,7 @@ class Sharded(DTensor):
     """
 
     viewed: View | None = None
-    of_model: Model | None = None
+    of_model: weakref.ref[Model] | None = None  # weak: what is kept of a gradient keeps no model
     writes: int | None = None
     seen = 0
 
@@ -417,7 +418,9 @@ def _meet_for_rows(tensor: DTensor, dim: int, func: OpOverload) -> None:
 
 def _meet(tensor: DTensor, call: str) -> None:
     if isinstance(tensor, Sharded) and tensor.of_model is not None and not is_fake(local_of(tensor)):
-        tensor.of_model.meet(call)
+        model = tensor.of_model()
+        if model is not None:
+            model.meet(call)
 
 
 def _all_gathered(

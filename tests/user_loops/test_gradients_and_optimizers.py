@@ -320,12 +320,8 @@ LOOPS = {
         lookahead,
     )
 }
-UNEVEN = "Cannot flatten unevenly sharded tensor"  # DTensor's own, as with FSDP2: LBFGS joins all gradients to a vector
 REFUSED: Refused = {
     ("closures", "step"): "passes a closure to optimizer.step(); compute the loss before the step",
-    ("lbfgs", "eager"): {1: UNEVEN, 2: UNEVEN, 3: UNEVEN},
-    ("lbfgs", "fx"): {1: UNEVEN, 2: UNEVEN, 3: UNEVEN},
-    ("lbfgs", "inductor"): {1: UNEVEN, 2: UNEVEN, 3: UNEVEN},
 }
 FAST = {
     ("closures", "step"): 1,

@@ -36,7 +36,19 @@ from zgraph.torch_compat.operators import OpOverload, is_mutable, is_tagged_rand
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
-_BY_WHOLE = frozenset({aten.index.Tensor, aten.unbind.int})  # which DTensor refuses, by a plain index or a sharded axis
+# Reads that DTensor refuses: by a plain index, along a sharded axis, or of parts of unequal size in another shape.
+_BY_WHOLE = frozenset(
+    {
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.gather.default,
+        aten.take.default,
+        aten.nonzero.default,
+        aten.unbind.int,
+        aten.unfold.default,
+        aten.view.default,
+    }
+)
 _SAME = frozenset({aten.detach.default, aten.alias.default})
 # Where operators are given the dimension that they take a part of; DTensor gathers for them if it is sharded.
 _DIMENSIONS = MappingProxyType(
@@ -272,16 +284,17 @@ def _write(
             f"zgraph: {func} writes to several rows of a sharded tensor at once, of which it would have copies. Write "
             "to one after the other: for rows in ...: rows.mul_(2)."
         )
-    if (
-        target is None
-        or not (
+    is_for_whole = (
+        target is not None
+        and (
             _is_copy(target)
             or target is not args[0]  # DTensor lets `out=` have other placements than it says
             or (traits.is_random and _draws_here(target))
             or _has_plain(args[1:])
             or _has_plain(kwargs.values())
         )
-    ):
+    )
+    if target is None or not is_for_whole:
         try:
             result = _on_dtensors(func, args, kwargs, sharded)
         except (NotImplementedError, RuntimeError):
@@ -314,7 +327,7 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
         put_whole(sharded, whole)
     else:
         local_of(sharded).copy_(local_of(_laid_out(whole, sharded)))
-    _note_write((sharded,))
+    _note_write((target,))
     if _is_copy(target):
         put_local(target, _shown(whole, steps))
         target.seen = sharded.writes or 0

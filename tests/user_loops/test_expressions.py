@@ -1,0 +1,65 @@
+"""What lines between backward and step compute of weights and gradients: what they compute of the plain model's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import zgraph
+from tests.support.ranks import Ranks, worlds
+
+NUMBERS = """
+p.norm().item() ** 2 | bool(p.norm() > 2) | p.max().item() - p.min().item() | (-p.max()).item() | p.mean().item()
+torch.isnan(p).any().item() | (not torch.isfinite(p).all()) | (p > 0).sum().item() | p.count_nonzero().item()
+float(p.abs().max().clamp(max=0.2)) | torch.linalg.vector_norm(p, float("inf")).item() | (p.norm() + 1e-6).item()
+sum(x.norm().item() ** 2 for x in (p, b)) ** 0.5 | torch.stack([x.norm() for x in (p, b)]).norm().item()
+p[2, 1].item() | p[-1].sum().item() | p.std().item() | p.var().item() | p.median().item() | p.argmax().item()
+torch.dot(b, b).item() | b[3].item() | int(p.sum() > 0) | p.prod().item() | (p.sum() == p.sum()).item() | len(p)
+"""
+TENSORS = """
+p / (p.norm() + 1e-6) | p / p.norm(dim=1, keepdim=True) | p - p.mean() | p * p.sum() | p / p.max() | p.sum(0) * 2
+p.mean(0) + 1 | p.max(0).values | p.softmax(0) | p.cumsum(0) | p.sort(0).values | p.topk(2, 0).values | p.t() @ p
+p @ p.t() | torch.outer(b, b) | torch.where(p > p.mean(), p, 0.0) | torch.cat([p, p]) | p.flip(0) | p.roll(1, 0)
+p[2] | p[1:6:2] | p[[0, 3]] | p[:, [0, 2]] | p[p > 0] | p.index_select(0, torch.tensor([0, 3])) | p.flatten()[3:20]
+p.view(5, 7) | p.reshape(-1) | p.unfold(0, 2, 1) | p.gather(0, torch.zeros(1, 5, dtype=torch.int64)) | p.nonzero()
+nn.utils.parameters_to_vector([p, b]) | torch.stack([row.abs().sum() for row in p]) | p.take(torch.tensor([3, 9]))
+"""
+
+
+def lines_of(text: str) -> list[str]:
+    return [line.strip() for line in text.replace("\n", "|").split("|") if line.strip()]
+
+
+def value_of(line: str, model: Any) -> Any:
+    names = {"p": model.weight.detach(), "b": model.bias.detach(), "torch": torch, "nn": nn}
+    return eval(line, names)  # of the tables above
+
+
+def computed(stage: int) -> list[str]:
+    """Lines whose value is not that of the plain model; numbers are compared as they are, on every rank."""
+    torch.manual_seed(1)
+    plain = nn.Linear(5, 7)
+    model = zgraph.shard(copy.deepcopy(plain), zero_stage=stage)
+    wrong: list[str] = []
+    for line in lines_of(NUMBERS):
+        found, truth = value_of(line, model), value_of(line, plain)
+        if isinstance(found, Tensor) or abs(found - truth) > 1e-5 * max(1, abs(truth)):
+            wrong.append(f"{line} is {found}, not {truth}")
+    for line in lines_of(TENSORS):
+        found, truth = value_of(line, model), value_of(line, plain)
+        found = DTensor.full_tensor(found)
+        if found.shape != truth.shape or not torch.allclose(found, truth, atol=1e-6):
+            wrong.append(f"{line} is {found}, not {truth}")
+    dist.barrier()
+    return wrong
+
+
+@worlds(2, 3)
+def test_lines_compute_what_they_compute_of_the_plain_model(ranks: Ranks) -> None:
+    for stage in (0, 1, 3):
+        assert ranks.run(computed, stage) == [[]] * ranks.world

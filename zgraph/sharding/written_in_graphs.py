@@ -17,6 +17,7 @@ from zgraph.sharding.scope import scope_behind
 from zgraph.torch_compat.dynamo import dynamo_example, dynamo_fake, raise_through_dynamo
 from zgraph.torch_compat.fake_values import fake_storage_key
 from zgraph.torch_compat.memory import version_of
+from zgraph.torch_compat.operators import assigns_data
 
 
 def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> None:
@@ -42,7 +43,7 @@ def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> No
             key, name = fake_storage_key(value), _gathered_name(node, names)
             if name is not None:
                 gathered[key] = name
-            if node.target is Tensor.set_:  # `.data = `, after which Dynamo takes the version back
+            if assigns_data(node.target):  # Dynamo takes the version back
                 name = _gathered_name(node.args[0], names)
                 if name is None and isinstance(value, DTensor):
                     raise_through_dynamo(ASSIGNED, ZgraphError)

@@ -107,6 +107,12 @@ def is_mutable(target: OpOverload) -> bool:
     return target._schema.is_mutable
 
 
+def assigns_data(target: object) -> bool:
+    """Whether it is `tensor.data = value`, as Dynamo traces it (`set_` to 2.13, then `shallow_copy_data_`, to 2.15)."""
+    names = ("aten.set_.source_Tensor", "aten.shallow_copy_data_")
+    return target is Tensor.set_ or str(target).startswith(names)
+
+
 def is_binary(target: OpOverload) -> bool:
     """Whether the operator computes with two tensors alike, self and other, by its schema (`_schema`, 2.11 - 2.15)."""
     arguments = target._schema.arguments

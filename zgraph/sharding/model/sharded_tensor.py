@@ -32,7 +32,7 @@ from zgraph.torch_compat.dtensor import allow_lists_of, dtensor_like, local_of, 
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.memory import traced_storage_key
 from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
-from zgraph.torch_compat.operators import OpOverload, is_mutable, is_tagged_random, written_tensors
+from zgraph.torch_compat.operators import OpOverload, assigns_data, is_mutable, is_tagged_random, written_tensors
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
@@ -166,12 +166,14 @@ class _Traits(NamedTuple):
     writes: bool
     is_random: bool
     reshapes: bool  # in place: `t_`, `squeeze_`
+    assigns: bool  # `.data`
     dimension: int | None
 
 
 @cache
 def _traits_of(func: OpOverload) -> _Traits:
-    return _Traits(is_mutable(func), is_tagged_random(func), torch.Tag.inplace_view in func.tags, _DIMENSIONS.get(func))
+    reshapes = torch.Tag.inplace_view in func.tags
+    return _Traits(is_mutable(func), is_tagged_random(func), reshapes, assigns_data(func), _DIMENSIONS.get(func))
 
 
 def _sharded_among(args: Sequence[Any]) -> list[Sharded]:
@@ -270,7 +272,7 @@ def _write(
     func: OpOverload, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]
 ) -> Any:
     """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
-    if func is aten.set_.source_Tensor:  # `parameter.data = value`, as Dynamo traces it: the graph is refused
+    if traits.assigns:  # as Dynamo traces it, whose graph is refused
         func, traits = aten.copy_.default, _traits_of(aten.copy_.default)
     written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, Sharded)]
     target = written[0] if len(written) == 1 and any(one is written[0] for one in (*args, *kwargs.values())) else None

@@ -267,6 +267,7 @@ def one_rank_alone(line: str) -> str:
 ALONE: dict[str, Callable[[Any], object]] = {
     "reading a number of sharded tensors": lambda weight: weight.grad.norm().item(),
     "taking rows of a sharded tensor": lambda weight: weight.grad[0],
+    "drawing random numbers for a sharded tensor": lambda weight: torch.randn_like(weight.grad),
     "writing to parts of a sharded tensor": lambda weight: weight.grad.mul_(torch.ones(1, FEATURES)),
 }
 

@@ -398,6 +398,7 @@ def _drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sha
     like = sharded[0]
     if not _draws_here(like):
         return None
+    _meet(like, f"drawing random numbers for a sharded tensor ({func})")
     whole, named = _all_gathered(args, kwargs)
     results, tree = tree_flatten(func(*whole, **named))
     if any(result.shape != like.shape for result in results):

@@ -124,6 +124,25 @@ def one_backward_per_loss(run: Run) -> None:
         run.log_grads()
 
 
+def retained_in_some_steps(run: Run) -> None:
+    """A graph whose first backward kept nothing has a later one that does: torch.compile's own backends refuse that."""
+    opt = torch.optim.SGD(run.model.parameters(), lr=0.05)
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor, again: bool) -> Tensor:
+        opt.zero_grad()
+        loss = both(run.call(x), y)
+        loss.backward(retain_graph=again)
+        if again:
+            (0.5 * loss).backward()
+        opt.step()
+        return loss.detach()
+
+    for step, x, y in run.batches():
+        run.log_loss(train(x, y, step % 2 == 1))
+        run.log_grads()
+
+
 def separate_outputs(run: Run) -> None:
     """Outputs that share no graph: a backward for each, without retain_graph."""
     model, opt = run.model, adamw(run.model.parameters())
@@ -316,6 +335,7 @@ LOOPS = {
         two_forwards_one_backward,
         forwards_then_backwards,
         one_backward_per_loss,
+        retained_in_some_steps,
         separate_outputs,
         several_roots,
         part_of_the_output,

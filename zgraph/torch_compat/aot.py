@@ -37,13 +37,31 @@ def aot_autograd(
     """
     from torch._dynamo.backends.common import aot_autograd as build
 
+    def compile_forward_and_keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        _donate_nothing()
+        return compile_forward(gm, inputs)
+
     return build(
-        fw_compiler=compile_forward,
+        fw_compiler=compile_forward_and_keep,
         bw_compiler=compile_backward,
         inference_compiler=compile_inference,
         partition_fn=partition,
         decompositions=inductor_decompositions() if decompose else {},
     )
+
+
+def _donate_nothing() -> None:
+    """Let a backward with `retain_graph=True` follow one without, on the same graph (2.11 - 2.15).
+
+    AOTAutograd lists the saved tensors that a compiled backward may overwrite, and then refuses to keep them. Islands
+    overwrite none, and its option (`donated_buffer`) would have to be off when the user calls backward. The metadata
+    that the refusal reads and the metadata of the context hold one list.
+    """
+    from torch._guards import TracingContext
+
+    metadata: Any = TracingContext.get().fw_metadata
+    if metadata is not None and metadata.bw_donated_idxs:
+        metadata.bw_donated_idxs.clear()
 
 
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -268,6 +268,7 @@ ALONE: dict[str, Callable[[Any], object]] = {
     "reading a number of sharded tensors": lambda weight: weight.grad.norm().item(),
     "taking rows of a sharded tensor": lambda weight: weight.grad[0],
     "drawing random numbers for a sharded tensor": lambda weight: torch.randn_like(weight.grad),
+    "full_tensor() or redistribute()": lambda weight: weight.detach().full_tensor(),
     "writing to parts of a sharded tensor": lambda weight: weight.grad.mul_(torch.ones(1, FEATURES)),
 }
 

@@ -39,9 +39,9 @@ PATIENCE_S = 1.0  # of a wait, before the store is asked
 _LOOK_S = 0.25
 _REMEMBERED = 4096  # exchanges that have been started; far more than are ever under way
 ADVICE = (
-    "All ranks must call the same parts of the model in the same order. Where the layers that "
-    "run depend on the rank, draw them alike on all ranks, or name the module around them: zgraph.shard(model, "
-    "units=[...]), which gathers and reduces all of it everywhere."
+    "All ranks must call the same parts of the model in the same order, and make the same calls outside of it: take "
+    "them out of `if rank == 0:`. Where the layers that run depend on the rank, draw them alike on all ranks, or name "
+    "the module around them: zgraph.shard(model, units=[...]), which gathers and reduces all of it everywhere."
 )
 
 

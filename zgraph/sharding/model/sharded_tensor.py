@@ -105,6 +105,15 @@ class Sharded(DTensor):
             result = _of_whole(func, args, kwargs, sharded[0])
         return _as_sharded(result, func, args, kwargs, sharded[0])
 
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """DTensor's, which `full_tensor()` calls, too, once all ranks are here."""
+        if not all(placement.is_replicate() for placement in self.placements):
+            _meet(self, "full_tensor() or redistribute() of a sharded tensor")
+        made = super().redistribute(*args, **kwargs)
+        if type(made) is DTensor:
+            as_sharded(made, self)
+        return made
+
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return cast(Any, Tensor.data).__get__(self)
@@ -454,4 +463,6 @@ def _all_gathered(
 
 
 def _gathered(tensor: DTensor) -> Tensor:
-    return DTensor.full_tensor(cast(DTensor, tensor.detach()))
+    alias = cast(DTensor, tensor.detach())
+    alias.__class__ = DTensor  # ranks have met
+    return alias.full_tensor()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +20,8 @@ torch.isnan(p).any().item() | (not torch.isfinite(p).all()) | (p > 0).sum().item
 float(p.abs().max().clamp(max=0.2)) | torch.linalg.vector_norm(p, float("inf")).item() | (p.norm() + 1e-6).item()
 sum(x.norm().item() ** 2 for x in (p, b)) ** 0.5 | torch.stack([x.norm() for x in (p, b)]).norm().item()
 p[2, 1].item() | p[-1].sum().item() | p.std().item() | p.var().item() | p.median().item() | p.argmax().item()
+torch.allclose(p, p * 1.0) | torch.linalg.matrix_norm(p, 2).item() | (p - torch.ones(7, 1)).norm().item()
+sum(b.tolist()) | p.quantile(0.9).item() | p.numpy().sum() | torch.bucketize(b, torch.tensor([0.0, 0.1])).sum().item()
 torch.dot(b, b).item() | b[3].item() | int(p.sum() > 0) | p.prod().item() | (p.sum() == p.sum()).item() | len(p)
 """
 TENSORS = """
@@ -27,6 +30,9 @@ p.mean(0) + 1 | p.max(0).values | p.softmax(0) | p.cumsum(0) | p.sort(0).values 
 p @ p.t() | torch.outer(b, b) | torch.where(p > p.mean(), p, 0.0) | torch.cat([p, p]) | p.flip(0) | p.roll(1, 0)
 p[2] | p[1:6:2] | p[[0, 3]] | p[:, [0, 2]] | p[p > 0] | p.index_select(0, torch.tensor([0, 3])) | p.flatten()[3:20]
 p.view(5, 7) | p.reshape(-1) | p.unfold(0, 2, 1) | p.gather(0, torch.zeros(1, 5, dtype=torch.int64)) | p.nonzero()
+p * mask | torch.where(mask > 0, p, 0.0) | p.masked_fill(mask > 0, 0.0) | p @ torch.ones(5, 2) | p.renorm(2, 0, 0.1)
+F.linear(torch.ones(3, 5), p, b) | F.embedding(torch.tensor([0, 6, 2]), p) | torch.cdist(p, p) | p.unique()
+torch.cat([p, torch.ones(2, 5)]) | p.index_add(0, torch.tensor([1]), torch.ones(1, 5)) | p.clone().fill_diagonal_(0.0)
 nn.utils.parameters_to_vector([p, b]) | torch.stack([row.abs().sum() for row in p]) | p.take(torch.tensor([3, 9]))
 """
 
@@ -36,7 +42,8 @@ def lines_of(text: str) -> list[str]:
 
 
 def value_of(line: str, model: Any) -> Any:
-    names = {"p": model.weight.detach(), "b": model.bias.detach(), "torch": torch, "nn": nn}
+    mask = (torch.arange(7) > 2).float().unsqueeze(1)
+    names = {"p": model.weight.detach(), "b": model.bias.detach(), "mask": mask, "torch": torch, "nn": nn, "F": F}
     return eval(line, names)  # of the tables above
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import zgraph
@@ -31,10 +30,7 @@ class Net(nn.Module):
 
 def masked(grad: Tensor) -> Tensor:
     """The first rows do not learn; the mask is as long as the parameter is."""
-    mask = (torch.arange(7) >= 3).float().unsqueeze(1)
-    if isinstance(grad, DTensor):
-        mask = distribute_tensor(mask, grad.device_mesh, grad.placements, src_data_rank=None)
-    return grad * mask
+    return grad * (torch.arange(7) >= 3).float().unsqueeze(1)
 
 
 def masking() -> nn.Module:
@@ -101,23 +97,6 @@ def hooks_run(build: Callable[[], nn.Module], mode: str, stage: int) -> None:
 )
 def test_hooks_from_before_shard_run(ranks: Ranks, build: Callable[[], nn.Module], stage: int, mode: str) -> None:
     ranks.run(hooks_run, build, mode, stage)
-
-
-def whole_mask() -> str:
-    """A hook that was written for whole gradients meets a sharded one, and says so."""
-    model = Net()
-    model.enter.weight.register_hook(lambda grad: grad * (torch.arange(7) >= 3).float().unsqueeze(1))
-    zgraph.shard(model)
-    try:
-        model(torch.ones(2, 5), torch.zeros(2, dtype=torch.int64)).backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_hook_for_whole_gradients_fails(ranks: Ranks) -> None:
-    for text in ranks.run(whole_mask):
-        assert "mixed torch.Tensor and DTensor" in text
 
 
 # --- hooks on modules, and what is made of them -------------------------------------------------------------------

@@ -69,6 +69,40 @@ def weight_alone(run: Run) -> None:
         run.log_grads()
 
 
+def penalty_of_dtensors(run: Run) -> None:
+    """L2 by hand, as one writes it for the plain model."""
+    opt = adamw(run.model.parameters())
+
+    @run.step(opt)
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = both(run.call(x), y) + 0.01 * sum(one.square().sum() for one in run.model.parameters())
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    run.each_batch(train)
+
+
+def penalty_by_itself(run: Run) -> None:
+    """A loss of weights, rows of them and a plain mask, with a backward of its own, before or after a batch's."""
+    model, opt = run.model, torch.optim.SGD(run.model.parameters(), lr=0.05)
+    for step, x, y in run.batches():
+        opt.zero_grad()
+        for is_penalty in (step % 2 == 0, step % 2 == 1):
+            if is_penalty:
+                mask = torch.arange(model.enter.weight.shape[1]) > 1
+                penalty = model.head.weight[[0, 2]].square().sum() + (model.enter.weight * mask).square().sum()
+                penalty.backward()
+            else:
+                loss = both(run.call(x), y)
+                loss.backward()
+                run.log_loss(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        run.log_grads()
+
+
 class Tempered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,11 +137,22 @@ def _train_with(run: Run, criterion: nn.Module) -> None:
 
 LOOPS = {
     loop.__name__: loop
-    for loop in (weight_in_the_loss, penalty_on_all, weight_alone, criterion_with_parameters, sharded_criterion)
+    for loop in (
+        weight_in_the_loss,
+        penalty_on_all,
+        penalty_of_dtensors,
+        penalty_by_itself,
+        weight_alone,
+        criterion_with_parameters,
+        sharded_criterion,
+    )
 }
 REFUSED: Refused = {
     ("criterion_with_parameters", mode): "the optimizer steps a parameter [] that is not sharded, beside sharded ones"
     for mode in ("eager", "fx", "inductor")
+} | {
+    ("penalty_of_dtensors", mode): "Write parameter.full_tensor(), whose gradient is averaged over the ranks."
+    for mode in ("eager", "fx", "inductor", "step")
 }
 FAST = {("weight_in_the_loss", "fx"): 3, ("weight_in_the_loss", "step"): 2}
 

@@ -15,7 +15,7 @@ each shard from the rank's own: equal seeds repeat rows on every rank, and diffe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -36,19 +36,7 @@ from zgraph.torch_compat.operators import OpOverload, assigns_data, is_mutable, 
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
-# Reads that DTensor refuses: by a plain index, along a sharded axis, or of parts of unequal size in another shape.
-_BY_WHOLE = frozenset(
-    {
-        aten.index.Tensor,
-        aten.index_select.default,
-        aten.gather.default,
-        aten.take.default,
-        aten.nonzero.default,
-        aten.unbind.int,
-        aten.unfold.default,
-        aten.view.default,
-    }
-)
+_BY_STRIDES = frozenset({aten.as_strided.default})  # of a tensor as it lies in memory
 _SAME = frozenset({aten.detach.default, aten.alias.default})
 # Where operators are given the dimension that they take a part of; DTensor gathers for them if it is sharded.
 _DIMENSIONS = MappingProxyType(
@@ -83,6 +71,8 @@ class Sharded(DTensor):
         cls, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            _refuse_plain_gradients(func, (*args, *kwargs.values()))
         traits = _traits_of(func)
         sharded = _sharded_among((*args, *kwargs.values()) if kwargs else args)
         for one in sharded:
@@ -99,8 +89,8 @@ class Sharded(DTensor):
             _meet_for_rows(args[0], args[traits.dimension] if len(args) > traits.dimension else 0, func)
         try:
             result = _on_dtensors(func, args, kwargs, sharded)
-        except (NotImplementedError, RuntimeError):
-            if func not in _BY_WHOLE:
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or (func in _BY_STRIDES and not args[0].is_contiguous()):
                 raise
             result = _of_whole(func, args, kwargs, sharded[0])
         return _as_sharded(result, func, args, kwargs, sharded[0])
@@ -113,6 +103,18 @@ class Sharded(DTensor):
         if type(made) is DTensor:
             as_sharded(made, self)
         return made
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor's values. They cannot be written to: that would be lost."""
+        _meet(self, "numpy() of a sharded tensor")
+        array = _gathered(self).requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """The whole tensor's values."""
+        _meet(self, "tolist() of a sharded tensor")
+        return _gathered(self).tolist()
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -153,6 +155,7 @@ ASSIGNED = (
     "zgraph: something was assigned to the .data of a sharded tensor, which would be lost: torch keeps the values of a "
     "DTensor elsewhere. Write into it, outside of forward: with torch.no_grad(): parameter.copy_(value)."
 )
+_READ_WHOLE = "A loss reads parameter.full_tensor(), whose gradient is averaged over the ranks."
 _OWN = frozenset({"viewed", "of_model", "writes", "seen"})
 DTENSORS = frozenset({DTensor, Sharded})
 allow_lists_of(Sharded)
@@ -198,13 +201,26 @@ def _sharded_among(args: Sequence[Any]) -> list[Sharded]:
     return found
 
 
-def _has_plain(args: Iterable[Any]) -> bool:
-    """Whether there is a plain tensor that is no number."""
-    return any(
-        (isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.ndim > 0)
-        or (type(arg) in (list, tuple) and _has_plain(arg))
-        for arg in args
-    )
+def _plain_among(args: Iterable[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        if type(arg) in (list, tuple):
+            yield from _plain_among(arg)
+        elif isinstance(arg, Tensor) and not isinstance(arg, DTensor):
+            yield arg
+
+
+def _refuse_plain_gradients(func: OpOverload, args: Sequence[Any]) -> None:
+    """Refuse a loss of plain and sharded tensors, as their gradients would be sharded where forward expects plain ones.
+
+    Raises:
+        ZgraphError: among the arguments is a plain tensor that requires a gradient.
+    """
+    if any(plain.requires_grad for plain in _plain_among(args)):
+        raise ZgraphError(
+            f"zgraph: {func} of a sharded tensor and of a plain one that requires a gradient, as in loss + "
+            "parameter.norm(): outside of forward a parameter is a DTensor. Write parameter.full_tensor(), whose "
+            "gradient is averaged over the ranks."
+        )
 
 
 def _on_dtensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]) -> Any:
@@ -303,8 +319,7 @@ def _write(
             _is_copy(target)
             or target is not args[0]  # DTensor lets `out=` have other placements than it says
             or (traits.is_random and _draws_here(target))
-            or _has_plain(args[1:])
-            or _has_plain(kwargs.values())
+            or any(plain.ndim > 0 for plain in _plain_among((*args[1:], *kwargs.values())))
         )
     )
     if target is None or not is_for_whole:
@@ -330,7 +345,7 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
     """
     sharded, steps = target.viewed or View(target, ())
     _meet(target, f"writing to parts of a sharded tensor ({func})")
-    _check_equal(_plain_among(args, kwargs), sharded.device_mesh, func)
+    _check_equal([*_plain_among((*args, *kwargs.values()))], sharded.device_mesh, func)
     whole = _gathered(sharded)
     given, named = _all_gathered(args, kwargs, {id(target): _shown(whole, steps)})
     func(*given, **named)
@@ -353,18 +368,14 @@ def _shown(whole: Tensor, steps: Sequence[Callable[[Tensor], Any]]) -> Tensor:
     return whole
 
 
-def _plain_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    tensors = [leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if isinstance(leaf, Tensor)]
-    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-
-
 def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) -> None:
     """Check that all ranks of a mesh have the same values in some plain tensors."""
-    what = f"{func} reads or writes parts of a sharded tensor by the values of a plain tensor"
+    what = f"{func} reads or writes a sharded tensor by the values of a plain tensor"
     if any(is_fake(tensor) and tensor.ndim for tensor in tensors):
         raise ZgraphError(
-            f"zgraph.training_step: {what}, which may differ from rank to rank. Make it a DTensor before the step, "
-            "mask = distribute_tensor(mask, p.device_mesh, p.placements), and write p.grad.mul_(mask)."
+            f"zgraph.training_step: {what}, which may differ from rank to rank. If it does not, make it a DTensor "
+            "before the step, mask = distribute_tensor(mask, p.device_mesh, p.placements), and write p.grad.mul_(mask)."
+            f" {_READ_WHOLE}"
         )
     values = [tensor for tensor in tensors if not is_fake(tensor)]
     if not values:
@@ -377,20 +388,18 @@ def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) 
     if largest.sum():
         raise AgreementError(
             f"zgraph: {what} that differs between ranks, so that each would have another result. Average or broadcast "
-            "it first (torch.distributed.broadcast(values, 0))."
+            f"it first (torch.distributed.broadcast(values, 0)). {_READ_WHOLE}"
         )
 
 
 def _of_whole(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
     """What an operator that DTensor refuses gives for whole tensors; the same on all ranks."""
-    _meet(like, f"taking rows of a sharded tensor ({func})")
-    _check_equal(_plain_among(args, kwargs), like.device_mesh, func)
+    _meet(like, f"reading a sharded tensor ({func})")
+    _check_equal([*_plain_among((*args, *kwargs.values()))], like.device_mesh, func)
     with torch.no_grad():
         whole, named = _all_gathered(args, kwargs)
         results, tree = tree_flatten(func(*whole, **named))
-        everywhere = [Replicate()] * like.device_mesh.ndim
-        made = [DTensor.from_local(one, like.device_mesh, everywhere, run_check=False) for one in results]
-        return tree_unflatten(made, tree)
+        return tree_unflatten([_laid_out(one, like) if isinstance(one, Tensor) else one for one in results], tree)
 
 
 # --- random numbers -----------------------------------------------------------------------------------------------
@@ -410,8 +419,6 @@ def _drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sha
     _meet(like, f"drawing random numbers for a sharded tensor ({func})")
     whole, named = _all_gathered(args, kwargs)
     results, tree = tree_flatten(func(*whole, **named))
-    if any(result.shape != like.shape for result in results):
-        return None
     return tree_unflatten([_laid_out(_of_first(result, like.device_mesh), like) for result in results], tree)
 
 
@@ -426,10 +433,11 @@ def _of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _laid_out(whole: Tensor, like: DTensor) -> Sharded:
-    """Each rank's part of a tensor that all have."""
+    """Each rank's part of a tensor that all have, as of another one; all of it if that has other parts."""
     everywhere = [Replicate()] * like.device_mesh.ndim
     laid_out = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
-    laid_out = laid_out.redistribute(placements=like.placements)
+    if whole.shape == like.shape and not any(placement.is_partial() for placement in like.placements):
+        laid_out = laid_out.redistribute(placements=like.placements)
     as_sharded(laid_out, like)
     return cast(Sharded, laid_out)
 

@@ -111,14 +111,15 @@ def _steps(
 
 
 def _three_calls(setting: Setting, config: ModelConfig, offload: zgraph.Offload | None) -> list[Tensor]:
-    """Losses and gradients of compiled forwards and backwards; no step, which would be another device's."""
+    """Losses, gradients and their last rows, of compiled calls; no step, which would be another device's."""
     model = _model(setting, config, offload)
     called: Any = torch.compile(model, backend="zgraph", options={"lowering": "fx"})
     found: list[Tensor] = []
     for number in range(2):
         loss = called(make_batch(config, number, 0).to(setting.device))
         loss.backward()
-        found += [local(loss), *(local(one.grad) for one in model.parameters() if one.grad is not None)]
+        grads = [one.grad for one in model.parameters() if one.grad is not None]
+        found += [local(loss), *(local(grad) for grad in grads), *(local(grad[-1:]) for grad in grads)]
         model.zero_grad()
     return found
 

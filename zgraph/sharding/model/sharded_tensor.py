@@ -473,4 +473,7 @@ def _all_gathered(
 def _gathered(tensor: DTensor) -> Tensor:
     alias = cast(DTensor, tensor.detach())
     alias.__class__ = DTensor  # ranks have met
+    local, device_type = local_of(alias), alias.device_mesh.device_type
+    if local.device.type != device_type:  # rests on the host: groups of GPUs send nothing from there
+        return dtensor_like(local.to(device_type), alias).full_tensor().to(local.device)
     return alias.full_tensor()

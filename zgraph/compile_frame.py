@@ -20,7 +20,7 @@ from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.kernel_sources import sources_of
 from zgraph.codegen.lower_fx import lower_fx
-from zgraph.compiler.agreement import Signature, agree, places_of_updates
+from zgraph.compiler.agreement import Signature, agree, changes_of, places_of_updates
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, Variant, plan_frame, plan_within_budget
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
@@ -84,6 +84,8 @@ class FrameCompiler:
         scopes = frame.scopes()
         self.report = _report_of(scopes, options.report)
         self.clocks = [scope.clocks for scope in scopes]
+        models = [model for scope in scopes for model in scope.models] if frame.is_step else []
+        self.group_names = [name for model in models for name in model.group_names]  # whose ranks all have the step
         self.called: dict[Direction, CalledGraph] = {}
         self.rank, ranks = rank_and_world()
         self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
@@ -94,6 +96,7 @@ class FrameCompiler:
         self.halves: list[Halves] = []  # of the backward of each variant, then
         self.handles: tuple[str, ...] = ()  # names of the placeholders that are
         self.recorded: RecordedSteps | None = None  # of a whole step
+        self.changes: list[str] = []  # of its parameters and gradients
         self.dumper: Dumper | None = None  # of the last try, as the next one
         self.recorder: PassRecorder | None = None
         self.known: dict[str, KnownParameter] = {}
@@ -130,6 +133,7 @@ class FrameCompiler:
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
         """The whole training step as a callable, which is recorded and replayed if somebody says how."""
+        self.changes = changes_of(gm.graph)
         planned = self._plan(gm, replace(self.ctx, direction="step")).graphs["step"]
         if recorded is not None:
             recorded.check(planned)
@@ -292,8 +296,8 @@ class FrameCompiler:
                     self.dumper.kernels(sources_of(gm.graph))
 
     def _signed(self, direction: str, graph: fx.Graph) -> Signature:
-        others = [*order_of_waits(graph, self._ranks_per_host), *places_of_updates(graph)]
-        return Signature.of(direction, [*transfers(graph)], others)
+        others = [*order_of_waits(graph, self._ranks_per_host), *places_of_updates(graph), *self.changes]
+        return Signature.of(direction, [*transfers(graph)], others, self.group_names)
 
     def _name_markers(self, graph: fx.Graph) -> None:
         """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""

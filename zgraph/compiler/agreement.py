@@ -15,25 +15,33 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
 from zgraph.errors import AgreementError
-from zgraph.graph import meta
-from zgraph.graph.text import dtype_text
+from zgraph.graph import meta, nodes
+from zgraph.graph.dataflow import below_views, written_sources
+from zgraph.graph.text import dtype_text, target_text
 from zgraph.graph.traffic import Transfer
+from zgraph.runtime.exchanges.changes import ADVICE_ON_CHANGES
 from zgraph.runtime.exchanges.watch import ADVICE, Watch, watch_of
 from zgraph.runtime.groups import OF_GATHERS, OF_REDUCTIONS
 from zgraph.torch_compat.dynamo import raise_through_dynamo
+from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import default_store, is_fake_world, resolve_group
+from zgraph.torch_compat.modules import tree_flatten
 from zgraph.torch_compat.operators import is_fused_update
 
 _POLL_S = 0.02
+_CHANGES = "changes by "  # how those of `changes_of` begin
+_PADDING = frozenset({torch.ops.aten.constant_pad_nd.default})  # of shards that are smaller than others
 _UPDATES = "updates "  # how the line of `places_of_updates` begins
 
 
@@ -54,9 +62,19 @@ class Signature:
     ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, direction: str, transfers: Sequence[Transfer], others: Sequence[str] = ()) -> Signature:
-        """Sign a graph's collectives, and other lines: `order_of_waits`, `places_of_updates`."""
-        ranks: dict[int, None] = {}
+    def of(
+        cls,
+        direction: str,
+        transfers: Sequence[Transfer],
+        others: Sequence[str] = (),
+        group_names: Sequence[str] = (),
+    ) -> Signature:
+        """Sign a graph's collectives, and other lines: `order_of_waits`, `places_of_updates`, `changes_of`.
+
+        Args:
+            group_names: of groups whose ranks must agree even if the graph communicates nothing.
+        """
+        ranks = {rank: None for name in group_names for rank in dist.get_process_group_ranks(resolve_group(name))}
         entries: list[str] = []
         for transfer in transfers:
             members = dist.get_process_group_ranks(resolve_group(transfer.group_name))
@@ -100,6 +118,40 @@ def places_of_updates(graph: fx.Graph) -> list[str]:
     return [f"{_UPDATES}{', '.join(on_host)} of {len(updates)} on the host"] if on_host else []
 
 
+def changes_of(graph: fx.Graph) -> list[str]:
+    """A line for each kind of operator that changes a step's parameters or their gradients, with its numbers.
+
+    All shards and replicas must be changed alike, and no collective depends on it. Operators on whole values, before
+    the reductions, may differ between ranks.
+
+    Args:
+        graph: as it was captured, with markers.
+    """
+    needed = {node for node in graph.find_nodes(op="placeholder") if meta.kept_as(node) == "parameters"}
+    found: Counter[str] = Counter()
+    for node in reversed(graph.nodes):
+        written = written_sources(node)
+        if (node not in needed and needed.isdisjoint(written)) or nodes.is_marker(node):
+            continue
+        needed.update(node.all_input_nodes, map(below_views, node.all_input_nodes))
+        numbers = _numbers_of(node)
+        if written or numbers:
+            found[f"{_CHANGES}{target_text(node.target)}({', '.join(numbers)})"] += 1
+    return [f"{line}, {count} times" for line, count in sorted(found.items())]
+
+
+def _numbers_of(node: fx.Node) -> list[str]:
+    """What is computed with, as opposed to the sizes of shards, which may be unequal."""
+    if node.op == "get_attr":  # torch.tensor(0.5)
+        value = getattr(node.graph.owning_module, str(node.target), None)
+        return [repr(value.item())] if isinstance(value, Tensor) and value.ndim == 0 and not is_fake(value) else []
+    if not node.all_input_nodes or node.target in _PADDING:
+        return []
+    leaves, _ = tree_flatten((node.args, node.kwargs))
+    kinds = (float, int) if torch.Tag.pointwise in getattr(node.target, "tags", ()) else (float,)
+    return [repr(leaf) for leaf in leaves if type(leaf) in kinds]
+
+
 def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None = None) -> None:
     """Publish this rank's signatures and wait until each peer has published equal ones.
 
@@ -111,7 +163,7 @@ def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None
     Raises:
         AgreementError: a peer waits with another signature (at once), or has published none in time.
     """
-    talking = [signature for signature in signatures if signature.entries and len(signature.ranks) > 1]
+    talking = [signature for signature in signatures if len(signature.ranks) > 1]
     if not talking or (store is None and is_fake_world()):
         return
     store = store or default_store()
@@ -207,8 +259,14 @@ def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str
         position = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
         if any(entry.startswith(_UPDATES) for entry in pairs[position]):
             advice = 'Where updates run was planned otherwise: write zgraph.Offload(update="host"), or "device".'
+        if any(entry.startswith(_CHANGES) for entry in pairs[position]):
+            ours, other = (entry.removeprefix(_CHANGES) or "nothing more" for entry in pairs[position])
+            return (
+                f"zgraph: ranks {rank} and {peer} change parameters or gradients by other numbers or operators: "
+                f"rank {rank} by {ours}, rank {peer} by {other}. Nothing has been sent. {ADVICE_ON_CHANGES}"
+            )
         found = (
-            f"the first difference is collective {position} of the {mine.direction} graph: "
+            f"the first difference is entry {position} of the {mine.direction} graph: "
             f"rank {rank} has {_entry(mine, position)}, rank {peer} has {_entry(theirs, position)}"
         )
     return f"zgraph: ranks {rank} and {peer} compiled different communication; {found}. Nothing has been sent. {advice}"

@@ -31,14 +31,16 @@ def without_views(node: fx.Node) -> fx.Node:
     return node
 
 
+def below_views(node: fx.Node) -> fx.Node:
+    """What a node is a view of, or the node."""
+    while traits.is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def written_sources(node: fx.Node) -> list[fx.Node]:
     """What a call writes to; for views, what they are views of."""
-    found: list[fx.Node] = []
-    for target in written_arguments(node):
-        while traits.is_view(target) and target.all_input_nodes:
-            target = target.all_input_nodes[0]
-        found.append(target)
-    return found
+    return list(map(below_views, written_arguments(node)))
 
 
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.optimizers.local_norm import ShardedGradients
 from zgraph.runtime.collective_error import collective_error
+from zgraph.sharding.model.sharded_tensor import note_change
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.torch_compat.autograd import AgreeingGradScaler
 from zgraph.torch_compat.collectives import all_gather, all_reduce_op, wait
@@ -146,6 +147,7 @@ def clip_grad_norm_(
         return clip_by_stages(everything, everything, pipeline, max_norm, norm_type, error_if_nonfinite, foreach)
     found = [grad for grad in gradients_of(everything) if grad is not None]
     order = float(norm_type)
+    note_change(found[:1], "zgraph.clip_grad_norm_", (max_norm, order))
     if order != math.inf or not everything:
         sharded = ShardedGradients.of(found) if math.isfinite(order) and order > 0 else None
         if sharded is None or sharded.mesh.device_type not in ("cpu", "cuda"):

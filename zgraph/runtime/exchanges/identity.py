@@ -67,15 +67,17 @@ class Exchanges:
         self.count += 1
         return hash((self.model, self.failures, self.count, number))  # of integers: the same in each process
 
-    def end_of_step(self, options: Options) -> About | None:
+    def end_of_step(self, options: Options, changes: int = 0, text: str = "") -> About | None:
         """The exchange that ends a step, so that all ranks have had as many in it; None where it has had none.
 
         Args:
             options: (name, value) of numbers by which the optimizer steps, the same on all ranks.
+            changes: a digest of what the loop has done to weights and gradients, the same on all ranks; 0: nothing.
+            text: of the changes, for people.
         """
-        if self.count == self.ended:
+        if self.count == self.ended and not changes:
             return None
-        found = About(self.next(_number_of(options)), "optimizer.step()", (), self, options)
+        found = About(self.next(hash((_number_of(options), changes))), f"optimizer.step(){text}", (), self, options)
         self.ended = self.count
         return found
 
@@ -188,7 +190,7 @@ class CalledFor:
 
 def _number_of(options: Options) -> int:
     """The same in each process, which the hash of a name is not."""
-    return hash(tuple(value for _, value in options))
+    return hash(tuple(value if value == value else 0.5 for _, value in options))  # a NaN's is that of the object
 
 
 def tag_of(key: int, place: int, nbytes: int) -> int:

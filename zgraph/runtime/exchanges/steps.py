@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
+from zgraph.runtime.exchanges.changes import Changes, taken
 from zgraph.runtime.exchanges.collectives import end_together
 from zgraph.runtime.exchanges.identity import About, Exchanges, Options
 from zgraph.runtime.window_state import Accumulation, ParameterState
@@ -26,19 +28,31 @@ class Model:
         exchanges: count of its exchanges.
         group_names: names of the groups of the mesh's axes.
         states: of its parameters.
+        changes: what lines of the loop have done to weights and gradients since the last step.
     """
 
     exchanges: Exchanges
     group_names: tuple[str, ...]
     states: tuple[ParameterState, ...]
+    changes: Changes = field(default_factory=Changes)
 
-    def end_step(self, options: Options = ()) -> None:
-        """Wait until all ranks end the step, each with as many exchanges and the same options of the optimizer.
+    def end_step(self, options: Options = (), stepping: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        """Wait until all ranks end the step, after as many exchanges, by the same options and the same changes.
+
+        Args:
+            stepping: parameters by their ids.
 
         Raises:
             AgreementError: a rank has had others.
         """
-        about = self.exchanges.end_of_step(options)
+        states = [state for state in self.states if state.is_among(stepping)]
+        without = [state.name for state in states if state.parameter.grad is None]
+        changes = taken(state.parameter for state in states)
+        text = f" without gradients of {', '.join(without[:4])}" if without else ""
+        if self.changes.last:
+            text += f" after {self.changes.last} of weights or gradients"
+            self.changes.last = ""
+        about = self.exchanges.end_of_step(options, changes, text if changes else "")
         if about is not None:
             self._wait(about)
 
@@ -75,9 +89,16 @@ def guard_steps(scope: Guarded) -> None:
         for model in alive.models:
             if any(state.is_among(stepping) for state in model.states):
                 check_all_sharded(stepping.values())
-                model.end_step(numbers_of([optimizer]))
+                model.end_step(numbers_of([optimizer]), stepping)
+                model.changes.are_noted = False
 
-    weakref.finalize(scope, register_optimizer_step_pre_hook(check).remove)
+    def begin_anew(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = watched()
+        for model in () if alive is None else alive.models:
+            model.changes.are_noted = True
+
+    for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(begin_anew)):
+        weakref.finalize(scope, handle.remove)
 
 
 def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool = False) -> Options:

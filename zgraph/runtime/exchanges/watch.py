@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
 from zgraph.errors import AgreementError, ZgraphError, ZgraphWarning
+from zgraph.runtime.exchanges.changes import ADVICE_ON_CHANGES
 from zgraph.runtime.exchanges.identity import About, Exchanges, exchanges_of, tag_of
 from zgraph.torch_compat.fake_values import without_fake_mode
 from zgraph.torch_compat.groups import resolve_group
@@ -41,7 +42,8 @@ _REMEMBERED = 4096  # exchanges that have been started; far more than are ever u
 ADVICE = (
     "All ranks must call the same parts of the model in the same order, and make the same calls outside of it: take "
     "them out of `if rank == 0:`. Where the layers that run depend on the rank, draw them alike on all ranks, or name "
-    "the module around them: zgraph.shard(model, units=[...]), which gathers and reduces all of it everywhere."
+    "the module around them: zgraph.shard(model, units=[...]), which gathers and reduces all of it everywhere. "
+    f"{ADVICE_ON_CHANGES}"
 )
 
 

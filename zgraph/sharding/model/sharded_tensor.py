@@ -15,6 +15,7 @@ each shard from the rank's own: equal seeds repeat rows on every rank, and diffe
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -59,41 +60,34 @@ class Sharded(DTensor):
         of_model: whose ranks write to it together, or read a number of it; None where nothing tells.
         writes: how often it was written to since the first copy of its rows was gathered; None before that.
         seen: of a gathered copy, the number of writes that it shows.
+        digest: of the numbers that have gone into it: see `changes`.
     """
 
     viewed: View | None = None
     of_model: weakref.ref[Model] | None = None  # weak: what is kept of a gradient keeps no model
     writes: int | None = None
     seen = 0
+    digest = 0
 
     @classmethod
     def __torch_dispatch__(
         cls, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        given = (*args, *kwargs.values()) if kwargs else args
         if torch.is_grad_enabled():
-            _refuse_plain_gradients(func, (*args, *kwargs.values()))
+            _refuse_plain_gradients(func, given)
         traits = _traits_of(func)
-        sharded = _sharded_among((*args, *kwargs.values()) if kwargs else args)
-        for one in sharded:
-            if one.viewed is not None:
-                _renew(one)
-        if traits.writes:
-            return _write(func, traits, args, kwargs, sharded)
-        if func is _READ and any(placement.is_partial() for placement in args[0].placements):
-            _meet(args[0], "reading a number of sharded tensors (item(), float(), bool(), `if`)")
-            return func(_gathered(args[0]))
-        if traits.is_random and (drawn := _drawn(func, args, kwargs, sharded)) is not None:
-            return drawn
-        if traits.dimension is not None:
-            _meet_for_rows(args[0], args[traits.dimension] if len(args) > traits.dimension else 0, func)
-        try:
-            result = _on_dtensors(func, args, kwargs, sharded)
-        except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or (func in _BY_STRIDES and not args[0].is_contiguous()):
-                raise
-            result = _of_whole(func, args, kwargs, sharded[0])
-        return _as_sharded(result, func, args, kwargs, sharded[0])
+        sharded = _sharded_among(given)
+        result = _run(func, traits, args, kwargs, sharded)
+        model = None if func.is_view else _model_of(sharded[0])
+        if model is not None and model.changes.are_noted:
+            if traits.writes:
+                model.changes.of_write(traits.number, func, given, _sharded_among(written_tensors(func, args, kwargs)))
+            else:
+                results = result if isinstance(result, list | tuple) else (result,)
+                model.changes.of_read(traits.number, func, given, _sharded_among(results))
+        return result
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """DTensor's, which `full_tensor()` calls, too, once all ranks are here."""
@@ -156,7 +150,7 @@ ASSIGNED = (
     "DTensor elsewhere. Write into it, outside of forward: with torch.no_grad(): parameter.copy_(value)."
 )
 _READ_WHOLE = "A loss reads parameter.full_tensor(), whose gradient is averaged over the ranks."
-_OWN = frozenset({"viewed", "of_model", "writes", "seen"})
+_OWN = frozenset({"viewed", "of_model", "writes", "seen", "digest"})
 DTENSORS = frozenset({DTensor, Sharded})
 allow_lists_of(Sharded)
 
@@ -176,18 +170,28 @@ def sharded_like(local: Tensor, like: DTensor) -> DTensor:
     return made
 
 
+def note_change(tensors: Iterable[Tensor], name: str, numbers: Sequence[float]) -> None:
+    """Say that local parts of tensors are changed by numbers, as operators on the tensors are noted."""
+    for tensor in tensors:
+        model = _model_of(tensor) if isinstance(tensor, Sharded) else None
+        if model is not None and model.changes.are_noted:
+            model.changes.of_write(zlib.crc32(name.encode()), name, numbers, [tensor])
+
+
 class _Traits(NamedTuple):
     writes: bool
     is_random: bool
     reshapes: bool  # in place: `t_`, `squeeze_`
     assigns: bool  # `.data`
     dimension: int | None
+    number: int  # the same in each process
 
 
 @cache
 def _traits_of(func: OpOverload) -> _Traits:
     reshapes = torch.Tag.inplace_view in func.tags
-    return _Traits(is_mutable(func), is_tagged_random(func), reshapes, assigns_data(func), _DIMENSIONS.get(func))
+    number, dimension = zlib.crc32(str(func).encode()), _DIMENSIONS.get(func)
+    return _Traits(is_mutable(func), is_tagged_random(func), reshapes, assigns_data(func), dimension, number)
 
 
 def _sharded_among(args: Sequence[Any]) -> list[Sharded]:
@@ -207,6 +211,34 @@ def _plain_among(args: Iterable[Any]) -> Iterator[Tensor]:
             yield from _plain_among(arg)
         elif isinstance(arg, Tensor) and not isinstance(arg, DTensor):
             yield arg
+
+
+def _run(
+    func: OpOverload,
+    traits: _Traits,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    sharded: Sequence[Sharded],
+) -> Any:
+    for one in sharded:
+        if one.viewed is not None:
+            _renew(one)
+    if traits.writes:
+        return _write(func, traits, args, kwargs, sharded)
+    if func is _READ and any(placement.is_partial() for placement in args[0].placements):
+        _meet(args[0], "reading a number of sharded tensors (item(), float(), bool(), `if`)")
+        return func(_gathered(args[0]))
+    if traits.is_random and (drawn := _drawn(func, args, kwargs, sharded)) is not None:
+        return drawn
+    if traits.dimension is not None:
+        _meet_for_rows(args[0], args[traits.dimension] if len(args) > traits.dimension else 0, func)
+    try:
+        result = _on_dtensors(func, args, kwargs, sharded)
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or (func in _BY_STRIDES and not args[0].is_contiguous()):
+            raise
+        result = _of_whole(func, args, kwargs, sharded[0])
+    return _as_sharded(result, func, args, kwargs, sharded[0])
 
 
 def _refuse_plain_gradients(func: OpOverload, args: Sequence[Any]) -> None:
@@ -451,11 +483,16 @@ def _meet_for_rows(tensor: DTensor, dim: int, func: OpOverload) -> None:
         _meet(tensor, f"taking rows of a sharded tensor ({func})")
 
 
-def _meet(tensor: DTensor, call: str) -> None:
+def _model_of(tensor: DTensor) -> Model | None:
     if isinstance(tensor, Sharded) and tensor.of_model is not None and not is_fake(local_of(tensor)):
-        model = tensor.of_model()
-        if model is not None:
-            model.meet(call)
+        return tensor.of_model()
+    return None
+
+
+def _meet(tensor: DTensor, call: str) -> None:
+    model = _model_of(tensor)
+    if model is not None:
+        model.meet(call)
 
 
 def _all_gathered(

@@ -1,0 +1,92 @@
+"""By which numbers the lines of a loop change weights and gradients: the same on all ranks, or a step is refused.
+
+`p.grad.mul_(1 / tokens)` scales each shard by its own rank's number, `if loss.isnan(): p.grad.zero_()` clears those of
+one rank. Nobody would notice, as such operators communicate nothing. So each sharded tensor carries a digest of the
+numbers that it was computed from and of the operators that have written to it; and the exchange that ends a step
+carries the digests of what the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zgraph.torch_compat.autograd import is_in_backward
+from zgraph.torch_compat.fake_values import is_fake
+
+ADVICE_ON_CHANGES = (
+    "Change gradients and weights alike on all ranks: average numbers over the ranks first, and decide together to "
+    "skip a step."
+)
+_NAN = 0.5  # whose own hash is that of the object
+_DIGESTS = 1e9  # integers as large as these are digests, which are not shown
+
+
+@dataclass(eq=False)
+class Changes:
+    """Of one model.
+
+    Attributes:
+        are_noted: not while an optimizer steps, whose options are compared.
+        last: for people: the last operator with numbers.
+    """
+
+    are_noted: bool = True
+    last: str = ""
+
+    def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
+        """An operator has computed sharded tensors of arguments."""
+        numbers = list(_numbers_in(args, ()))
+        if numbers:
+            self._note(operator, name, numbers, results)
+
+    def of_write(self, operator: int, name: object, args: Sequence[Any], written: Sequence[Any]) -> None:
+        """An operator has written to sharded tensors.
+
+        What autograd adds to a gradient counts only if numbers have gone into it: ranks may accumulate otherwise.
+        """
+        numbers = list(_numbers_in(args, written))
+        if numbers or not is_in_backward():
+            self._note(operator, name, numbers, written)
+
+    def _note(self, operator: int, name: object, numbers: Sequence[float], tensors: Iterable[Any]) -> None:
+        for tensor in map(_whole, tensors):
+            tensor.digest = hash((operator, tensor.digest, *numbers))  # of numbers: the same in each process
+        shown = ", ".join(f"{number:g}" for number in numbers if abs(number) < _DIGESTS)
+        self.last = f"{name}({shown})"
+
+
+def _whole(tensor: Any) -> Any:
+    """The tensor itself, or what it is a view of."""
+    viewed = getattr(tensor, "viewed", None)
+    return tensor if viewed is None else viewed.whole
+
+
+def _numbers_in(args: Iterable[Any], written: Sequence[Any]) -> Iterator[float]:
+    """Numbers, also those in plain tensors on the CPU, as to read others would wait; and digests of sharded tensors."""
+    for arg in args:
+        if isinstance(arg, int | float):
+            yield arg if arg == arg else _NAN
+        elif type(arg) in (list, tuple):
+            yield from _numbers_in(arg, written)
+        elif isinstance(arg, DTensor):
+            if (found := getattr(_whole(arg), "digest", 0)) and not any(arg is one for one in written):
+                yield found
+        elif isinstance(arg, Tensor) and arg.ndim == 0 and arg.device.type == "cpu" and not is_fake(arg):
+            yield from _numbers_in((arg.item(),), ())
+
+
+def taken(parameters: Iterable[Tensor]) -> int:
+    """One digest of parameters and their gradients, and of which have none; they begin anew."""
+    digests: list[int] = []
+    for parameter in parameters:
+        for tensor in (parameter, parameter.grad):
+            whole = _whole(tensor)
+            digests.append(-1 if tensor is None else getattr(whole, "digest", 0))
+            if tensor is not None and digests[-1]:
+                whole.digest = 0
+    return hash(tuple(digests)) if any(digests) else 0

@@ -142,6 +142,27 @@ def test_ranks_that_update_elsewhere_are_told_how_to_say_where(monkeypatch: pyte
         agree([_signature("gather x")], 60, store)
 
 
+def test_ranks_that_change_gradients_otherwise_are_told_by_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = HashStore()
+    world = _Single(monkeypatch)
+    board = _Board(PrefixStore("zgraph/agreement", store), 1)
+    board.wait_with(_signature("gather x", "changes by aten.mul(0.5), 2 times"))
+    world.as_rank(0)
+    with pytest.raises(zgraph.AgreementError, match=r"rank 0 by nothing more, rank 1 by aten\.mul\(0\.5\), 2 times"):
+        agree([_signature("gather x")], 60, store)
+
+
+def test_a_difference_ends_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer's word stays, so that it learns of the difference, and is none for what this rank compiles later."""
+    store: Any = HashStore()
+    world = _Single(monkeypatch)
+    _Board(PrefixStore("zgraph/agreement", store), 1).wait_with(_signature("gather z"))
+    world.as_rank(0)
+    for expected in ("the first difference", "compiled no such graph"):
+        with pytest.raises(zgraph.AgreementError, match=expected):
+            agree([_signature("gather x")], 0.05, store)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_where_the_updates_of_a_gpu_run_is_agreed_upon(device: str) -> None:
     graph = fx.Graph()

@@ -196,6 +196,7 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
                     and not board.has_published(rank, signature)
                 ):
                     differs = True
+                    board.end_with(rank)
                     raise_through_dynamo(_difference(board.rank, signature, rank, other), AgreementError)
             if time.monotonic() > deadline:
                 raise_through_dynamo(_silence(board.rank, signature, pending, timeout_s), AgreementError)
@@ -214,6 +215,7 @@ class _Board:
         self.store = store
         self.rank = rank
         self.watch = watch
+        self.number = store.add(f"calls/{rank}", 1)
 
     def publish(self, signature: Signature) -> None:
         self.store.set(f"published/{self.rank}/{signature.digest}", "1")
@@ -241,13 +243,19 @@ class _Board:
         return text
 
     def wait_with(self, signature: Signature | None) -> None:
-        self.store.set(f"waiting/{self.rank}", signature.to_json() if signature is not None else "")
+        self.store.set(f"waiting/{self.rank}", f"{self.number} {signature.to_json()}" if signature is not None else "")
 
     def waiting_with(self, rank: int) -> Signature | None:
-        if not self.store.check([f"waiting/{rank}"]):
-            return None
-        text = self.store.get(f"waiting/{rank}").decode()
-        return Signature.from_json(text) if text else None
+        """What a peer waits with, unless this rank has ended with a difference to that wait before."""
+        number, _, text = self._read(f"waiting/{rank}").partition(" ")
+        return Signature.from_json(text) if text and number != self._read(f"told/{self.rank}/{rank}") else None
+
+    def end_with(self, rank: int) -> None:
+        """Remember that this rank ends with a difference to a peer's wait, whose word may outlast it."""
+        self.store.set(f"told/{self.rank}/{rank}", self._read(f"waiting/{rank}").partition(" ")[0])
+
+    def _read(self, place: str) -> str:
+        return self.store.get(place).decode() if self.store.check([place]) else ""
 
 
 def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str:
@@ -266,7 +274,7 @@ def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str
                 f"rank {rank} by {ours}, rank {peer} by {other}. Nothing has been sent. {ADVICE_ON_CHANGES}"
             )
         found = (
-            f"the first difference is entry {position} of the {mine.direction} graph: "
+            f"the first difference is collective {position} of the {mine.direction} graph: "
             f"rank {rank} has {_entry(mine, position)}, rank {peer} has {_entry(theirs, position)}"
         )
     return f"zgraph: ranks {rank} and {peer} compiled different communication; {found}. Nothing has been sent. {advice}"

@@ -295,9 +295,10 @@ class TrainingStep(Generic[P, R]):
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
             raise
+        changed = {id(one): one for one in parameters} if any(getattr(one, "digest", 0) for one in parameters) else {}
         for scope in current.scopes:
             for model in scope.models:
-                model.end_step()
+                model.end_step(stepping=changed)
         result = hand_back(lifted, variant.captured, list(outputs))
         if variant.captured.state:
             lifted.settle()

@@ -8,7 +8,7 @@ carries the digests of what the optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Changes:
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
         """An operator has computed sharded tensors of arguments."""
-        numbers = list(_numbers_in(args, ()))
+        numbers = list(_numbers_in(args))
         if numbers:
             self._note(operator, name, numbers, results)
 
@@ -49,7 +49,7 @@ class Changes:
 
         What autograd adds to a gradient counts only if numbers have gone into it: ranks may accumulate otherwise.
         """
-        numbers = list(_numbers_in(args, written))
+        numbers = list(_numbers_in(args, frozenset(map(id, written))))
         if numbers or not is_in_backward():
             self._note(operator, name, numbers, written)
 
@@ -66,27 +66,31 @@ def _whole(tensor: Any) -> Any:
     return tensor if viewed is None else viewed.whole
 
 
-def _numbers_in(args: Iterable[Any], written: Sequence[Any]) -> Iterator[float]:
-    """Numbers, also those in plain tensors on the CPU, as to read others would wait; and digests of sharded tensors."""
+def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[float]:
+    """Numbers, also those in plain tensors on the CPU, as to read others would wait; and digests of sharded tensors.
+
+    Args:
+        written: ids of tensors whose own digest counts anyway.
+    """
     for arg in args:
         if isinstance(arg, int | float):
             yield arg if arg == arg else _NAN
         elif type(arg) in (list, tuple):
             yield from _numbers_in(arg, written)
         elif isinstance(arg, DTensor):
-            if (found := getattr(_whole(arg), "digest", 0)) and not any(arg is one for one in written):
+            if (found := getattr(_whole(arg), "digest", 0)) and id(arg) not in written:
                 yield found
         elif isinstance(arg, Tensor) and arg.ndim == 0 and arg.device.type == "cpu" and not is_fake(arg):
-            yield from _numbers_in((arg.item(),), ())
+            yield from _numbers_in((arg.item(),))
 
 
-def taken(parameters: Iterable[Tensor]) -> int:
-    """One digest of parameters and their gradients, and of which have none; they begin anew."""
-    digests: list[int] = []
-    for parameter in parameters:
-        for tensor in (parameter, parameter.grad):
-            whole = _whole(tensor)
-            digests.append(-1 if tensor is None else getattr(whole, "digest", 0))
-            if tensor is not None and digests[-1]:
-                whole.digest = 0
-    return hash(tuple(digests)) if any(digests) else 0
+def taken(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> int:
+    """One digest of parameters and their gradients, and of which have none; 0 for none. They begin anew."""
+    tensors = [*parameters, *grads]
+    digests = [-1 if one is None else getattr(_whole(one), "digest", 0) for one in tensors]
+    if not any(digests):
+        return 0
+    for tensor, digest in zip(tensors, digests, strict=True):
+        if tensor is not None and digest:
+            _whole(tensor).digest = 0
+    return hash(tuple(digests))

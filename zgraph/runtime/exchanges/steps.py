@@ -18,6 +18,7 @@ from zgraph.runtime.exchanges.changes import Changes, taken
 from zgraph.runtime.exchanges.collectives import end_together
 from zgraph.runtime.exchanges.identity import About, Exchanges, Options
 from zgraph.runtime.window_state import Accumulation, ParameterState
+from zgraph.torch_compat.dtensor import gradients_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +46,15 @@ class Model:
         Raises:
             AgreementError: a rank has had others.
         """
-        states = [state for state in self.states if state.is_among(stepping)]
-        without = [state.name for state in states if state.parameter.grad is None]
-        changes = taken(state.parameter for state in states)
-        text = f" without gradients of {', '.join(without[:4])}" if without else ""
-        if self.changes.last:
-            text += f" after {self.changes.last} of weights or gradients"
-            self.changes.last = ""
-        about = self.exchanges.end_of_step(options, changes, text if changes else "")
+        found = [(state.name, state.parameter) for state in self.states if state.is_among(stepping)]
+        grads = gradients_of([parameter for _, parameter in found])
+        changes, text = taken([parameter for _, parameter in found], grads), ""
+        if changes:
+            without = [name for (name, _), grad in zip(found, grads, strict=True) if grad is None]
+            text = f" without gradients of {', '.join(without[:4])}" if without else ""
+            text += f" after {self.changes.last} of weights or gradients" if self.changes.last else ""
+        self.changes.last = ""
+        about = self.exchanges.end_of_step(options, changes, text)
         if about is not None:
             self._wait(about)
 

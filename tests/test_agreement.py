@@ -133,22 +133,19 @@ def test_the_first_differing_entry_of_each_rank_is_named(monkeypatch: pytest.Mon
         agree([_signature("gather x", "gather y")], 60, store)
 
 
-def test_ranks_that_update_elsewhere_are_told_how_to_say_where(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("updates 0 of 2 on the host", r'0 has none.*update="host"'),
+        ("changes by aten.mul(0.5), 2 times", r"rank 0 by nothing more, rank 1 by aten\.mul\(0\.5\), 2 times"),
+    ],
+)
+def test_what_is_no_collective_has_advice_of_its_own(monkeypatch: pytest.MonkeyPatch, line: str, expected: str) -> None:
     store: Any = HashStore()
     world = _Single(monkeypatch)
-    _Board(PrefixStore("zgraph/agreement", store), 1).wait_with(_signature("gather x", "updates 0 of 2 on the host"))
+    _Board(PrefixStore("zgraph/agreement", store), 1).wait_with(_signature("gather x", line))
     world.as_rank(0)
-    with pytest.raises(zgraph.AgreementError, match=r'0 has none.*update="host"'):
-        agree([_signature("gather x")], 60, store)
-
-
-def test_ranks_that_change_gradients_otherwise_are_told_by_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Any = HashStore()
-    world = _Single(monkeypatch)
-    board = _Board(PrefixStore("zgraph/agreement", store), 1)
-    board.wait_with(_signature("gather x", "changes by aten.mul(0.5), 2 times"))
-    world.as_rank(0)
-    with pytest.raises(zgraph.AgreementError, match=r"rank 0 by nothing more, rank 1 by aten\.mul\(0\.5\), 2 times"):
+    with pytest.raises(zgraph.AgreementError, match=expected):
         agree([_signature("gather x")], 60, store)
 
 

@@ -45,13 +45,13 @@ class Changes:
             self._note(operator, name, numbers, results)
 
     def of_write(self, operator: int, name: object, args: Sequence[Any], written: Sequence[Any]) -> None:
-        """An operator has written to sharded tensors.
+        """An operator has written to tensors, some of them sharded.
 
         What autograd adds to a gradient counts only if numbers have gone into it: ranks may accumulate otherwise.
         """
         numbers = list(_numbers_in(args, frozenset(map(id, written))))
         if numbers or not is_in_backward():
-            self._note(operator, name, numbers, written)
+            self._note(operator, name, numbers, [one for one in written if isinstance(one, DTensor)])
 
     def _note(self, operator: int, name: object, numbers: Sequence[float], tensors: Iterable[Any]) -> None:
         for tensor in map(_whole, tensors):
@@ -70,15 +70,17 @@ def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[f
     """Numbers, also those in plain tensors on the CPU, as to read others would wait; and digests of sharded tensors.
 
     Args:
-        written: ids of tensors whose own digest counts anyway.
+        written: ids of tensors that are results: a GradScaler's flag, say, is each rank's own.
     """
     for arg in args:
         if isinstance(arg, int | float):
             yield arg if arg == arg else _NAN
         elif type(arg) in (list, tuple):
             yield from _numbers_in(arg, written)
+        elif id(arg) in written:
+            continue
         elif isinstance(arg, DTensor):
-            if (found := getattr(_whole(arg), "digest", 0)) and id(arg) not in written:
+            if found := getattr(_whole(arg), "digest", 0):
                 yield found
         elif isinstance(arg, Tensor) and arg.ndim == 0 and arg.device.type == "cpu" and not is_fake(arg):
             yield from _numbers_in((arg.item(),))

@@ -83,7 +83,7 @@ class Sharded(DTensor):
         model = None if func.is_view else _model_of(sharded[0])
         if model is not None and model.changes.are_noted:
             if traits.writes:
-                model.changes.of_write(traits.number, func, given, _sharded_among(written_tensors(func, args, kwargs)))
+                model.changes.of_write(traits.number, func, given, written_tensors(func, args, kwargs))
             else:
                 results = result if isinstance(result, list | tuple) else (result,)
                 model.changes.of_read(traits.number, func, given, _sharded_among(results))

@@ -123,10 +123,9 @@ def clip_grad_norm_(
     *,
     pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Clip like `torch.nn.utils.clip_grad_norm_`, also with `norm_type=inf` when a rank has no rows of a parameter.
+    """Clip like `torch.nn.utils.clip_grad_norm_`, by norms of local shards and with one operation on DTensors in all.
 
-    torch's own raises on that rank ("cannot compute the inf norm on an empty tensor"), and the others wait for it.
-    Other norms equal torch's. Both clip each stage of a pipeline by its own norm, unless `pipeline` says who is in it.
+    Both clip each stage of a pipeline by its own norm, unless `pipeline` says who is in it.
 
     Args:
         parameters: parameters of a sharded model; the same on every rank, or with `pipeline` on every rank of a stage.

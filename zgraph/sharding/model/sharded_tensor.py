@@ -14,6 +14,7 @@ each shard from the rank's own: equal seeds repeat rows on every rank, and diffe
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,11 @@ from zgraph.torch_compat.operators import OpOverload, assigns_data, is_mutable, 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
 _BY_STRIDES = frozenset({aten.as_strided.default})  # of a tensor as it lies in memory
+# What raises, or differs, for a shard without elements, on the ranks that have such.
+_OF_NOTHING = frozenset(
+    {aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.median, aten.nanmedian}
+)
+_NORMS = frozenset({aten.linalg_vector_norm, aten._foreach_norm})  # the same of infinite order
 _SAME = frozenset({aten.detach.default, aten.alias.default})
 # Where operators are given the dimension that they take a part of; DTensor gathers for them if it is sharded.
 _DIMENSIONS = MappingProxyType(
@@ -232,6 +238,12 @@ def _run(
         return drawn
     if traits.dimension is not None:
         _meet_for_rows(args[0], args[traits.dimension] if len(args) > traits.dimension else 0, func)
+    packet = func.overloadpacket
+    needs_elements = packet in _OF_NOTHING or (
+        packet in _NORMS and any(isinstance(arg, float) and math.isinf(arg) for arg in args)
+    )
+    if needs_elements and any(map(_may_be_empty, sharded)):
+        return _as_sharded(_of_whole(func, args, kwargs, sharded[0]), func, args, kwargs, sharded[0])
     try:
         result = _on_dtensors(func, args, kwargs, sharded)
     except (NotImplementedError, RuntimeError) as error:
@@ -422,6 +434,15 @@ def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) 
             f"zgraph: {what} that differs between ranks, so that each would have another result. Average or broadcast "
             f"it first (torch.distributed.broadcast(values, 0)). {_READ_WHOLE}"
         )
+
+
+def _may_be_empty(tensor: DTensor) -> bool:
+    """Whether a rank may have no elements of it, known to all ranks."""
+    split: dict[int, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            split[dim] = split.get(dim, 1) * tensor.device_mesh.size(axis)
+    return any(-(-tensor.shape[dim] // parts) * (parts - 1) >= tensor.shape[dim] for dim, parts in split.items())
 
 
 def _of_whole(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:

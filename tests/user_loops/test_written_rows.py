@@ -294,6 +294,36 @@ def test_lines_that_cannot_be_followed_are_refused(ranks: Ranks) -> None:
         assert "changes the shape of a view of a sharded tensor in place" in reshaped
 
 
+class Laid(nn.Module):
+    """A parameter with strides of its own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def written_by_strides(stage: int) -> list[bool]:
+    """Whether random numbers and writes by strides are those of the plain model."""
+    found: list[bool] = []
+    for weight in (torch.zeros(5, 7).t(), torch.zeros(6, 3, 2, 2).contiguous(memory_format=torch.channels_last)):
+        plain, sharded = Laid(weight.clone()), Laid(weight.clone())
+        zgraph.shard(sharded, zero_stage=stage)
+        for one in (plain.weight, sharded.weight):
+            torch.manual_seed(2)
+            with torch.no_grad():
+                one.normal_().add_(torch.rand_like(one))
+                one.as_strided((2,), (1,)).fill_(3.0)
+                nn.init.trunc_normal_(one[:3])
+        whole: Any = sharded.weight.detach()
+        found.append(torch.equal(whole.full_tensor(), plain.weight.detach()))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_rows_and_random_numbers_follow_the_strides(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(written_by_strides, stage) == [[True, True]] * ranks.world
+
+
 def drawn_by_each_rank(stage: int) -> tuple[Tensor, Tensor]:
     """Whole weights after ranks with different seeds have drawn them; and a scalar."""
     model: Any = zgraph.shard(Net(), zero_stage=stage)

@@ -38,7 +38,6 @@ from zgraph.torch_compat.operators import OpOverload, assigns_data, is_mutable, 
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
-_BY_STRIDES = frozenset({aten.as_strided.default})  # of a tensor as it lies in memory
 # What raises, or differs, for a shard without elements, on the ranks that have such.
 _OF_NOTHING = frozenset(
     {aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.median, aten.nanmedian}
@@ -247,7 +246,7 @@ def _run(
     try:
         result = _on_dtensors(func, args, kwargs, sharded)
     except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or (func in _BY_STRIDES and not args[0].is_contiguous()):
+        if isinstance(error, torch.OutOfMemoryError):
             raise
         result = _of_whole(func, args, kwargs, sharded[0])
     return _as_sharded(result, func, args, kwargs, sharded[0])
@@ -533,5 +532,9 @@ def _gathered(tensor: DTensor) -> Tensor:
     alias.__class__ = DTensor  # ranks have met
     local, device_type = local_of(alias), alias.device_mesh.device_type
     if local.device.type != device_type:  # rests on the host: groups of GPUs send nothing from there
-        return dtensor_like(local.to(device_type), alias).full_tensor().to(local.device)
-    return alias.full_tensor()
+        whole = dtensor_like(local.to(device_type), alias).full_tensor().to(local.device)
+    else:
+        whole = alias.full_tensor()
+    if whole.stride() != alias.stride() and 0 not in alias.stride():  # channels last: views and random numbers show it
+        whole = torch.empty_strided(alias.shape, alias.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
+    return whole

@@ -21,7 +21,8 @@ float(p.abs().max().clamp(max=0.2)) | torch.linalg.vector_norm(p, float("inf")).
 sum(x.norm().item() ** 2 for x in (p, b)) ** 0.5 | torch.stack([x.norm() for x in (p, b)]).norm().item()
 p[2, 1].item() | p[-1].sum().item() | p.std().item() | p.var().item() | p.median().item() | p.argmax().item()
 torch.allclose(p, p * 1.0) | torch.linalg.matrix_norm(p, 2).item() | (p - torch.ones(7, 1)).norm().item()
-sum(b.tolist()) | p.quantile(0.9).item() | p.numpy().sum() | torch.bucketize(b, torch.tensor([0.0, 0.1])).sum().item()
+float(f"{p.norm():.4f}") | sum(b.tolist())
+p.quantile(0.9).item() | p.numpy().sum() | torch.bucketize(b, torch.tensor([0.0, 0.1])).sum().item()
 torch.dot(b, b).item() | b[3].item() | int(p.sum() > 0) | p.prod().item() | (p.sum() == p.sum()).item() | len(p)
 """
 TENSORS = """

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.optimizers.local_norm import ShardedGradients
 from zgraph.runtime.collective_error import collective_error
-from zgraph.sharding.model.sharded_tensor import note_change
+from zgraph.sharding.model.sharded_tensor import as_sharded, note_change
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.torch_compat.autograd import AgreeingGradScaler
 from zgraph.torch_compat.collectives import all_gather, all_reduce_op, wait
@@ -156,6 +156,7 @@ def clip_grad_norm_(
         if error_if_nonfinite:
             _refuse_nonfinite(local_norm, norm_type)
         sharded.scale(max_norm, local_norm, foreach)
+        as_sharded(norm)
         return norm
     grads = [_local(grad) for grad in found]
     first = everything[0]
@@ -180,6 +181,7 @@ def clip_grad_norm_(
         _refuse_nonfinite(total, norm_type)
     if isinstance(first, DTensor):
         total = replicated_scalar(total.to(first.device), first.device_mesh)
+        as_sharded(total)
     torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total, foreach)
     return total
 

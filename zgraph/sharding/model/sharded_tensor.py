@@ -110,6 +110,10 @@ class Sharded(DTensor):
         array.flags.writeable = False
         return array
 
+    def __format__(self, format_spec: str) -> str:
+        """As of a plain tensor, which formats the number that it has: f"{norm:.3f}"."""
+        return format(self.item(), format_spec) if self.ndim == 0 else super().__format__(format_spec)
+
     def tolist(self) -> Any:
         """The whole tensor's values."""
         _meet(self, "tolist() of a sharded tensor")

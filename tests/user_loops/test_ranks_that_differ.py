@@ -1,4 +1,4 @@
-"""Ranks that change gradients or weights by other numbers, or alone: nothing is sent by it, and yet all are told."""
+"""Ranks that change gradients or weights by different numbers, or on one rank only: every rank gets an error."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def scaled_in_a_hook(model: Any, opt: Any) -> None:
 
 
 def rightly(model: Any, opt: Any) -> None:
-    """What may differ: factors of the loss, and lines for the log that change nothing."""
+    """Ranks may differ in factors of the loss, and in lines that only read."""
     if first():
         assert (model.gain.grad * 100).to_local().numel() >= 0
         _ = [one.grad.detach().clone().mul_(2.0) for one in model.parameters()]

@@ -72,7 +72,7 @@ class Signature:
         """Sign a graph's collectives, and other lines: `order_of_waits`, `places_of_updates`, `changes_of`.
 
         Args:
-            group_names: of groups whose ranks must agree even if the graph communicates nothing.
+            group_names: names of groups whose ranks must agree even if the graph communicates nothing.
         """
         ranks = {rank: None for name in group_names for rank in dist.get_process_group_ranks(resolve_group(name))}
         entries: list[str] = []
@@ -141,7 +141,7 @@ def changes_of(graph: fx.Graph) -> list[str]:
 
 
 def _numbers_of(node: fx.Node) -> list[str]:
-    """What is computed with, as opposed to the sizes of shards, which may be unequal."""
+    """Constants of an operator, without the sizes of shards, which differ between ranks."""
     if node.op == "get_attr":  # torch.tensor(0.5)
         value = getattr(node.graph.owning_module, str(node.target), None)
         return [repr(value.item())] if isinstance(value, Tensor) and value.ndim == 0 and not is_fake(value) else []
@@ -246,12 +246,12 @@ class _Board:
         self.store.set(f"waiting/{self.rank}", f"{self.number} {signature.to_json()}" if signature is not None else "")
 
     def waiting_with(self, rank: int) -> Signature | None:
-        """What a peer waits with, unless this rank has ended with a difference to that wait before."""
+        """The signature that a peer waits with; None if this rank has already raised an error for that wait."""
         number, _, text = self._read(f"waiting/{rank}").partition(" ")
         return Signature.from_json(text) if text and number != self._read(f"told/{self.rank}/{rank}") else None
 
     def end_with(self, rank: int) -> None:
-        """Remember that this rank ends with a difference to a peer's wait, whose word may outlast it."""
+        """Remember that this rank raises an error for a peer's wait: the peer's entry in the store stays."""
         self.store.set(f"told/{self.rank}/{rank}", self._read(f"waiting/{rank}").partition(" ")[0])
 
     def _read(self, place: str) -> str:

@@ -28,7 +28,7 @@ _DIGESTS = 1e9  # integers as large as these are digests, which are not shown
 
 @dataclass(eq=False)
 class Changes:
-    """Of one model.
+    """The record of one model's changes between two steps.
 
     Attributes:
         are_noted: not while an optimizer steps, whose options are compared.
@@ -87,7 +87,11 @@ def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[f
 
 
 def taken(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> int:
-    """One digest of parameters and their gradients, and of which have none; 0 for none. They begin anew."""
+    """Combine the digests of parameters and gradients, and which gradients are None, into one, and reset them.
+
+    Returns:
+        0 if nothing has changed and no gradient is None.
+    """
     tensors = [*parameters, *grads]
     digests = [-1 if one is None else getattr(_whole(one), "digest", 0) for one in tensors]
     if not any(digests):

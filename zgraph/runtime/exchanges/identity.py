@@ -73,7 +73,7 @@ class Exchanges:
         Args:
             options: (name, value) of numbers by which the optimizer steps, the same on all ranks.
             changes: a digest of what the loop has done to weights and gradients, the same on all ranks; 0: nothing.
-            text: of the changes, for people.
+            text: describes the changes in the error.
         """
         if self.count == self.ended and not changes:
             return None

@@ -38,7 +38,7 @@ class Model:
     changes: Changes = field(default_factory=Changes)
 
     def end_step(self, options: Options = (), stepping: Mapping[int, Tensor] = MappingProxyType({})) -> None:
-        """Wait until all ranks end the step, after as many exchanges, by the same options and the same changes.
+        """Wait until all ranks end the step, and compare their exchanges, optimizer options and changes.
 
         Args:
             stepping: parameters by their ids.

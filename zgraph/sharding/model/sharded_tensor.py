@@ -65,7 +65,7 @@ class Sharded(DTensor):
         of_model: whose ranks write to it together, or read a number of it; None where nothing tells.
         writes: how often it was written to since the first copy of its rows was gathered; None before that.
         seen: of a gathered copy, the number of writes that it shows.
-        digest: of the numbers that have gone into it: see `changes`.
+        digest: digest of the numbers that it was computed from: see `zgraph.runtime.exchanges.changes`.
     """
 
     viewed: View | None = None
@@ -535,7 +535,7 @@ def _gathered(tensor: DTensor) -> Tensor:
     alias = cast(DTensor, tensor.detach())
     alias.__class__ = DTensor  # ranks have met
     local, device_type = local_of(alias), alias.device_mesh.device_type
-    if local.device.type != device_type:  # rests on the host: groups of GPUs send nothing from there
+    if local.device.type != device_type:  # it rests on the host, and groups of GPUs cannot send from there
         whole = dtensor_like(local.to(device_type), alias).full_tensor().to(local.device)
     else:
         whole = alias.full_tensor()

@@ -50,6 +50,7 @@ def value_of(line: str, model: Any) -> Any:
 
 THIN = """
 p.abs().max().item() | p.min().item() | p.argmax().item() | p.amax(0).sum().item() | p.max(0).values.sum().item()
+b.item() | bool(b > 0)
 p.median().item() | p.aminmax().max.item() | p.sort(0).values.sum().item() | p.norm(float("inf")).item()
 p.flatten().topk(1).values.item() | p.mean().item() | bool((p > 0).any()) | p.prod().item()
 p.logsumexp(0).sum().item()

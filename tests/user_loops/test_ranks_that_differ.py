@@ -76,6 +76,10 @@ def decayed_rows(model: Any, opt: Any) -> None:
         model.enter.weight[:, 1].mul_(0.9 if first() else 0.99)
 
 
+def other_rows(model: Any, opt: Any) -> None:
+    model.enter.weight.grad[: 2 + dist.get_rank()] = 0
+
+
 def scaled_in_a_hook(model: Any, opt: Any) -> None:
     factor = 0.5 if first() else 0.25
     if not model.hooked:
@@ -129,6 +133,7 @@ LINES = (
     clipped_by_value,
     decayed,
     decayed_rows,
+    other_rows,
     scaled_in_a_hook,
 )
 # A captured step refuses or sees these in other ways: see `test_hooks_on_parameters.py`, `test_step_effects.py`.

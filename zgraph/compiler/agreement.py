@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
 from zgraph.errors import AgreementError
-from zgraph.graph import meta, nodes
+from zgraph.graph import meta, nodes, traits
 from zgraph.graph.dataflow import below_views, written_sources
 from zgraph.graph.text import dtype_text, target_text
 from zgraph.graph.traffic import Transfer
@@ -37,7 +37,7 @@ from zgraph.torch_compat.dynamo import raise_through_dynamo
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import default_store, is_fake_world, resolve_group
 from zgraph.torch_compat.modules import tree_flatten
-from zgraph.torch_compat.operators import is_fused_update
+from zgraph.torch_compat.operators import is_fused_update, written_arguments
 
 _POLL_S = 0.02
 _CHANGES = "changes by "  # how those of `changes_of` begin
@@ -134,7 +134,7 @@ def changes_of(graph: fx.Graph) -> list[str]:
         if (node not in needed and needed.isdisjoint(written)) or nodes.is_marker(node):
             continue
         needed.update(node.all_input_nodes, map(below_views, node.all_input_nodes))
-        numbers = _numbers_of(node)
+        numbers = _numbers_of(node) + [number for one in written_arguments(node) for number in _rows_of(one)]
         if written or numbers:
             found[f"{_CHANGES}{target_text(node.target)}({', '.join(numbers)})"] += 1
     return [f"{line}, {count} times" for line, count in sorted(found.items())]
@@ -150,6 +150,15 @@ def _numbers_of(node: fx.Node) -> list[str]:
     leaves, _ = tree_flatten((node.args, node.kwargs))
     kinds = (float, int) if torch.Tag.pointwise in getattr(node.target, "tags", ()) else (float,)
     return [repr(leaf) for leaf in leaves if type(leaf) in kinds]
+
+
+def _rows_of(node: fx.Node) -> list[str]:
+    """Numbers of the views that a write goes through, as of `grad[:2]`."""
+    found: list[str] = []
+    while traits.is_view(node) and node.all_input_nodes:
+        found += [repr(leaf) for leaf in tree_flatten(node.args[1:])[0] if type(leaf) is int]
+        node = node.all_input_nodes[0]
+    return found
 
 
 def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None = None) -> None:

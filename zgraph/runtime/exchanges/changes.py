@@ -54,8 +54,10 @@ class Changes:
             self._note(operator, name, numbers, [one for one in written if isinstance(one, DTensor)])
 
     def _note(self, operator: int, name: object, numbers: Sequence[float], tensors: Iterable[Any]) -> None:
-        for tensor in map(_whole, tensors):
-            tensor.digest = hash((operator, tensor.digest, *numbers))  # of numbers: the same in each process
+        for tensor in tensors:
+            whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
+            rows = 0 if viewed is None else viewed.number
+            whole.digest = hash((operator, whole.digest, rows, *numbers))  # of numbers: the same in each process
         shown = ", ".join(f"{number:g}" for number in numbers if abs(number) < _DIGESTS)
         self.last = f"{name}({shown})"
 

@@ -55,6 +55,7 @@ class View(NamedTuple):
 
     whole: Sharded
     steps: tuple[Callable[[Tensor], Any], ...]
+    number: int = 0  # of the operators and their numbers; 0 for all of the tensor
 
 
 class Sharded(DTensor):
@@ -234,7 +235,7 @@ def _run(
             _renew(one)
     if traits.writes:
         return _write(func, traits, args, kwargs, sharded)
-    if func is _READ and any(placement.is_partial() for placement in args[0].placements):
+    if func is _READ and not all(placement.is_replicate() for placement in args[0].placements):
         _meet(args[0], "reading a number of sharded tensors (item(), float(), bool(), `if`)")
         return func(_gathered(args[0]))
     if traits.is_random and (drawn := _drawn(func, args, kwargs, sharded)) is not None:
@@ -297,13 +298,17 @@ def _as_sharded(result: Any, func: OpOverload, args: Sequence[Any], kwargs: Mapp
 def _note_view(
     view: Sharded, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], index: int | None
 ) -> None:
-    whole, steps = args[0].viewed or View(args[0], ())
+    whole, steps, number = args[0].viewed or View(args[0], ())
 
     def step(tensor: Tensor) -> Tensor:
         result = func(tensor, *args[1:], **kwargs)
         return result if index is None else result[index]
 
-    view.viewed = View(whole, steps if func in _SAME else (*steps, step))
+    if func in _SAME:
+        view.viewed = View(whole, steps, number)
+    else:
+        numbers = (arg for arg in tree_flatten((args[1:], kwargs))[0] if isinstance(arg, int))
+        view.viewed = View(whole, (*steps, step), hash((_traits_of(func).number, number, index or 0, *numbers)))
     if _is_copy(view):
         whole.writes = view.seen = whole.writes or 0
 
@@ -319,7 +324,7 @@ def _is_copy(view: Sharded) -> bool:
 def _renew(view: Sharded) -> None:
     """Gather a copy again if what it shows was written to meanwhile."""
     assert view.viewed is not None
-    whole, steps = view.viewed
+    whole, steps, _ = view.viewed
     if whole.writes is None or view.seen == whole.writes or not _is_copy(view):
         return
     _meet(view, "reading rows of a sharded tensor that were written to")
@@ -390,12 +395,13 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
         AgreementError: ranks pass different plain tensors.
         ZgraphError: a step that is captured passes one, which cannot be compared.
     """
-    sharded, steps = target.viewed or View(target, ())
+    sharded, steps, _ = target.viewed or View(target, ())
     _meet(target, f"writing to parts of a sharded tensor ({func})")
     _check_equal([*_plain_among((*args, *kwargs.values()))], sharded.device_mesh, func)
     whole = _gathered(sharded)
-    given, named = _all_gathered(args, kwargs, {id(target): _shown(whole, steps)})
-    func(*given, **named)
+    shown = _shown(whole, steps)
+    given, named = _all_gathered(args, kwargs, {id(target): shown})
+    result = func(*given, **named)
     if is_tagged_random(func):
         whole = _of_first(whole, sharded.device_mesh)
     if any(placement.is_partial() for placement in sharded.placements):
@@ -406,7 +412,8 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
     if _is_copy(target):
         put_local(target, _shown(whole, steps))
         target.seen = sharded.writes or 0
-    return target
+    # Of `rrelu`, which writes its noise to an argument, the result is another tensor.
+    return _laid_out(result, sharded) if isinstance(result, Tensor) and result is not shown else target
 
 
 def _shown(whole: Tensor, steps: Sequence[Callable[[Tensor], Any]]) -> Tensor:

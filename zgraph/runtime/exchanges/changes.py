@@ -56,8 +56,8 @@ class Changes:
     def _note(self, operator: int, name: object, numbers: Sequence[float], tensors: Iterable[Any]) -> None:
         for tensor in tensors:
             whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
-            rows = 0 if viewed is None else viewed.number
-            whole.digest = hash((operator, whole.digest, rows, *numbers))  # of numbers: the same in each process
+            rows, before = 0 if viewed is None else viewed.number, getattr(whole, "digest", 0)
+            whole.digest = hash((operator, before, rows, *numbers))  # of numbers: the same in each process
         shown = ", ".join(f"{number:g}" for number in numbers if abs(number) < _DIGESTS)
         self.last = f"{name}({shown})"
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 
 from zgraph.codegen.cuda_graph import CudaGraphs, RecordedSteps, Recorder
 from zgraph.compile_frame import FrameCompiler
@@ -295,10 +296,11 @@ class TrainingStep(Generic[P, R]):
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
             raise
-        changed = {id(one): one for one in parameters} if any(getattr(one, "digest", 0) for one in parameters) else {}
+        state = [value for _, _, value in lifted.state_entries() if isinstance(value, DTensor)]
+        is_changed = any(getattr(one, "digest", 0) for one in (*parameters, *state))
         for scope in current.scopes:
             for model in scope.models:
-                model.end_step(stepping=changed)
+                model.end_step(stepping={id(one): one for one in parameters if is_changed}, state=state)
         result = hand_back(lifted, variant.captured, list(outputs))
         if variant.captured.state:
             lifted.settle()

@@ -83,3 +83,58 @@ def computed(stage: int) -> list[str]:
 def test_lines_compute_what_they_compute_of_the_plain_model(ranks: Ranks) -> None:
     for stage in (0, 1, 3):
         assert ranks.run(computed, stage) == [[]] * ranks.world
+
+
+OPTIMIZERS: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...] = (
+    (torch.optim.SGD, {"fused": True, "lr": 0.01, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"fused": True}),
+    (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+    *(
+        (kind, {"foreach": True})
+        for kind in (torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adamax, torch.optim.ASGD)
+    ),
+    *((kind, {"foreach": True}) for kind in (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop)),
+    (torch.optim.RMSprop, {"foreach": True, "momentum": 0.9, "centered": True}),
+)
+
+
+def written(model: nn.Linear, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """What two steps and other lines that write leave of a model, and in plain tensors."""
+    teacher, weight, bias = nn.Linear(5, 7), model.weight, model.bias
+    for number in range(2):
+        (model(torch.full((2, 5), number + 1.0)).square().sum() * 0.1).backward()
+        if number == 1 and optimizer is None:  # PCGrad and the like put together gradients by themselves
+            weight.grad = torch.arange(35.0).view(7, 5)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if optimizer is not None:
+            optimizer.step()
+    weight.data *= 0.5
+    assert bias.grad is not None
+    bias.grad.data += 1
+    sums = torch.zeros(7, 5)
+    sums += weight.detach()
+    with torch.no_grad():
+        teacher.weight.copy_(weight)
+        teacher.weight[2:4].lerp_(weight[4:6], 0.5)
+        torch._foreach_copy_([teacher.bias], [bias])
+    return [weight.detach(), bias.detach(), bias.grad, sums, teacher.weight.detach(), teacher.bias.detach()]
+
+
+def written_alike(stage: int) -> list[str]:
+    """Optimizers after which the plain model has other values."""
+    wrong: list[str] = []
+    for kind, options in (*OPTIMIZERS, (None, {})):
+        torch.manual_seed(1)
+        plain = nn.Linear(5, 7)
+        model = zgraph.shard(copy.deepcopy(plain), zero_stage=stage)
+        found, truth = ([*written(one, kind and kind(one.parameters(), **options))] for one in (model, plain))
+        whole = (one.full_tensor() if isinstance(one, DTensor) else one for one in found)
+        if not all(torch.allclose(one, other, atol=1e-6) for one, other in zip(whole, truth, strict=True)):
+            wrong.append(f"{kind} {options}")
+    return wrong
+
+
+@worlds(2, 3)
+def test_optimizers_and_other_writes_do_what_they_do_to_the_plain_model(ranks: Ranks) -> None:
+    for stage in (0, 3):
+        assert ranks.run(written_alike, stage) == [[]] * ranks.world

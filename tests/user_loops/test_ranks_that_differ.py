@@ -86,6 +86,29 @@ def scaled_in_a_hook(model: Any, opt: Any) -> None:
         model.hooked = model.gain.register_hook(lambda grad: grad * factor)
 
 
+def read_in_another_order(model: Any, opt: Any) -> None:
+    """As `for parameter in set(model.parameters())` does."""
+    for parameter in list(model.parameters())[:: 1 if first() else -1]:
+        parameter.grad.norm().item()
+
+
+def read_by_another_number(model: Any, opt: Any) -> None:
+    (model.enter.weight > (0.1 if first() else 0.2)).sum().item()
+
+
+def read_of_another_row(model: Any, opt: Any) -> None:
+    model.enter.weight[:, dist.get_rank()].sum().item()
+
+
+def another_state(model: Any, opt: Any) -> None:
+    for values in opt.state.values():
+        values["momentum_buffer"].mul_(0.5 if first() else 0.25)
+
+
+def another_plain_gradient(model: Any, opt: Any) -> None:
+    model.gain.grad = torch.full_like(model.gain.full_tensor(), dist.get_rank())
+
+
 def rightly(model: Any, opt: Any) -> None:
     """Ranks may differ in factors of the loss, and in lines that only read."""
     if first():
@@ -135,12 +158,18 @@ LINES = (
     decayed_rows,
     other_rows,
     scaled_in_a_hook,
+    read_in_another_order,
+    read_by_another_number,
+    read_of_another_row,
+    another_state,
+    another_plain_gradient,
 )
 # A captured step refuses or sees these in other ways: see `test_hooks_on_parameters.py`, `test_step_effects.py`.
-IN_STEP = [line for line in LINES if line not in (zeroed, scaled_in_a_hook)]
+IN_STEP = [line for line in LINES[: LINES.index(read_in_another_order)] if line not in (zeroed, scaled_in_a_hook)]
+READS = (read_in_another_order, read_by_another_number, read_of_another_row)  # which replicas may do
 FAST = [(scaled, "eager", 3), (cleared, "fx", 0), (clipped, "step", 3)]
 EVERY = [
-    (line, mode, (0, 1, 3)[(place + turn) % 3])
+    (line, mode, 3 if line in READS else (0, 1, 3)[(place + turn) % 3])
     for turn, (mode, lines) in enumerate((("eager", LINES), ("fx", LINES), ("step", IN_STEP)))
     for place, line in enumerate(lines)
 ]

@@ -265,11 +265,15 @@ def one_rank_alone(line: str) -> str:
 
 
 ALONE: dict[str, Callable[[Any], object]] = {
-    "reading a number of sharded tensors": lambda weight: weight.grad.norm().item(),
-    "taking rows of a sharded tensor": lambda weight: weight.grad[0],
-    "drawing random numbers for a sharded tensor": lambda weight: torch.randn_like(weight.grad),
+    "reading a number": lambda weight: weight.grad.norm().item(),
+    "taking rows": lambda weight: weight.grad[0],
+    "drawing random numbers": lambda weight: torch.randn_like(weight.grad),
+    "aten.mm": lambda weight: weight @ weight.t(),
+    "aten.sort": lambda weight: weight.grad.sort(dim=0),
+    "aten.div": lambda weight: weight / weight.norm(),
+    "writing to a plain tensor": lambda weight: torch.zeros(weight.shape).copy_(weight.detach()),
     "full_tensor() or redistribute()": lambda weight: weight.detach().full_tensor(),
-    "writing to parts of a sharded tensor": lambda weight: weight.grad.mul_(torch.ones(1, FEATURES)),
+    "writing to parts": lambda weight: weight.grad.mul_(torch.ones(1, FEATURES)),
 }
 
 

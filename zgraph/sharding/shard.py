@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 
@@ -27,7 +26,7 @@ from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, place
 from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
 from zgraph.sharding.model.param_spec import ParamSpec
-from zgraph.sharding.model.sharded_tensor import Sharded, as_sharded
+from zgraph.sharding.model.sharded_tensor import Sharded, as_sharded, put_in_model
 from zgraph.sharding.resting.codes import Codes
 from zgraph.sharding.resting.memory import Resting
 from zgraph.sharding.resting.offload import Offload
@@ -191,7 +190,7 @@ def shard(
         model = Model(exchanges, names, tuple(param.state for param in params if not param.spec.ignored))
         scope.models.append(model)
         for param in params:
-            cast(Sharded, param.sharded).of_model = weakref.ref(model)
+            put_in_model(cast(Sharded, param.sharded), model, param.name)
     if axis is not None:
         scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():

@@ -194,6 +194,12 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     return written
 
 
+def communicates(target: object) -> bool:
+    """Whether DTensor calls the operator to exchange local parts (`namespace`, 2.11 - 2.15)."""
+    spaces = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+    return getattr(target, "namespace", "") in spaces and "wait_tensor" not in str(target)
+
+
 def is_profiler(target: object) -> bool:
     """Whether an operator only marks a range for the profiler (`torch.ops.profiler`, 2.11 - 2.15)."""
     return isinstance(target, OpOverload) and target.namespace == "profiler"

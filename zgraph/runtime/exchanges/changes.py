@@ -8,10 +8,12 @@ carries the digests of what the optimizer steps.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -40,7 +42,10 @@ class Changes:
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
         """An operator has computed sharded tensors of arguments."""
-        numbers = list(_numbers_in(args))
+        results, numbers = list(results), list(_numbers_in(args))
+        origin = hash((operator, *map(origin_of, _sharded_in(args)), *numbers))
+        for place, result in enumerate(results):
+            result.origin = origin + place
         if numbers:
             self._note(operator, name, numbers, results)
 
@@ -60,6 +65,20 @@ class Changes:
             whole.digest = hash((operator, before, rows, *numbers))  # of numbers: the same in each process
         shown = ", ".join(f"{number:g}" for number in numbers if abs(number) < _DIGESTS)
         self.last = f"{name}({shown})"
+
+
+def origin_of(tensor: Any) -> int:
+    """A number of how a sharded tensor was computed: of which parameters, by which operators, with which numbers."""
+    whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
+    return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
+
+
+def _sharded_in(args: Iterable[Any]) -> Iterator[DTensor]:
+    for arg in args:
+        if isinstance(arg, DTensor):
+            yield arg
+        elif type(arg) in (list, tuple):
+            yield from _sharded_in(arg)
 
 
 def _whole(tensor: Any) -> Any:
@@ -88,13 +107,15 @@ def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[f
             yield from _numbers_in((arg.item(),))
 
 
-def taken(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> int:
-    """Combine the digests of parameters and gradients, and which gradients are None, into one, and reset them.
+def taken(tensors: Sequence[Tensor | None]) -> int:
+    """Combine the digests of parameters, gradients and an optimizer's state into one, and reset them.
+
+    Args:
+        tensors: in the same order on all ranks; None for parameters without gradients.
 
     Returns:
-        0 if nothing has changed and no gradient is None.
+        0 if nothing has changed and nothing is None.
     """
-    tensors = [*parameters, *grads]
     digests = [-1 if one is None else getattr(_whole(one), "digest", 0) for one in tensors]
     if not any(digests):
         return 0
@@ -102,3 +123,14 @@ def taken(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> int:
         if tensor is not None and digest:
             _whole(tensor).digest = 0
     return hash(tuple(digests))
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """CRC-32 of shapes, dtypes and values."""
+    found = 0
+    for tensor in tensors:
+        found = zlib.crc32(f"{list(tensor.shape)} {tensor.dtype}".encode(), found)
+        if tensor.layout == torch.strided and tensor.numel():
+            values = tensor.detach().cpu().contiguous().reshape(-1)
+            found = zlib.crc32(cast(Any, values.view(torch.uint8).numpy()), found)
+    return found

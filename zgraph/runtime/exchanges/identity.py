@@ -81,9 +81,10 @@ class Exchanges:
         self.ended = self.count
         return found
 
-    def meeting(self, call: str, options: Options = ()) -> About:
-        """The exchange with which all ranks begin a call that is not one of parameters; options as in `end_of_step`."""
-        return About(self.next(hash((zlib.crc32(call.encode()), _number_of(options)))), call, (), self, options)
+    def meeting(self, call: str, options: Options = (), number: int = 0, detail: str = "") -> About:
+        """The exchange with which all ranks begin a call that is not one of parameters; see `Model.meet`."""
+        key = self.next(hash((zlib.crc32(call.encode()), _number_of(options), number)))
+        return About(key, call + detail, (), self, options)
 
     @property
     def began(self) -> list[Any]:

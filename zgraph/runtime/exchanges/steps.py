@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
-from zgraph.runtime.exchanges.changes import Changes, taken
+from zgraph.runtime.exchanges.changes import Changes, checksum, taken
 from zgraph.runtime.exchanges.collectives import end_together
 from zgraph.runtime.exchanges.identity import About, Exchanges, Options
 from zgraph.runtime.window_state import Accumulation, ParameterState
-from zgraph.torch_compat.dtensor import gradients_of
+from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, local_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,18 +37,27 @@ class Model:
     states: tuple[ParameterState, ...]
     changes: Changes = field(default_factory=Changes)
 
-    def end_step(self, options: Options = (), stepping: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+    def end_step(
+        self,
+        options: Options = (),
+        stepping: Mapping[int, Tensor] = MappingProxyType({}),
+        state: Sequence[Tensor] = (),
+    ) -> None:
         """Wait until all ranks end the step, and compare their exchanges, optimizer options and changes.
 
         Args:
             stepping: parameters by their ids.
+            state: tensors of the optimizer's state, which the loop may have changed, too.
 
         Raises:
             AgreementError: a rank has had others.
         """
         found = [(state.name, state.parameter) for state in self.states if state.is_among(stepping)]
         grads = gradients_of([parameter for _, parameter in found])
-        changes, text = taken([parameter for _, parameter in found], grads), ""
+        for place, grad in enumerate(grads):
+            if grad is not None and not isinstance(grad, DTensor):
+                grads[place] = _put_sharded_gradient(found[place][1], grad)
+        changes, text = taken([*(parameter for _, parameter in found), *grads, *state]), ""
         if changes:
             without = [name for (name, _), grad in zip(found, grads, strict=True) if grad is None]
             text = f" without gradients of {', '.join(without[:4])}" if without else ""
@@ -58,17 +67,32 @@ class Model:
         if about is not None:
             self._wait(about)
 
-    def meet(self, call: str, options: Options = ()) -> None:
+    def meet(self, call: str, options: Options = (), number: int = 0, detail: str = "") -> None:
         """Wait until all ranks have made the same call, with the same options of optimizers.
+
+        Args:
+            number: of what the call is for, the same on all ranks.
+            detail: describes that in the error, where ranks may differ.
 
         Raises:
             AgreementError: one does something else.
         """
-        self._wait(self.exchanges.meeting(call, options))
+        self._wait(self.exchanges.meeting(call, options, number, detail))
 
     def _wait(self, about: About) -> None:
         for place, group_name in enumerate(self.group_names):
             end_together(group_name, about._replace(key=hash((about.key, place))))  # another one in each group
+
+
+def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
+    """Replace a plain gradient, which the loop has assigned, by this rank's part of it; all ranks must have it."""
+    sharded = cast(DTensor, parameter)
+    whole = grad.detach().to(sharded.device_mesh.device_type)
+    placed = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    made = dtensor_like(local_of(placed).to(grad.device), sharded)
+    made.digest = checksum([grad])  # pyright: ignore[reportAttributeAccessIssue]  # of its class, that of the parameter
+    parameter.grad = made
+    return made
 
 
 class Guarded(Protocol):
@@ -91,7 +115,7 @@ def guard_steps(scope: Guarded) -> None:
         for model in alive.models:
             if any(state.is_among(stepping) for state in model.states):
                 check_all_sharded(stepping.values())
-                model.end_step(numbers_of([optimizer]), stepping)
+                model.end_step(numbers_of([optimizer]), stepping, state_of(optimizer))
                 model.changes.are_noted = False
 
     def begin_anew(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -101,6 +125,12 @@ def guard_steps(scope: Guarded) -> None:
 
     for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(begin_anew)):
         weakref.finalize(scope, handle.remove)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The sharded tensors of an optimizer's state."""
+    entries = (one.values() for one in optimizer.state.values() if isinstance(one, Mapping))
+    return [value for values in entries for value in values if isinstance(value, DTensor)]
 
 
 def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool = False) -> Options:

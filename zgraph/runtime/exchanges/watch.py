@@ -194,7 +194,7 @@ class Watch:
             self.tell(
                 rank,
                 found,
-                f"zgraph: ranks {first} and {second} exchange different parameters: rank {first} waits for "
+                f"zgraph: ranks {first} and {second} do not do the same: rank {first} waits for "
                 f"{waits[first]}, rank {second} for {waits[second]}. Nothing of it was used. {ADVICE}",
             )
 
@@ -244,7 +244,7 @@ def _look_again(watched: weakref.ref[Watch]) -> None:
         except Exception as error:
             if dist.is_initialized():  # otherwise the store is gone, and no rank waits
                 warnings.warn(
-                    f"zgraph: the watch over exchanges has ended: {error} Ranks that exchange different parameters now "
+                    f"zgraph: the watch over exchanges has ended: {error} Ranks that do not do the same now "
                     "wait for the timeout of their group.",
                     ZgraphWarning,
                     stacklevel=1,

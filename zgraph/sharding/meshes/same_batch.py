@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
+from zgraph.runtime.exchanges.changes import checksum
 from zgraph.torch_compat.collectives import all_gather
 from zgraph.torch_compat.fake_values import is_fake, without_fake_mode
 from zgraph.torch_compat.groups import is_fake_world
@@ -56,14 +55,3 @@ class SameBatch:
                 'DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank()). If each is meant to hold a '
                 "part of one batch, write zgraph.shard(..., check_batch=False)."
             )
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of shapes, dtypes and values."""
-    found = 0
-    for tensor in tensors:
-        found = zlib.crc32(f"{list(tensor.shape)} {tensor.dtype}".encode(), found)
-        if tensor.layout == torch.strided and tensor.numel():
-            values = tensor.detach().cpu().contiguous().reshape(-1)
-            found = zlib.crc32(cast(Any, values.view(torch.uint8).numpy()), found)
-    return found

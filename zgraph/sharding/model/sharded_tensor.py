@@ -18,6 +18,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -28,13 +29,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from zgraph.errors import AgreementError, ZgraphError
+from zgraph.runtime.exchanges.changes import checksum, origin_of
 from zgraph.runtime.exchanges.steps import Model
-from zgraph.sharding.meshes.same_batch import checksum
 from zgraph.torch_compat.dtensor import allow_lists_of, dtensor_like, local_of, put_local, put_whole
 from zgraph.torch_compat.fake_values import is_fake
-from zgraph.torch_compat.memory import traced_storage_key
+from zgraph.torch_compat.memory import DispatchMode, traced_storage_key
 from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
-from zgraph.torch_compat.operators import OpOverload, assigns_data, is_mutable, is_tagged_random, written_tensors
+from zgraph.torch_compat.operators import (
+    OpOverload,
+    assigns_data,
+    communicates,
+    is_elementwise_over_lists,
+    is_mutable,
+    is_tagged_random,
+    written_tensors,
+)
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
@@ -64,6 +73,8 @@ class Sharded(DTensor):
     Attributes:
         viewed: what it shows; None if it is no view.
         of_model: whose ranks write to it together, or read a number of it; None where nothing tells.
+        of_parameter: name of the parameter that it is, is the gradient of, or was computed from; of the first one.
+        origin: number of the parameter, or of all that it was computed from and of how; the same on all ranks.
         writes: how often it was written to since the first copy of its rows was gathered; None before that.
         seen: of a gathered copy, the number of writes that it shows.
         digest: digest of the numbers that it was computed from: see `zgraph.runtime.exchanges.changes`.
@@ -71,6 +82,8 @@ class Sharded(DTensor):
 
     viewed: View | None = None
     of_model: weakref.ref[Model] | None = None  # weak: what is kept of a gradient keeps no model
+    of_parameter = ""
+    origin = 0
     writes: int | None = None
     seen = 0
     digest = 0
@@ -98,7 +111,7 @@ class Sharded(DTensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """DTensor's, which `full_tensor()` calls, too, once all ranks are here."""
         if not all(placement.is_replicate() for placement in self.placements):
-            _meet(self, "full_tensor() or redistribute() of a sharded tensor")
+            _meet(self, "full_tensor() or redistribute()")
         made = super().redistribute(*args, **kwargs)
         if type(made) is DTensor:
             as_sharded(made, self)
@@ -106,10 +119,13 @@ class Sharded(DTensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor's values. They cannot be written to: that would be lost."""
-        _meet(self, "numpy() of a sharded tensor")
+        _meet(self, "numpy()")
         array = _gathered(self).requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False
         return array
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ZgraphError("zgraph: a sharded tensor has no memory to share; write parameter.full_tensor() first.")
 
     def __format__(self, format_spec: str) -> str:
         """As of a plain tensor, which formats the number that it has: f"{norm:.3f}"."""
@@ -117,7 +133,7 @@ class Sharded(DTensor):
 
     def tolist(self) -> Any:
         """The whole tensor's values."""
-        _meet(self, "tolist() of a sharded tensor")
+        _meet(self, "tolist()")
         return _gathered(self).tolist()
 
     @property
@@ -126,9 +142,11 @@ class Sharded(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not is_fake(local_of(self)):
+        own = local_of(self)
+        if is_fake(own):
+            cast(Any, Tensor.data).__set__(self, value)  # a captured step sees it, and writes the values
+        elif not (isinstance(value, DTensor) and local_of(value).is_set_to(own)):  # p.data += 1 has written already
             raise ZgraphError(ASSIGNED)
-        cast(Any, Tensor.data).__set__(self, value)  # where a captured step sees it, and writes the values
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
@@ -160,7 +178,7 @@ ASSIGNED = (
     "DTensor elsewhere. Write into it, outside of forward: with torch.no_grad(): parameter.copy_(value)."
 )
 _READ_WHOLE = "A loss reads parameter.full_tensor(), whose gradient is averaged over the ranks."
-_OWN = frozenset({"viewed", "of_model", "writes", "seen", "digest"})
+_OWN = frozenset({"viewed", "of_model", "of_parameter", "origin", "writes", "seen", "digest"})
 DTENSORS = frozenset({DTensor, Sharded})
 allow_lists_of(Sharded)
 
@@ -169,7 +187,14 @@ def as_sharded(tensor: DTensor, like: DTensor | None = None) -> None:
     """Make a DTensor one of this kind, of the model of another; the same object, whatever refers to it."""
     tensor.__class__ = Sharded
     if isinstance(like, Sharded) and like.of_model is not None:
-        cast(Sharded, tensor).of_model = like.of_model
+        made = cast(Sharded, tensor)
+        made.of_model, made.of_parameter, made.origin = like.of_model, like.of_parameter, like.origin
+
+
+def put_in_model(parameter: Sharded, model: Model, name: str) -> None:
+    """Say which model's ranks do with a parameter what lines of the loop say."""
+    parameter.of_model, parameter.of_parameter = weakref.ref(model), name
+    parameter.origin = zlib.crc32(name.encode())
 
 
 def sharded_like(local: Tensor, like: DTensor) -> DTensor:
@@ -236,7 +261,7 @@ def _run(
     if traits.writes:
         return _write(func, traits, args, kwargs, sharded)
     if func is _READ and not all(placement.is_replicate() for placement in args[0].placements):
-        _meet(args[0], "reading a number of sharded tensors (item(), float(), bool(), `if`)")
+        _meet(args[0], "reading a number (item(), float(), bool(), `if`)")
         return func(_gathered(args[0]))
     if traits.is_random and (drawn := _drawn(func, args, kwargs, sharded)) is not None:
         return drawn
@@ -251,7 +276,7 @@ def _run(
     try:
         result = _on_dtensors(func, args, kwargs, sharded)
     except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, ZgraphError | torch.OutOfMemoryError):
             raise
         result = _of_whole(func, args, kwargs, sharded[0])
     return _as_sharded(result, func, args, kwargs, sharded[0])
@@ -273,10 +298,15 @@ def _refuse_plain_gradients(func: OpOverload, args: Sequence[Any]) -> None:
 
 def _on_dtensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]) -> Any:
     """Call an operator with plain DTensors, whose dispatch in C++ asks for that very class."""
+    model = _model_of(sharded[0])
+    meeting: Any = nullcontext()
+    if model is not None and model.changes.are_noted and not func.is_view:
+        meeting = _Meeting(model, sharded[0], func)
     for one in cast("Sequence[Tensor]", sharded):
         one.__class__ = DTensor
     try:
-        return func(*args, **kwargs)
+        with meeting:
+            return func(*args, **kwargs)
     finally:
         for one in sharded:
             one.__class__ = Sharded
@@ -327,7 +357,7 @@ def _renew(view: Sharded) -> None:
     whole, steps, _ = view.viewed
     if whole.writes is None or view.seen == whole.writes or not _is_copy(view):
         return
-    _meet(view, "reading rows of a sharded tensor that were written to")
+    _meet(view, "reading rows that were written to")
     put_local(view, _shown(_gathered(whole), steps))
     view.seen = whole.writes
 
@@ -354,6 +384,8 @@ def _write(
     if traits.assigns:  # as Dynamo traces it, whose graph is refused
         func, traits = aten.copy_.default, _traits_of(aten.copy_.default)
     written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, Sharded)]
+    if not written:
+        return _write_to_plain(func, args, kwargs, sharded[0])
     target = written[0] if len(written) == 1 and any(one is written[0] for one in (*args, *kwargs.values())) else None
     if traits.reshapes and any(one.viewed is not None for one in written):
         raise ZgraphError(
@@ -377,14 +409,53 @@ def _write(
     if target is None or not is_for_whole:
         try:
             result = _on_dtensors(func, args, kwargs, sharded)
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError) as error:
             # DTensor finds placements before it runs anything: nothing has been written yet.
-            if target is None:
+            if isinstance(error, ZgraphError):
                 raise
-        else:
-            _note_write(written)
-            return result
+            if target is not None:
+                return _write_to_whole(target, func, args, kwargs)
+            if partial := [one for one in sharded if _is_partial(one)]:  # norms that are not added up yet
+                for one in partial:
+                    _meet(one, f"writing to a number ({func})")
+                    put_whole(one, _gathered(one))
+                return _write(func, traits, args, kwargs, sharded)
+            if not _lie_alike(func, args, kwargs):
+                raise
+            result = func(*_with_local_parts(args), **kwargs)
+        _note_write(written)
+        return result
     return _write_to_whole(target, func, args, kwargs)
+
+
+@torch.no_grad()
+def _write_to_plain(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
+    """Call an operator that writes to plain tensors with all of the sharded ones: a teacher's `t.lerp_(p, 0.1)`."""
+    _meet(like, f"writing to a plain tensor ({func})")
+    given, named = _all_gathered(args, kwargs)
+    return func(*given, **named)
+
+
+def _lie_alike(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator over lists computes element by element with tensors that lie alike, list by list."""
+    lists = [[one for one in arg if isinstance(one, DTensor)] for arg in args if type(arg) in (list, tuple)]
+    lists = [one for one in lists if one]
+    return (
+        is_elementwise_over_lists(func)
+        and len({len(one) for one in lists}) == 1
+        and not any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values()))
+        and all(
+            len({(one.shape, one.placements, one.device_mesh) for one in alike}) == 1 and not _is_partial(alike[0])
+            for alike in zip(*lists, strict=True)
+        )
+    )
+
+
+def _with_local_parts(args: Sequence[Any]) -> list[Any]:
+    return [
+        [local_of(one) if isinstance(one, DTensor) else one for one in arg] if type(arg) in (list, tuple) else arg
+        for arg in args
+    ]
 
 
 @torch.no_grad()
@@ -396,7 +467,7 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
         ZgraphError: a step that is captured passes one, which cannot be compared.
     """
     sharded, steps, _ = target.viewed or View(target, ())
-    _meet(target, f"writing to parts of a sharded tensor ({func})")
+    _meet(target, f"writing to parts ({func})")
     _check_equal([*_plain_among((*args, *kwargs.values()))], sharded.device_mesh, func)
     whole = _gathered(sharded)
     shown = _shown(whole, steps)
@@ -404,7 +475,7 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
     result = func(*given, **named)
     if is_tagged_random(func):
         whole = _of_first(whole, sharded.device_mesh)
-    if any(placement.is_partial() for placement in sharded.placements):
+    if _is_partial(sharded):
         put_whole(sharded, whole)
     else:
         local_of(sharded).copy_(local_of(_laid_out(whole, sharded)))
@@ -446,6 +517,11 @@ def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) 
         )
 
 
+def _is_partial(tensor: DTensor) -> bool:
+    """Whether the ranks' values are still to be added up, or the like."""
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
 def _may_be_empty(tensor: DTensor) -> bool:
     """Whether a rank may have no elements of it, known to all ranks."""
     split: dict[int, int] = {}
@@ -457,7 +533,7 @@ def _may_be_empty(tensor: DTensor) -> bool:
 
 def _of_whole(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
     """What an operator that DTensor refuses gives for whole tensors; the same on all ranks."""
-    _meet(like, f"reading a sharded tensor ({func})")
+    _meet(like, f"reading all parts ({func})")
     _check_equal([*_plain_among((*args, *kwargs.values()))], like.device_mesh, func)
     with torch.no_grad():
         whole, named = _all_gathered(args, kwargs)
@@ -479,7 +555,7 @@ def _drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sha
     like = sharded[0]
     if not _draws_here(like):
         return None
-    _meet(like, f"drawing random numbers for a sharded tensor ({func})")
+    _meet(like, f"drawing random numbers ({func})")
     whole, named = _all_gathered(args, kwargs)
     results, tree = tree_flatten(func(*whole, **named))
     return tree_unflatten([_laid_out(_of_first(result, like.device_mesh), like) for result in results], tree)
@@ -499,7 +575,7 @@ def _laid_out(whole: Tensor, like: DTensor) -> Sharded:
     """Each rank's part of a tensor that all have, as of another one; all of it if that has other parts."""
     everywhere = [Replicate()] * like.device_mesh.ndim
     laid_out = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
-    if whole.shape == like.shape and not any(placement.is_partial() for placement in like.placements):
+    if whole.shape == like.shape and not _is_partial(like):
         laid_out = laid_out.redistribute(placements=like.placements)
     as_sharded(laid_out, like)
     return cast(Sharded, laid_out)
@@ -509,9 +585,9 @@ def _laid_out(whole: Tensor, like: DTensor) -> Sharded:
 
 
 def _meet_for_rows(tensor: DTensor, dim: int, func: OpOverload) -> None:
-    dim %= tensor.ndim
+    dim %= max(tensor.ndim, 1)  # torch refuses to take rows of a number
     if any(getattr(placement, "dim", None) == dim for placement in tensor.placements):
-        _meet(tensor, f"taking rows of a sharded tensor ({func})")
+        _meet(tensor, f"taking rows ({func})")
 
 
 def _model_of(tensor: DTensor) -> Model | None:
@@ -523,7 +599,31 @@ def _model_of(tensor: DTensor) -> Model | None:
 def _meet(tensor: DTensor, call: str) -> None:
     model = _model_of(tensor)
     if model is not None:
-        model.meet(call)
+        _meet_in(model, tensor, call)
+
+
+def _meet_in(model: Model, tensor: DTensor, call: str) -> None:
+    of = f" of {getattr(tensor, 'of_parameter', '')}, its gradient, or a result"
+    last = f", after {model.changes.last}" if model.changes.last else ""
+    model.meet(call, number=origin_of(tensor), detail=of + last)
+
+
+class _Meeting(DispatchMode):
+    """While DTensor runs an operator: all ranks meet before its first collective, as one of them may run it alone."""
+
+    def __init__(self, model: Model, tensor: DTensor, func: OpOverload) -> None:
+        super().__init__()
+        self.model, self.tensor, self.func, self.have_met = model, tensor, func, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor's turn, of whose operators on local parts this is asked
+        if not self.have_met and communicates(func):
+            self.have_met = True
+            _meet_in(self.model, self.tensor, f"{self.func}")
+        return func(*args, **kwargs or {})
 
 
 def _all_gathered(

@@ -270,7 +270,7 @@ ALONE: dict[str, Callable[[Any], object]] = {
     "drawing random numbers": lambda weight: torch.randn_like(weight.grad),
     "aten.mm": lambda weight: weight @ weight.t(),
     "aten.sort": lambda weight: weight.grad.sort(dim=0),
-    "aten.div": lambda weight: weight / weight.norm(),
+    "aten.div": lambda weight: weight.detach() / weight.detach().norm(),
     "writing to a plain tensor": lambda weight: torch.zeros(weight.shape).copy_(weight.detach()),
     "full_tensor() or redistribute()": lambda weight: weight.detach().full_tensor(),
     "writing to parts": lambda weight: weight.grad.mul_(torch.ones(1, FEATURES)),

@@ -300,7 +300,7 @@ def _on_dtensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     """Call an operator with plain DTensors, whose dispatch in C++ asks for that very class."""
     model = _model_of(sharded[0])
     meeting: Any = nullcontext()
-    if model is not None and model.changes.are_noted and not func.is_view:
+    if model is not None and model.changes.are_noted:
         meeting = _Meeting(model, sharded[0], func)
     for one in cast("Sequence[Tensor]", sharded):
         one.__class__ = DTensor

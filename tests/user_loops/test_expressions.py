@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zgraph
 from tests.support.ranks import Ranks, worlds
@@ -132,6 +132,18 @@ def written_alike(stage: int) -> list[str]:
         if not all(torch.allclose(one, other, atol=1e-6) for one, other in zip(whole, truth, strict=True)):
             wrong.append(f"{kind} {options}")
     return wrong
+
+
+def written_to_a_dtensor() -> bool:
+    """As optimizers load their state: the target lies as the source does, and no model's."""
+    weight = zgraph.shard(nn.Linear(5, 7)).weight.detach()
+    target = distribute_tensor(torch.zeros(7, 5), weight.device_mesh, weight.placements)
+    target.copy_(weight)
+    return torch.equal(target.to_local(), weight.to_local()) and bool(target.to_local().any())
+
+
+def test_sharded_tensors_are_copied_to_dtensors(ranks: Ranks) -> None:
+    assert all(ranks.run(written_to_a_dtensor))
 
 
 @worlds(2, 3)

@@ -383,8 +383,9 @@ def _write(
     """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
     if traits.assigns:  # as Dynamo traces it, whose graph is refused
         func, traits = aten.copy_.default, _traits_of(aten.copy_.default)
-    written = [one for one in written_tensors(func, args, kwargs) if isinstance(one, Sharded)]
-    if not written:
+    outputs = written_tensors(func, args, kwargs)
+    written = [one for one in outputs if isinstance(one, Sharded)]
+    if not any(isinstance(one, DTensor) for one in outputs):
         return _write_to_plain(func, args, kwargs, sharded[0])
     target = written[0] if len(written) == 1 and any(one is written[0] for one in (*args, *kwargs.values())) else None
     if traits.reshapes and any(one.viewed is not None for one in written):

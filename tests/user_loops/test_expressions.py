@@ -99,7 +99,7 @@ OPTIMIZERS: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...] = (
 
 
 def written(model: nn.Linear, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """What two steps and other lines that write leave of a model, and in plain tensors."""
+    """The model and plain tensors after two steps and other lines that write."""
     teacher, weight, bias = nn.Linear(5, 7), model.weight, model.bias
     for number in range(2):
         (model(torch.full((2, 5), number + 1.0)).square().sum() * 0.1).backward()
@@ -135,7 +135,7 @@ def written_alike(stage: int) -> list[str]:
 
 
 def written_to_a_dtensor() -> bool:
-    """As optimizers load their state: the target lies as the source does, and no model's."""
+    """Optimizers load their state like this: the target has the source's layout, and belongs to no model."""
     weight = zgraph.shard(nn.Linear(5, 7)).weight.detach()
     target = distribute_tensor(torch.zeros(7, 5), weight.device_mesh, weight.placements)
     target.copy_(weight)

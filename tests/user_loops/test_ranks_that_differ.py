@@ -167,7 +167,7 @@ LINES = (
 # A captured step refuses or sees these in other ways: see `test_hooks_on_parameters.py`, `test_step_effects.py`.
 IN_STEP = [line for line in LINES[: LINES.index(read_in_another_order)] if line not in (zeroed, scaled_in_a_hook)]
 READS = (read_in_another_order, read_by_another_number, read_of_another_row)  # which replicas may do
-FAST = [(scaled, "eager", 3), (cleared, "fx", 0), (clipped, "step", 3)]
+FAST = [(scaled, "eager", 3), (read_in_another_order, "eager", 3), (cleared, "fx", 0), (clipped, "step", 3)]
 EVERY = [
     (line, mode, 3 if line in READS else (0, 1, 3)[(place + turn) % 3])
     for turn, (mode, lines) in enumerate((("eager", LINES), ("fx", LINES), ("step", IN_STEP)))
@@ -176,7 +176,7 @@ EVERY = [
 
 
 # Each waits for the watch, which looks twice before it says that ranks differ. Every line is a test of its own because
-# the error ends its loop; the three in front stand for the three places where ranks are compared.
+# the error ends its loop; the four in front stand for the four places where ranks are compared.
 @pytest.mark.parametrize(
     ("line", "mode", "stage"),
     [*FAST, *slow(*(row for row in EVERY if row not in FAST))],
@@ -189,3 +189,17 @@ def test_ranks_that_change_otherwise_are_told(ranks: Ranks, line: Line, mode: st
 @pytest.mark.parametrize(("mode", "stage"), [("eager", 0), ("eager", 3), ("fx", 1)])
 def test_what_changes_nothing_may_differ(ranks: Ranks, mode: str, stage: int) -> None:
     ranks.run(train, rightly, mode, stage)
+
+
+def copied_from_lists(stage: int) -> str:
+    grads = [one.detach().clone() for one in zgraph.shard(nn.Linear(5, 7), zero_stage=stage).parameters()]
+    try:
+        torch._foreach_copy_(grads, [torch.full(one.shape, float(dist.get_rank())) for one in grads])
+    except RuntimeError as error:
+        return str(error)
+    return "copied"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_plain_tensors_in_lists_are_never_copied_unchecked(ranks: Ranks, stage: int) -> None:
+    assert all("torch.Tensor and DTensor" in text for text in ranks.run(copied_from_lists, stage))

@@ -68,7 +68,7 @@ class Changes:
 
 
 def origin_of(tensor: Any) -> int:
-    """A number of how a sharded tensor was computed: of which parameters, by which operators, with which numbers."""
+    """Hash of the parameters, operators and numbers that a sharded tensor was computed from; the same on all ranks."""
     whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
     return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
 

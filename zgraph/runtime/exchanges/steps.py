@@ -71,8 +71,8 @@ class Model:
         """Wait until all ranks have made the same call, with the same options of optimizers.
 
         Args:
-            number: of what the call is for, the same on all ranks.
-            detail: describes that in the error, where ranks may differ.
+            number: hash of the call's arguments, compared between ranks.
+            detail: description of the arguments for the error; not compared.
 
         Raises:
             AgreementError: one does something else.

@@ -438,13 +438,14 @@ def _write_to_plain(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _lie_alike(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator over lists computes element by element with tensors that lie alike, list by list."""
+    """Whether an operator over lists computes element by element with shards of equal layouts, and no plain tensor."""
     lists = [[one for one in arg if isinstance(one, DTensor)] for arg in args if type(arg) in (list, tuple)]
     lists = [one for one in lists if one]
     return (
         is_elementwise_over_lists(func)
         and len({len(one) for one in lists}) == 1
         and not any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values()))
+        and not any(plain.ndim for plain in _plain_among((*args, *kwargs.values())))  # nobody would compare it
         and all(
             len({(one.shape, one.placements, one.device_mesh) for one in alike}) == 1 and not _is_partial(alike[0])
             for alike in zip(*lists, strict=True)
@@ -610,7 +611,7 @@ def _meet_in(model: Model, tensor: DTensor, call: str) -> None:
 
 
 class _Meeting(DispatchMode):
-    """While DTensor runs an operator: all ranks meet before its first collective, as one of them may run it alone."""
+    """Lets all ranks meet before the first collective of an operator of DTensor's, which one rank might run alone."""
 
     def __init__(self, model: Model, tensor: DTensor, func: OpOverload) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def without_views(node: fx.Node) -> fx.Node:
 
 
 def below_views(node: fx.Node) -> fx.Node:
-    """The node that a view was taken of; the node itself if it is no view."""
+    """The node whose memory a chain of views shows; the node itself if it is not a view."""
     while traits.is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

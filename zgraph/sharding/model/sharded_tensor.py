@@ -644,7 +644,7 @@ def _gathered(tensor: DTensor) -> Tensor:
     alias = cast(DTensor, tensor.detach())
     alias.__class__ = DTensor  # ranks have met
     local, device_type = local_of(alias), alias.device_mesh.device_type
-    if local.device.type != device_type:  # it rests on the host, and groups of GPUs cannot send from there
+    if local.device.type != device_type:  # it is kept in host memory, from which NCCL cannot send
         whole = dtensor_like(local.to(device_type), alias).full_tensor().to(local.device)
     else:
         whole = alias.full_tensor()

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 import zgraph
+from tests.support.costs import costs_of
 from tests.support.graphs import Drawing, by_rank, fake_world, mlp, traced
 from tests.support.judges.lockstep import assert_same_results
 from tests.support.ranks import Ranks
 from zgraph import Hardware, Pipeline
-from zgraph.analysis.cost import costs_of
-from zgraph.analysis.formula import formula
 from zgraph.analysis.liveness import memory_curve
 from zgraph.analysis.storages import rows_of_its_own, storages_of
 from zgraph.compiler.verify import Where, check_waits_sunk
@@ -71,21 +70,6 @@ def test_results_and_agreement_on_uneven_ranks(world: int) -> None:
                     )
                 )
             assert agreed == agreed[:1] * world
-
-
-def test_a_formula_knows_casts() -> None:
-    found: dict[int, Any] = {}
-    for world in (2, 4):
-        with fake_world(world):
-            graph = traced(eight_rows, GROUPED, world=world, **NARROW).graphs["forward"].graph
-            assert any(map(nodes.is_cast_shards, graph.nodes))
-            found[world] = formula(graph, Hardware.preset("cpu"))
-    assert found[2].at(N=4).sent_bytes == found[4].at().sent_bytes
-    assert found[2].at(N=4).lane_us == pytest.approx(found[4].at().lane_us, rel=1e-12)
-
-
-def eight_rows() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(4096, 8, bias=False) if even else nn.Linear(8, 4096) for even in (0, 1, 0, 1)])
 
 
 def test_what_is_cast_is_padded_as_well() -> None:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
+from tests.support.costs import costs_of
 from tests.support.graphs import fake_world, mlp, traced
 from tests.support.ranks import fresh_ranks
 from zgraph import Hardware
-from zgraph.analysis.cost import costs_of
 from zgraph.compiler.agreement import Signature
 from zgraph.compiler.target import sharing_of
 from zgraph.graph import dataflow, nodes

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.costs import costs_of
 from tests.support.graphs import deep, fake_world, traced
 from zgraph import Hardware, PassContext, Pipeline, Target
-from zgraph.analysis.cost import costs_of
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.target import sharing_of
 from zgraph.graph.lanes import Lane

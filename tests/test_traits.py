@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from tests.support.graphs import Drawing, fake_world
-from zgraph.analysis.cost import FREE, node_cost
+from zgraph.analysis.cost import FREE, CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import live_ranges
 from zgraph.analysis.workspace import workspace_bytes
@@ -142,7 +142,7 @@ def test_what_is_a_view_allocates_nothing_and_takes_no_time(operator: OpOverload
     assert traits.is_view(node)
     assert traits.is_free(node)
     assert not traits.is_fusible(node)
-    assert node_cost(node, Hardware.preset("h100")) == FREE
+    assert CostModel(Hardware.preset("h100")).cost(node) == FREE
     assert workspace_bytes(node) == 0
     node.graph.output((node,))
     assert [entry.node.name for entry in live_ranges(node.graph) if not entry.held] == []
@@ -156,7 +156,7 @@ def test_what_vanishes_counts_as_a_view_and_copies_where_it_runs(operator: OpOve
     assert traits.is_view(node) and traits.is_free(node)
     assert not (traits.is_fusible(node) or traits.is_repeatable(node) or traits.is_reshaping(node))
     assert traits.shared_arguments(node) == (0,)
-    assert node_cost(node, Hardware.preset("h100")) == FREE
+    assert CostModel(Hardware.preset("h100")).cost(node) == FREE
     assert workspace_bytes(node) == 0
     node.graph.output((node,))
     assert [entry.node.name for entry in live_ranges(node.graph) if not entry.held] == []

@@ -45,7 +45,6 @@ from tests.support.judges.replicated import (
 from tests.support.ranks import Ranks, fresh_ranks
 from tests.support.tiers import slow
 from zgraph import Pipeline, VerifyError
-from zgraph.analysis.formula import formula
 from zgraph.analysis.liveness import memory_curve
 from zgraph.analysis.storages import storages_of
 from zgraph.codegen.kernels import reference
@@ -343,17 +342,14 @@ def expected_bytes(world: int, bits: int, group: int) -> int:
 
 
 @pytest.mark.parametrize("bucketed", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_sent_bytes_are_those_of_the_formula(world_size: int, bucketed: bool) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+def test_sent_bytes_equal_the_count_by_hand(world_size: int, bucketed: bool) -> None:
     entry = every_matrix(NoFeedback(bits=4, group=8))
     bucketing = [BucketCollectives(bucket_bytes=1000)] if bucketed else []
     with fake_world(world_size):
         found = traced(mlp, [entry, LowerGathers(), LowerReductions(), *bucketing], world=world_size)
         graph = found.graphs["forward"].graph
         assert sum(sent.sent_bytes for sent in transfers(graph)) == expected_bytes(world_size, 4, 8)
-        symbolic = formula(graph, zgraph.Hardware.preset("cpu"))
-        for other in (2, 3, 4, 7):
-            assert symbolic.at(N=other).sent_bytes == expected_bytes(other, 4, 8)
 
 
 def test_half_the_bytes_of_bf16_plus_scales() -> None:

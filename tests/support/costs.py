@@ -7,12 +7,19 @@ import math
 import torch
 from torch import fx
 
-from zgraph.analysis.cost import FREE, NodeCost
+from zgraph.analysis.cost import FREE, CostModel, NodeCost
 from zgraph.analysis.hardware import Hardware, Link
 from zgraph.graph import meta, nodes
 from zgraph.graph.lanes import COMPUTE, Lane
 
 aten = torch.ops.aten
+
+
+def costs_of(graph: fx.Graph, hardware: Hardware) -> dict[fx.Node, NodeCost]:
+    model = CostModel(hardware)
+    return {node: model.cost(node) for node in graph.nodes}
+
+
 # Two ranks per host; 100 bytes/us and 1 us within a host, 10 bytes/us and 5 us between hosts.
 TWO_PER_HOST = Hardware(
     name="two per host",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -13,16 +12,15 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zgraph.analysis.hardware import Hardware
-from zgraph.analysis.symbols import Symbols
 from zgraph.compression.low_rank import FACTOR_DTYPE, orthonormalize_work
 from zgraph.compression.method_text import from_text
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes, operator_arguments, traits
 from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, HOST_UPDATES, Lane
 from zgraph.graph.sizes import size_hint, tensors_of
-from zgraph.graph.traffic import SizeOf, transfers_of
+from zgraph.graph.traffic import transfers_of
 from zgraph.runtime.chunks import payload_bytes
-from zgraph.runtime.groups import group_size, group_stride
+from zgraph.runtime.groups import group_stride
 from zgraph.torch_compat.fake_values import size_expression
 from zgraph.torch_compat.operators import flop_formula, overwritten, written_arguments
 
@@ -49,63 +47,6 @@ class NodeCost:
 FREE = NodeCost(None, 0.0)
 
 
-def costs_of(
-    graph: fx.Graph, hardware: Hardware, measured: Mapping[str, float] | None = None
-) -> dict[fx.Node, NodeCost]:
-    """The cost of every node, in program order.
-
-    Args:
-        graph: graph whose nodes have fake values.
-        hardware: hardware of one rank.
-        measured: microseconds by node name, as `measure_nodes` returns them. They replace the estimates of nodes that
-            are still in the graph, except nodes that take no time.
-
-    Raises:
-        ValueError: a measured time is not a positive number.
-    """
-    measured = measured or {}
-    for name, us in measured.items():
-        if not (math.isfinite(us) and us >= 0):
-            raise ValueError(f"zgraph.analysis.cost: {name} was measured to take {us} us; pass times of zero or more.")
-    estimator = CostModel(hardware)
-    costs = {node: estimator.cost(node) for node in graph.nodes}
-    for node, cost in costs.items():
-        if cost.lane is not None and node.name in measured:
-            costs[node] = replace(cost, us=measured[node.name])
-    return costs
-
-
-def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
-    """The cost of one node. Never raises: an unknown operator is estimated by its bytes.
-
-    A gather that a window keeps costs what its first run costs. Each node is costed alone, although fused kernels move
-    fewer bytes.
-    """
-    return CostModel(hardware).cost(node)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Bytes and times of one graph.
-
-    Attributes:
-        sent_bytes: bytes that one rank sends.
-        lane_us: how long each lane is busy.
-    """
-
-    sent_bytes: int
-    lane_us: Mapping[Lane, float]
-
-    @classmethod
-    def of(cls, costs: Iterable[NodeCost]) -> Totals:
-        sent, lane_us = 0, dict[Lane, float]()
-        for cost in costs:
-            if cost.lane is not None:
-                lane_us[cost.lane] = lane_us.get(cost.lane, 0.0) + cost.us
-                sent += cost.moved_bytes if cost.lane.is_group else 0
-        return cls(sent, lane_us)
-
-
 # Operators without an entry in torch's flop registry, and operators whose formulas are used for them.
 _COUNTED_LIKE = (
     (aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default),
@@ -121,19 +62,20 @@ class CostModel:
 
     Args:
         hardware: hardware of one rank.
-        symbols: if given, sizes are expressions, and so are the costs.
     """
 
-    def __init__(self, hardware: Hardware, symbols: Symbols | None = None) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self.symbols = symbols
-        self.size_of: SizeOf = group_size if symbols is None else symbols.size_of
         self.known: dict[Any, NodeCost] = {}
         self.described: dict[fx.Node, Any] = {}
         self.strides: dict[str, int] = {}
 
     def cost(self, node: fx.Node) -> NodeCost:
-        """Cost of a node, see `node_cost`."""
+        """Cost of one node. Never raises: an unknown operator is estimated by its bytes.
+
+        A gather that a window keeps costs what its first run costs. Each node is costed alone, although fused kernels
+        move fewer bytes.
+        """
         if traits.is_free(node) and meta.lane(node) is None:
             return FREE
         if nodes.is_collective(node) or nodes.is_marker(node):
@@ -151,9 +93,8 @@ class CostModel:
     def _key(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             if argument not in self.described:
-                scale = None if self.symbols is None else self.symbols.scale.get(argument)
-                longest = meta.longest_bytes(argument)
-                self.described[argument] = (*map(self._layout, tensors_of(argument)), scale, longest)
+                layouts = map(self._layout, tensors_of(argument))
+                self.described[argument] = (*layouts, meta.longest_bytes(argument))
             return self.described[argument]
         if isinstance(argument, list | tuple):
             return tuple(map(self._key, cast("tuple[Any, ...]", argument)))
@@ -168,11 +109,11 @@ class CostModel:
     # --- collectives
 
     def _communication(self, node: fx.Node) -> NodeCost:
-        us: Any = 0.0
-        sent: Any = 0
-        found = list(transfers_of(node, self.size_of))
+        us = 0.0
+        sent = 0
+        found = list(transfers_of(node))
         for transfer in found:
-            sent_bytes = self._number(transfer.sent_bytes)
+            sent_bytes = size_hint(transfer.sent_bytes)
             stride = self._stride(transfer.group_name)
             us += self.hardware.collective_us(transfer.kind, sent_bytes, transfer.group_size, stride)
             if nodes.is_grouped_gather(node) and self.hardware.backend != "nccl":  # its members are launched one by one
@@ -214,21 +155,20 @@ class CostModel:
             return self._sum_ranks(node)
         return self._kernel(node)
 
-    def _copied_bytes(self, node: fx.Node) -> Any:
+    def _copied_bytes(self, node: fx.Node) -> int:
         """Bytes of a copy between memory spaces; of shards and their state, those of the rank with most rows."""
         if nodes.is_store(node) or nodes.is_return(node):  # which yield nothing
             node = node.all_input_nodes[0]
             while meta.longest_bytes(node) is None and nodes.is_copy_wait(node):
                 node = node.all_input_nodes[0]
-        longest = meta.longest_bytes(node) if self.symbols is None else None
-        return longest or sum(self._bytes(node, value) for value in tensors_of(node)) or self._read_bytes(node)
+        return meta.longest_bytes(node) or sum(map(_bytes, tensors_of(node))) or self._read_bytes(node)
 
-    def _updated_bytes(self, node: fx.Node) -> Any:
+    def _updated_bytes(self, node: fx.Node) -> int:
         """Bytes that an update of lists of tensors reads and writes, on the rank with most rows of each parameter."""
         written = dict.fromkeys(overwritten(node))
         given = [*node.args, *node.kwargs.values()]
         lists = [cast("list[fx.Node]", one) for one in given if isinstance(one, list | tuple) and one]
-        total: Any = 0
+        total = 0
         for members in zip(*lists, strict=True):
             whole = [(one, meta.tensor_value(one)) for one in members if isinstance(one, fx.Node)]
             numel = max(
@@ -236,23 +176,23 @@ class CostModel:
                 default=0,
             )
             for one, value in whole:
-                size = (numel or self._numel(one, value)) * value.dtype.itemsize if value.ndim else value.dtype.itemsize
+                size = (numel or _numel(value)) * value.dtype.itemsize if value.ndim else value.dtype.itemsize
                 total += size * (2 if one in written else 1)
         return total
 
     def _kernel(self, node: fx.Node) -> NodeCost:
         """Cost of a kernel that reads its inputs and writes its results, or else what it updates, once."""
         results = tensors_of(node) or [value for one in overwritten(node) for value in tensors_of(one)]
-        moved = self._read_bytes(node) + sum(self._bytes(node, value) for value in results)
+        moved = self._read_bytes(node) + sum(map(_bytes, results))
         if nodes.is_cast_shards(node):  # ranks have different numbers of rows: all count the longest shard
             shards = cast("list[fx.Node]", node.args[0])
             wide = [meta.tensor_value(shard).dtype.itemsize for shard in shards]
             pairs = zip(wide, results, strict=True)
-            moved = sum(self._numel(node, one) * (size + one.dtype.itemsize) for size, one in pairs)
+            moved = sum(_numel(one) * (size + one.dtype.itemsize) for size, one in pairs)
         if traits.of(node).accumulates:
             # The accumulated sum is read as well, and written if it is not the result.
             grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])
-            moved += 2 * self._numel(grad, meta.tensor_value(grad)) * dtype.itemsize
+            moved += 2 * _numel(meta.tensor_value(grad)) * dtype.itemsize
         if nodes.is_quantize(node):
             moved += 2 * _error_bytes(node)  # which is read and written
         flops = self._flops(node)
@@ -277,17 +217,16 @@ class CostModel:
         if self.hardware.backend == "nccl":
             return self._kernel(node)
         received, result = node.all_input_nodes[0], meta.tensor_value(node)
-        world: Any = cast(int, node.args[1]) if self.symbols is None else self.symbols.world_of.get(node, node.args[1])
         wire = meta.tensor_value(received)
-        total_bytes = self._numel(node, result) * accumulate_dtype(wire.dtype).itemsize
-        launches: Any = world
-        if wire.dtype == accumulate_dtype(wire.dtype) and cast(int, node.args[1]) > 1:
+        total_bytes = _numel(result) * accumulate_dtype(wire.dtype).itemsize
+        launches = cast(int, node.args[1])
+        if wire.dtype == accumulate_dtype(wire.dtype) and launches > 1:
             launches -= 1
         moved = self._read_bytes(node) + (2 * launches - 1) * total_bytes
         if cast(int, node.args[2]) > 1:
             moved, launches = moved + 2 * total_bytes, launches + 1
         if result.dtype != accumulate_dtype(wire.dtype):
-            moved, launches = moved + total_bytes + self._bytes(node, result), launches + 1
+            moved, launches = moved + total_bytes + _bytes(result), launches + 1
         return NodeCost(COMPUTE, self.hardware.compute_us(0, moved, wire.dtype, launches), 0, moved)
 
     def _flops(self, node: fx.Node) -> Any:
@@ -296,44 +235,43 @@ class CostModel:
         if count is None:
             return 0
         try:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda source: self._shape(meta.value(source)))
-            return count(*args, **kwargs, out_val=self._shape(meta.value(node)))
+            args, kwargs = map_arg((node.args, node.kwargs), lambda source: _shape(meta.value(source)))
+            return count(*args, **kwargs, out_val=_shape(meta.value(node)))
         except Exception:  # formulas assert what they support; fall back to an estimate by bytes
             return 0
 
-    def _shape(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return tuple(map(self._number, value.shape))
-        if isinstance(value, tuple | list):
-            return tuple(map(self._shape, cast("tuple[Any, ...]", value)))
-        return value
-
-    def _read_bytes(self, node: fx.Node) -> Any:
+    def _read_bytes(self, node: fx.Node) -> int:
         sources = node.all_input_nodes[1:] if traits.of(node).overwrites else node.all_input_nodes
-        read = [sum(self._bytes(source, value) for value in tensors_of(source)) for source in sources]
+        read = [sum(map(_bytes, tensors_of(source))) for source in sources]
         if traits.of(node).reads_rows and read:
-            read[0] = self._bytes(node, meta.tensor_value(node))
+            read[0] = _bytes(meta.tensor_value(node))
         return sum(read)
-
-    def _bytes(self, node: fx.Node, tensor: Tensor) -> Any:
-        return self._numel(node, tensor) * tensor.dtype.itemsize
-
-    def _numel(self, node: fx.Node, tensor: Tensor) -> Any:
-        """Number of elements in memory: an expanded dim repeats the same ones."""
-        sizes = [self._number(size) for size in tensor.shape]
-        if tensor.layout == torch.strided:
-            strides = map(size_expression, tensor.stride())
-            sizes = [size for size, stride in zip(sizes, strides, strict=True) if stride != 0]
-        return math.prod(sizes) * (1 if self.symbols is None else self.symbols.scale.get(node, 1))
-
-    def _number(self, size: Any) -> Any:
-        """A size as this estimator counts it: an expression if it has symbols, else a number."""
-        return size_hint(size) if self.symbols is None else size_expression(size)
 
 
 # How often a low-rank operator passes over its matrices in addition to reading inputs and writing results, and its
 # products of matrices and factors: the first reads errors, and what it has written; the second subtracts in place.
 _LOW_RANK_WORK = MappingProxyType({(True, False): (2, 1), (False, True): (2, 2), (False, False): (0, 1)})
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(map(size_hint, value.shape))
+    if isinstance(value, tuple | list):
+        return tuple(map(_shape, cast("tuple[Any, ...]", value)))
+    return value
+
+
+def _bytes(tensor: Tensor) -> int:
+    return _numel(tensor) * tensor.dtype.itemsize
+
+
+def _numel(tensor: Tensor) -> int:
+    """Number of elements in memory: an expanded dim repeats the same ones."""
+    sizes = list(map(size_hint, tensor.shape))
+    if tensor.layout == torch.strided:
+        strides = map(size_expression, tensor.stride())
+        sizes = [size for size, stride in zip(sizes, strides, strict=True) if stride != 0]
+    return math.prod(sizes)
 
 
 def _error_bytes(quantize: fx.Node) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
-import sympy
 import torch
 
 from zgraph.runtime.offload.staging import PIECE_BYTES
@@ -41,14 +40,14 @@ class Link:
         _check("Link", "latency_us", self.latency_us, zero_allowed=True)
         _check("Link", "bytes_per_us", self.bytes_per_us)
 
-    def us(self, sent_bytes: Any) -> Any:
+    def us(self, sent_bytes: float) -> float:
         """Time of one message, in microseconds."""
         return self.latency_us + sent_bytes / self.bytes_per_us
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One rank's share of a machine. Sizes may be numbers or sympy expressions; methods then return expressions, too.
+    """One rank's share of a machine.
 
     Attributes:
         name: name to show to people.
@@ -111,19 +110,19 @@ class Hardware:
         object.__setattr__(self, "flops_per_us", dict(self.flops_per_us))
         object.__setattr__(self, "links", dict(self.links))
 
-    def compute_us(self, flops: Any, moved_bytes: Any, dtype: torch.dtype, launches: int = 1) -> Any:
+    def compute_us(self, flops: float, moved_bytes: float, dtype: torch.dtype, launches: int = 1) -> float:
         """Microseconds of a kernel, bound by arithmetic, by memory or by its launch.
 
         Source: Williams, Waterman, Patterson 2009, "Roofline", with a floor.
         """
         peak = self.flops_per_us.get(dtype) or self.flops_per_us[torch.float32]
-        return _most(self.launch_us * launches, flops / peak, moved_bytes / self.memory_bytes_per_us)
+        return max(self.launch_us * launches, flops / peak, moved_bytes / self.memory_bytes_per_us)
 
-    def host_update_us(self, moved_bytes: Any) -> Any:
+    def host_update_us(self, moved_bytes: float) -> float:
         """Microseconds of an update on the host, such as 28 bytes for each fp32 element that Adam steps."""
         return moved_bytes / (self.host_memory_bytes_per_us or self.memory_bytes_per_us)
 
-    def disk_copy_us(self, moved_bytes: Any, *, to_device: bool) -> Any:
+    def disk_copy_us(self, moved_bytes: float, *, to_device: bool) -> float:
         """Microseconds of a copy between a disk and the device, alone.
 
         On a GPU it passes through pinned memory piece by piece (`zgraph.runtime.offload.staging`): while one piece is
@@ -136,16 +135,17 @@ class Hardware:
         if self.backend != "nccl":
             return self.disk.us(moved_bytes)
         way = self.host_to_device if to_device else self.device_to_host
-        piece_bytes = _least(moved_bytes, PIECE_BYTES)
-        ways_us = _pieces(moved_bytes) * way.latency_us + moved_bytes / way.bytes_per_us  # each piece is a copy
-        return _most(self.disk.us(moved_bytes) + way.us(piece_bytes), ways_us + self.disk.us(piece_bytes))
+        piece_bytes = min(moved_bytes, PIECE_BYTES)
+        pieces = math.ceil(moved_bytes / PIECE_BYTES)
+        ways_us = pieces * way.latency_us + moved_bytes / way.bytes_per_us
+        return max(self.disk.us(moved_bytes) + way.us(piece_bytes), ways_us + self.disk.us(piece_bytes))
 
     def link_along(self, stride: int) -> Link:
         """The slowest link of a group whose neighbours are `stride` ranks apart."""
         alone = self.ranks_per_host // stride <= 1
         return self.links.get(stride, self.inter_host if alone else self.intra_host)
 
-    def collective_us(self, kind: str, sent_bytes: Any, size: Any, stride: int = 1) -> Any:
+    def collective_us(self, kind: str, sent_bytes: float, size: int, stride: int = 1) -> float:
         """Microseconds of one collective, from its start to its result.
 
         A ring takes N-1 message steps (an all_reduce twice as many), and leaves each host once if the group spans
@@ -167,23 +167,23 @@ class Hardware:
         inside, outside = self.intra_host, self.inter_host
         local = max(1, self.ranks_per_host // stride)  # members on one host
 
-        def over(link: Link) -> Any:
+        def over(link: Link) -> float:
             return rounds * (size - 1) * link.latency_us + sent_bytes / link.bytes_per_us
 
         if stride in self.links:
-            is_hierarchical = kind == "all_gather_into_tensor" and self.backend == "gloo" and isinstance(size, int)
+            is_hierarchical = kind == "all_gather_into_tensor" and self.backend == "gloo"
             if is_hierarchical and 1 < local < size and size % local == 0:
                 sent_bytes = sent_bytes / local  # crosses to each other host once: zgraph.runtime.exchanges.collectives
             return over(self.links[stride])
         halves = self.backend == "nccl" and not kind.startswith("all_to_all")
         if local == 1:
             ring_us = (size - 1) * outside.latency_us
-            latency_us = _least(ring_us, _log2(size) * outside.latency_us) if halves else ring_us
+            latency_us = min(ring_us, _log2(size) * outside.latency_us) if halves else ring_us
             return rounds * latency_us + sent_bytes / outside.bytes_per_us
         if kind.startswith("all_to_all"):
             latency_us = (local - 1) * inside.latency_us + (size - local) * outside.latency_us
-            to_peer = sent_bytes / _most(size - 1, 1)
-            transfer_us = _most(
+            to_peer = sent_bytes / max(size - 1, 1)
+            transfer_us = max(
                 to_peer * (local - 1) / inside.bytes_per_us, to_peer * (size - local) / outside.bytes_per_us
             )
         else:
@@ -191,12 +191,10 @@ class Hardware:
             latency_us = (size - hosts) * inside.latency_us + (hosts - 1) * outside.latency_us
             if halves:
                 tree_us = (local - 1) * inside.latency_us + _log2(hosts) * outside.latency_us
-                latency_us = _least(latency_us, tree_us)
+                latency_us = min(latency_us, tree_us)
             latency_us = rounds * latency_us
             # The ring leaves a host once, using the links of all its members there.
             transfer_us = sent_bytes / min(inside.bytes_per_us, local * outside.bytes_per_us)
-        if isinstance(size, sympy.Expr):
-            return sympy.Piecewise((over(inside), sympy.Le(size, local)), (latency_us + transfer_us, True))
         return over(inside) if size <= local else latency_us + transfer_us
 
     # --- JSON -----------------------------------------------------------------------------------------------------
@@ -322,25 +320,8 @@ def _gpu(
     )
 
 
-def _most(*values: Any) -> Any:
-    return sympy.Max(*values) if any(isinstance(value, sympy.Expr) for value in values) else max(values)
-
-
-def _least(*values: Any) -> Any:
-    return sympy.Min(*values) if any(isinstance(value, sympy.Expr) for value in values) else min(values)
-
-
-def _pieces(moved_bytes: Any) -> Any:
-    """How many pieces such a copy between a disk and a GPU has."""
-    if isinstance(moved_bytes, sympy.Expr):
-        return sympy.ceiling(moved_bytes / PIECE_BYTES)
-    return math.ceil(moved_bytes / PIECE_BYTES)
-
-
-def _log2(count: Any) -> Any:
-    """Number of broadcast rounds that reach so many hosts; 0 for a part of a host."""
-    if isinstance(count, sympy.Expr):
-        return sympy.log(sympy.Max(count, 1), 2)
+def _log2(count: float) -> float:
+    """Number of broadcast rounds that reach `count` hosts; 0 for a part of a host."""
     return math.log2(max(count, 1))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -14,7 +13,6 @@ from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.runtime.chunks import Chunk, payload_bytes
 from zgraph.runtime.groups import group_size
 from zgraph.runtime.window_state import OPEN
-from zgraph.torch_compat.fake_values import size_expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,60 +45,43 @@ class Transfer:
         return self.sent_bytes
 
 
-SizeOf = Callable[[str], Any]
-
-
 def transfers(graph: fx.Graph) -> Iterator[Transfer]:
     """Every collective of a graph, in program order."""
     for node in nodes.call_functions(graph, lambda node: nodes.is_collective(node) or nodes.is_marker(node)):
         yield from transfers_of(node)
 
 
-def transfers_of(node: fx.Node, size_of: SizeOf = group_size) -> Iterator[Transfer]:
-    """The collectives that a start, or the eager kernel of a marker, runs.
-
-    Args:
-        node: a start or a marker.
-        size_of: number of ranks of a group, by name. If it returns symbols, sizes are expressions: exact for
-            collectives with known `meta.chunks`, correct up to padding for others that carry parameters.
-    """
+def transfers_of(node: fx.Node) -> Iterator[Transfer]:
+    """The collectives that a start, or the eager kernel of a marker, runs."""
     if nodes.is_unshard(node):
-        yield from _unshard_transfers(node, size_of)
+        yield from _unshard_transfers(node)
     elif nodes.is_reduce_grad(node):
-        yield from _reduce_transfers(node, size_of)
+        yield from _reduce_transfers(node)
     else:
-        yield _start_transfer(node, size_of)
+        yield _start_transfer(node)
 
 
-def _start_transfer(node: fx.Node, size_of: SizeOf) -> Transfer:
+def _start_transfer(node: fx.Node) -> Transfer:
     sent = [meta.tensor_value(source) for source in nodes.sent_by(node)]
     group_name, dtype = nodes.group_of(node), sent[0].dtype
-    payload: Any = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
-    if size_of is not group_size:
-        payload = size_expression(payload)
-        world, found = size_of(group_name), meta.chunks(node)
-        if found:
-            payload = sum(chunk.numel(size_of) for chunk in found) * dtype.itemsize
-            payload = payload if nodes.is_gather(node) else payload * world
-        elif nodes.is_gather(node) and meta.parameters(node):
-            payload = payload * group_size(group_name) / world
-    return _transfer(node, _kind(node), group_name, dtype, payload, size_of)
+    payload = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
+    return _transfer(node, _kind(node), group_name, dtype, payload)
 
 
 def _kind(node: fx.Node) -> str:
     return str(node.target).split(".")[1]
 
 
-def _unshard_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
+def _unshard_transfers(node: fx.Node) -> Iterator[Transfer]:
     args = operator_arguments.UnshardArgs.of(node)
     layout = args.layout
     if layout.is_gathered:
         kind = "all_gather_kept" if layout.keeps_gathered(args.window) else "all_gather_into_tensor"
-        payload = layout.param_chunk.numel(size_of) * args.dtype.itemsize
-        yield _transfer(node, kind, layout.gather_group, args.dtype, payload, size_of)
+        payload = layout.param_chunk.numel() * args.dtype.itemsize
+        yield _transfer(node, kind, layout.gather_group, args.dtype, payload)
 
 
-def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
+def _reduce_transfers(node: fx.Node) -> Iterator[Transfer]:
     args = operator_arguments.ReduceArgs.of(node)
     layout = args.layout
     waits = layout.gradients_wait(args.window)
@@ -112,12 +93,12 @@ def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
 
     def exchange(chunk: Chunk, dtype: torch.dtype) -> Transfer:
         group_name = chunk.group_names[-1]
-        payload = size_of(group_name) * chunk.numel(size_of) * dtype.itemsize
-        return _transfer(node, "all_to_all_single", group_name, dtype, payload, size_of)
+        payload = group_size(group_name) * chunk.numel() * dtype.itemsize
+        return _transfer(node, "all_to_all_single", group_name, dtype, payload)
 
     def gather(chunk: Chunk) -> Transfer:
-        payload = chunk.numel(size_of) * mean.itemsize
-        return _transfer(node, "all_gather_into_tensor", chunk.group_names[-1], mean, payload, size_of)
+        payload = chunk.numel() * mean.itemsize
+        return _transfer(node, "all_gather_into_tensor", chunk.group_names[-1], mean, payload)
 
     if layout.world > 1:
         yield exchange(layout.grad_chunk, wire)
@@ -128,8 +109,8 @@ def _reduce_transfers(node: fx.Node, size_of: SizeOf) -> Iterator[Transfer]:
         yield gather(layout.grad_chunk)
 
 
-def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, payload: Any, size_of: SizeOf) -> Transfer:
-    world = size_of(group_name)
+def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, payload: int) -> Transfer:
+    world = group_size(group_name)
     if kind.startswith("all_gather"):
         sent = payload * (world - 1)
     elif kind.startswith("all_reduce"):

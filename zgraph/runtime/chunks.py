@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,12 +49,12 @@ class Chunk:
         """Whether all ranks hold equally many rows, so that nothing is padded."""
         return self.rows % group_size(self.group_names[0]) == 0
 
-    def numel(self, size_of: Callable[[str], Any] = group_size) -> Any:
-        """Elements that one rank sends; an expression where `size_of` gives symbols for the sizes of groups."""
+    def numel(self) -> int:
+        """Number of elements that one rank sends."""
         first, *others = self.group_names
-        numel = chunk_rows(self.rows, size_of(first)) * self.row_numel
+        numel = chunk_rows(self.rows, group_size(first)) * self.row_numel
         for group_name in others:
-            numel = chunk_rows(numel, size_of(group_name))
+            numel = chunk_rows(numel, group_size(group_name))
         return chunk_rows(chunk_rows(numel, self.unit[0]) * self.unit[1], self.filled_to) * self.filled_to
 
 

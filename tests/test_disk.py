@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
+from tests.support.slow_disk import slow_down
 from tests.support.torchrun import ROOT
 from zgraph.runtime.disk import transfer
 from zgraph.runtime.disk.buffers import Buffers
@@ -91,9 +91,6 @@ def test_bits_survive(either: DiskFolder, dtype: torch.dtype) -> None:
         found = either.start_read(tensor).wait()
         assert (tensor.shape, tensor.dtype) == (found.shape, found.dtype) == (source.shape, dtype)
         assert raw(found) == raw(tensor) == raw(source), shape
-        into = torch.empty_like(source)
-        assert either.start_read(tensor, into).wait() is into
-        assert raw(into) == raw(source), shape
         # From the memory that a read returns nothing is copied on the way back.
         either.start_write(found, tensor).wait()
         assert raw(tensor) == raw(source), shape
@@ -147,7 +144,6 @@ def test_pages_are_dropped(either: DiskFolder) -> None:
     uses: tuple[Callable[[], object], ...] = (
         lambda: either.start_read(tensor).wait(),
         lambda: either.start_write(torch.ones(MIB, dtype=torch.uint8), tensor).wait(),
-        lambda: either.drop_pages(tensor),
     )
     for use in uses:
         tensor.fill_(1)
@@ -215,8 +211,7 @@ def test_free_memory_of_reads_is_bounded() -> None:
     assert len(set(addresses)) == 4
 
 
-@pytest.mark.parametrize("into", [False, True], ids=["new", "into"])
-def test_large_reads_come_in_halves(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch, into: bool) -> None:
+def test_large_reads_come_in_halves(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     source = values((9 * MIB + 5,), torch.uint8)  # no multiple of a page of any size
     tensor = filled(disk, source)
     requests: list[tuple[int, int]] = []
@@ -227,8 +222,7 @@ def test_large_reads_come_in_halves(disk: DiskFolder, monkeypatch: pytest.Monkey
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", logged)
-    buffer = disk._access.buffer(source.numel()) if into else None
-    read = disk.start_read(tensor, buffer).wait()
+    read = disk.start_read(tensor).wait()
     assert read.equal(source)
     if disk._access.direct is not None:
         (first, half), (second, _), *_ = sorted(requests)
@@ -342,18 +336,18 @@ def test_a_pending_write_keeps_its_tensors(disk: DiskFolder, monkeypatch: pytest
     assert disk.disk_bytes == 20480 and kept.eq(1).all()
 
 
-def test_staging_is_bounded(tmp_path: Path) -> None:
-    with DiskFolder(tmp_path, staging_bytes=64 * KIB) as disk:
-        assert disk.staging_bytes == 0
+def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "STAGING_BYTES", 64 * KIB)
+    with DiskFolder(tmp_path) as disk:
+        movers = (disk._reads, disk._writes)
+        assert [mover.staging_bytes for mover in movers] == [0, 0]
         memory = torch.arange(MIB + 2, dtype=torch.uint8)
         source = memory[1:-1]  # at an odd address: nothing can be transferred in place
         tensor = filled(disk, source)
         into = torch.empty_like(memory)[1:-1]
-        disk.start_read(tensor, into).wait()
+        disk.start_read_in_pieces(tensor, (one for one in (into,))).wait()
         assert raw(into) == raw(source)
-        assert disk.staging_bytes == (64 * KIB if disk._access.direct is not None else 0)
-        disk.copy_to(tensor, tmp_path / "copy")
-        assert disk.staging_bytes <= 64 * KIB
+        assert [mover.staging_bytes for mover in movers] == [64 * KIB if disk._access.direct is not None else 0] * 2
 
 
 def test_memory_that_no_disk_reaches_is_staged(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +374,7 @@ def test_memory_that_no_disk_reaches_is_staged(disk: DiskFolder, monkeypatch: py
     for _ in range(2):
         disk.start_write(source, kept).wait()
         back.zero_()
-        disk.start_read(kept, back).wait()
+        disk.start_read_in_pieces(kept, (one for one in (back,))).wait()
         assert torch.equal(back, source)
     if disk._access.direct is not None:
         assert refused == ["pwritev", "preadv"], "once each way, and then it is known"
@@ -398,7 +392,7 @@ def test_space_is_counted_and_used_again(disk: DiskFolder) -> None:
     before = size_of(disk)
     for _ in range(50):
         tensors = [disk.empty((numel,), torch.float32, f"state {numel}") for numel in (1, 1024, 1025, 300_000)]
-        assert disk.disk_bytes == 4096 + 4096 + 8192 + 1_200_128 == disk.peak_disk_bytes
+        assert disk.disk_bytes == 4096 + 4096 + 8192 + 1_200_128
         for tensor in tensors:
             tensor.fill_(1)
         del tensor
@@ -498,8 +492,10 @@ def test_a_process_ends_without_close(tmp_path: Path) -> None:
     """It waits for what it has started, and then ends. A process of its own: it loads torch, which takes seconds."""
     script = f"""
 import torch
+from tests.support.slow_disk import slow_down
 from zgraph.runtime.disk.folder import DiskFolder
-disk = DiskFolder({str(tmp_path)!r}, rate=1e7)
+disk = DiskFolder({str(tmp_path)!r})
+slow_down(disk, 1e7)
 tensor = disk.empty((1000000,), torch.uint8, "weight")
 disk.start_write(torch.ones(1000000, dtype=torch.uint8), tensor)
 print("started")
@@ -511,61 +507,10 @@ print("started")
 
 
 def test_finish_waits_for_all_that_was_started(tmp_path: Path) -> None:
-    with DiskFolder(tmp_path, rate=4e6) as disk:
+    with DiskFolder(tmp_path) as disk:
+        slow_down(disk, 4e6)
         tensor, other = (disk.empty((MIB,), torch.uint8, "weight") for _ in range(2))
         transfers = [disk.start_write(torch.ones(MIB, dtype=torch.uint8), tensor), disk.start_read(other)]
         disk.finish()
         assert all(one.done() for one in transfers)
     disk.finish()
-
-
-def test_a_rate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    monkeypatch.setattr(time, "sleep", slept.append)
-    with DiskFolder(tmp_path, rate=1000.0) as disk:
-        tensor = filled(disk, torch.zeros(500))
-        disk.start_read(tensor).wait()
-        disk.start_read(tensor[:100]).wait()
-    assert slept == pytest.approx([2.0, 2.0, 0.4])
-
-
-@pytest.mark.parametrize("numel", [0, 1, 4096, 10_000, MIB + 1])
-def test_copies_hold_the_bytes(either: DiskFolder, tmp_path: Path, numel: int) -> None:
-    source = values((numel,), torch.uint8)
-    tensor = filled(either, source)
-    target = tmp_path / "checkpoint" / "weight"
-    target.parent.mkdir()
-    either.copy_to(tensor, target)
-    assert target.read_bytes() == raw(source)
-    tensor.fill_(1)  # through the mapping, not yet written
-    either.copy_to(tensor, str(target))  # replaces it
-    assert target.read_bytes() == b"\1" * numel
-    assert os.listdir(target.parent) == ["weight"]
-    with target.open("wb") as file:
-        file.write(b"head")
-        either.copy_to(tensor, file)
-        file.write(b"tail")
-        file.seek(2 * MIB)
-        either.copy_to(tensor[numel // 3 :], file)
-    found = target.read_bytes()
-    assert found[: numel + 8] == b"head" + b"\1" * numel + b"tail"
-    assert found[2 * MIB :] == b"\1" * (numel - numel // 3)
-
-
-def test_a_copy_holds_the_writes_before_it(disk: DiskFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = filled(disk, torch.zeros(5000))
-    gate = Gate(monkeypatch)
-    disk.start_write(torch.ones(5000), tensor)
-    threading.Timer(0.05, gate.opened.set).start()
-    disk.copy_to(tensor, tmp_path / "weight")
-    assert (tmp_path / "weight").read_bytes() == raw(torch.ones(5000))
-
-
-def test_copies_without_nameless_files(disk: DiskFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = filled(disk, torch.ones(5000))
-    refuse_opening(monkeypatch, os.O_TMPFILE)
-    for _ in range(2):
-        disk.copy_to(tensor, tmp_path / "weight")
-        assert os.listdir(tmp_path) == ["weight"]
-        assert (tmp_path / "weight").read_bytes() == raw(torch.ones(5000))

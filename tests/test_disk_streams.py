@@ -15,6 +15,7 @@ from torch import Tensor
 import zgraph
 from tests.support.judges.vector_clocks import ClockedLanes
 from tests.support.lazy_streams import LazyLanes
+from tests.support.slow_disk import slow_down
 from zgraph.runtime.disk.folder import DiskFolder
 from zgraph.runtime.disk.system_calls import BLOCK
 from zgraph.runtime.offload.staging import BUFFERS, PIECE_BYTES, buffer_bytes, staging_bytes
@@ -28,7 +29,8 @@ SIZES = (0, 1, BLOCK // 4, BLOCK // 4 + 1, 5 * BLOCK // 4 + 3)
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[DiskFolder]:
     """A disk that takes a millisecond for each block."""
-    with DiskFolder(tmp_path, rate=4e6) as folder:
+    with DiskFolder(tmp_path) as folder:
+        slow_down(folder, 4e6)
         yield folder
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zgraph
 from tests.support.costs import costs_of

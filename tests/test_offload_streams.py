@@ -25,6 +25,7 @@ from tests.support.lazy_streams import LazyLanes, late_gpu
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, STATE, STREAMED, under
+from tests.support.slow_disk import slow_down
 from tests.support.step_scripts import LR, Net, Script, Setting, compare
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
@@ -96,7 +97,8 @@ def slow_disk(at_rest: zgraph.Offload | None) -> Generator[None]:
     lanes = lanes_of(torch.device("cpu"))
     assert isinstance(lanes, ThreadLanes)
     with warnings.catch_warnings(category=zgraph.ZgraphWarning, action="ignore"):  # the folder may be in memory
-        slow = DiskFolder(at_rest.path, rank=dist.get_rank(), rate=2e7)
+        slow = DiskFolder(at_rest.path, rank=dist.get_rank())
+    slow_down(slow, 2e7)
     lanes.disks.by_path[os.fspath(at_rest.path)] = slow
     yield
 

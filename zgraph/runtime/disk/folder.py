@@ -7,8 +7,7 @@
         disk.start_write(values.mul_(0.9), moment).wait()
 
 Plain preadv and pwritev in a thread each, and one for second halves of large reads, past the page cache, in which small
-tensors stay: of the libraries in examples/benchmarks/disk_io.py only DeepSpeed's aio leaves the page cache alone as
-well, and none brings reserved space, order and errors.
+tensors stay. DeepSpeed's aio bypasses the page cache, too, but reserves no space and keeps no order.
 
 Rule: nobody reads or writes a tensor through its mapping while a transfer of it is under way, that is from `start_read`
 or `start_write` until `wait`; nor a buffer that is being read into or written. Transfers of one tensor keep their order
@@ -26,18 +25,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from zgraph.errors import DiskError, ZgraphWarning
 from zgraph.runtime.disk.access import open_access
-from zgraph.runtime.disk.copy_out import copy_to_open, copy_to_path
 from zgraph.runtime.disk.place import filesystem_of
 from zgraph.runtime.disk.space import Slot, Space
-from zgraph.runtime.disk.system_calls import BLOCK
-from zgraph.runtime.disk.transfer import MIB, Mover, Part
+from zgraph.runtime.disk.transfer import Mover, Part
 
 Result = TypeVar("Result")
 
@@ -91,41 +88,25 @@ class DiskFolder:
     Args:
         path: a folder, on a disk with room; made if only the last part of the path is missing.
         rank: named in errors.
-        rate: bytes per second that reads, and writes, are slowed down to, for tests and simulations; None: what comes.
-        staging_bytes: most memory for transfers from and to buffers that are not aligned; at least 8 KiB. Results of
-            `start_read` come beside it: as many are in memory as are started, and up to 128 MiB of memory of earlier
-            ones waits to be used again.
 
     Raises:
         DiskError: the path cannot be made, is not a directory, not writable, or its disk is full.
-        ValueError: an option is out of range.
 
     Warns:
         ZgraphWarning: the folder is in memory, a tmpfs.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        rank: int = 0,
-        rate: float | None = None,
-        staging_bytes: int = 16 * MIB,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
         if sys.platform != "linux":
             raise DiskError(f"DiskFolder: tensors on disk need Linux; this is {sys.platform}: keep them in memory")
-        if rate is not None and not rate > 0:
-            raise ValueError(f"DiskFolder: rate must be above 0 bytes per second, got {rate}")
-        if staging_bytes < 2 * BLOCK:
-            raise ValueError(f"DiskFolder: staging_bytes must be at least {2 * BLOCK}, got {staging_bytes}")
         self._who = f"DiskFolder of rank {rank}"
         self._space = Space(Path(path), self._who)
         self._access = open_access(self._space)
         if filesystem_of(self._space.fd) in ("tmpfs", "ramfs"):
             text = f"{self._who}: {path} is in memory (tmpfs), so that nothing is saved; give a folder on a disk"
             warnings.warn(text, ZgraphWarning, stacklevel=2)
-        self._reads = Mover(self._space, self._access, staging_bytes // 2, rate)
-        self._writes = Mover(self._space, self._access, staging_bytes // 2, rate)
+        self._reads = Mover(self._space, self._access)
+        self._writes = Mover(self._space, self._access)
         self._reader = ThreadPoolExecutor(1, f"zgraph-disk-read-{rank}")
         self._writer = ThreadPoolExecutor(1, f"zgraph-disk-write-{rank}")
         self._process = os.getpid()
@@ -159,32 +140,25 @@ class DiskFolder:
         """Whether a tensor, or that of which it is a view, was made by `empty` of this folder."""
         return self._slot(tensor) is not None
 
-    def start_read(self, tensor: Tensor, into: Tensor | None = None) -> Read:
-        """Start reading a tensor of this folder, after the writes of it that have been started.
+    def start_read(self, tensor: Tensor) -> Read:
+        """Start reading a tensor of this folder into new memory, after the writes of it that have been started.
+
+        All reads that have been started have their results in memory; up to 128 MiB of earlier results are kept to be
+        used again.
 
         Args:
             tensor: made by `empty`, or a contiguous view; views at multiples of 4 KiB are as fast.
-            into: contiguous CPU tensor of the same shape and dtype to read to; by default a new one, aligned so that
-                nothing is copied on the way, nor when it is written again.
 
         Raises:
             DiskError: the folder is closed. What happens later is raised by `Read.wait`.
-            ValueError: a tensor does not fit the description above.
+            ValueError: the tensor does not fit the description above.
         """
         part = self._part("start_read", tensor)
-        if into is not None:
-            _check_buffer("start_read: into", into, tensor)
 
         def read() -> Tensor:
-            buffer = into
-            if buffer is None:
-                memory = self._access.buffer(part.nbytes)
-                buffer = memory.view(tensor.dtype).view(tensor.shape)
-                room = int(memory.untyped_storage().nbytes() - memory.storage_offset())
-            else:
-                room = part.nbytes
-            self._reads.read(part, buffer.data_ptr(), room)
-            return buffer
+            memory = self._access.buffer(part.nbytes)  # aligned: nothing is copied on the way
+            self._reads.read(part, memory.data_ptr(), _room_in(memory))
+            return memory.view(tensor.dtype).view(tensor.shape)
 
         return Read(self._start_reading("start_read", part, read))
 
@@ -206,8 +180,7 @@ class DiskFolder:
         def read() -> Tensor:
             with contextlib.closing(pieces):
                 for piece, buffer in _pieces_of(part, pieces):
-                    room = int(buffer.untyped_storage().nbytes() - buffer.storage_offset())
-                    self._reads.read(piece, buffer.data_ptr(), room)
+                    self._reads.read(piece, buffer.data_ptr(), _room_in(buffer))
             return tensor
 
         return Read(self._start_reading("start_read_in_pieces", part, read))
@@ -226,7 +199,7 @@ class DiskFolder:
             ValueError: a tensor does not fit the description above.
         """
         part = self._part("start_write", tensor)
-        _check_buffer("start_write: source", source, tensor)
+        _check_source(source, tensor)
         return self._start_writing("start_write", part, tensor, lambda: self._writes.write(part, source.data_ptr()))
 
     def start_write_in_pieces(self, pieces: Generator[Tensor], tensor: Tensor) -> Write:
@@ -255,57 +228,10 @@ class DiskFolder:
             ends = [] if self._closed else [self._reader.submit(int), self._writer.submit(int)]
         wait(ends)
 
-    def drop_pages(self, tensor: Tensor) -> None:
-        """Write what was stored through the mapping of a tensor, and take its pages out of memory.
-
-        Reads and writes do that themselves; this is for code that used the mapping.
-
-        Raises:
-            DiskError: the file could not be written.
-        """
-        part = self._part("drop_pages", tensor)
-        dropped = self._start_reading("drop_pages", part, lambda: self._reads.drop(part))
-        _result(dropped)
-
-    def copy_to(self, tensor: Tensor, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Copy the bytes of a tensor to another file, after the writes of it that have been started, and wait for it.
-
-        Blocks are shared where the filesystem can (XFS, Btrfs), so that the next write of the tensor takes new ones,
-        which are not reserved; else they are copied past the page cache. Memory is that of staging.
-
-        A path receives the whole file at once, synced: a kill leaves it as it was. An open file receives the bytes at
-        its position, and syncing is its owner's.
-
-        Args:
-            tensor: as for `start_read`.
-            file: path, or file open for writing in binary mode.
-
-        Raises:
-            DiskError: the file cannot be written, or the last write of the tensor had failed.
-            ValueError: the tensor is not of this folder, or the file is not on a disk.
-        """
-        part = self._part("copy_to", tensor)
-        if isinstance(file, str | os.PathLike):
-            path = Path(file)
-            copied = self._start_reading("copy_to", part, lambda: copy_to_path(self._reads, part, path))
-        else:
-            copied = self._start_reading("copy_to", part, lambda: copy_to_open(self._reads, part, file))
-        _result(copied)
-
     @property
     def disk_bytes(self) -> int:
         """Bytes on disk of all tensors that are alive, each rounded up to 4 KiB."""
         return self._space.used_bytes
-
-    @property
-    def peak_disk_bytes(self) -> int:
-        """The most that `disk_bytes` has been."""
-        return self._space.peak_bytes
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory that transfers from and to unaligned buffers hold; it only grows, up to the bound given."""
-        return self._reads.staging_bytes + self._writes.staging_bytes
 
     def close(self) -> None:
         """Wait for what has been started, and close the file. Tensors can still be read and written through mappings.
@@ -430,6 +356,11 @@ class DiskFolder:
             raise DiskError(f"{self._who}: {doing} after close; close it when the last transfer has been started")
 
 
+def _room_in(memory: Tensor) -> int:
+    """Bytes from the start of a uint8 tensor to the end of its storage."""
+    return int(memory.untyped_storage().nbytes() - memory.storage_offset())
+
+
 def _pieces_of(part: Part, buffers: Iterable[Tensor]) -> Iterator[tuple[Part, Tensor]]:
     """The parts of a part that buffers hold, one after the other."""
     done = 0
@@ -439,13 +370,13 @@ def _pieces_of(part: Part, buffers: Iterable[Tensor]) -> Iterator[tuple[Part, Te
     assert done == part.nbytes, f"pieces have {done} bytes, and {part.slot.name} {part.nbytes}"
 
 
-def _check_buffer(what: str, buffer: Tensor, tensor: Tensor) -> None:
-    expected, found = (tensor.shape, tensor.dtype), (buffer.shape, buffer.dtype)
-    if expected != found or buffer.device.type != "cpu" or not buffer.is_contiguous():
-        layout = "contiguous" if buffer.is_contiguous() else f"strides {buffer.stride()}"
+def _check_source(source: Tensor, tensor: Tensor) -> None:
+    expected, found = (tensor.shape, tensor.dtype), (source.shape, source.dtype)
+    if expected != found or source.device.type != "cpu" or not source.is_contiguous():
+        layout = "contiguous" if source.is_contiguous() else f"strides {source.stride()}"
         raise ValueError(
-            f"{what} must be a contiguous CPU tensor of shape {list(tensor.shape)} and {tensor.dtype}; got "
-            f"{list(buffer.shape)} and {buffer.dtype} on {buffer.device}, {layout}"
+            f"start_write: source must be a contiguous CPU tensor of shape {list(tensor.shape)} and {tensor.dtype}; "
+            f"got {list(source.shape)} and {source.dtype} on {source.device}, {layout}"
         )
 
 

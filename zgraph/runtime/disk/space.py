@@ -1,7 +1,7 @@
 """One file per rank, cut into slots: space is reserved when a tensor is made, and given back when it dies.
 
-One file, since one for each tensor would take two descriptors each, of which 1024 are the usual limit, and is no faster
-(examples/benchmarks/disk_io.py). Slots are multiples of 4 KiB; a freed one is used again for a tensor of its size.
+One file, as one for each tensor would take two descriptors each, of which 1024 are the usual limit, and is no faster.
+Slots are multiples of 4 KiB; a freed one is used again for a tensor of its size.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class Space:
     def __init__(self, path: Path, who: str) -> None:
         self.fd = open_anonymous(path, who)
         self.path, self.who = path, who
-        self.peak_bytes = 0
         self.lost: OSError | None = None
         self._slots: dict[int, Slot] = {}  # by address
         self._end = 0
@@ -112,7 +111,6 @@ class Space:
         self._slots[address] = slot
         with self._counting:
             self._used_bytes += span
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         array = view(address, max(1, nbytes))
         weakref.finalize(array, self._free, address, span, offset).atexit = False
         return slot, array

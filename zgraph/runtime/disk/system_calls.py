@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
-import struct
 import sys
 
 BLOCK = 4096  # bytes: what offsets, lengths and memory of direct transfers are multiples of
@@ -20,9 +18,8 @@ HUGE_PAGE = 2**21  # bytes, of x86 and of ARM with pages of 4 KiB
 _PROT_READ_WRITE, _MAP_SHARED, _MADV_DONTNEED, _MADV_HUGEPAGE = 3, 1, 4, 14
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _SYNC_WAIT_BEFORE, _SYNC_WRITE_AND_WAIT = 1, 7
-_FICLONERANGE = 0x4020940D
 # A filesystem that lacks one of the calls below says so by one of these.
-_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EXDEV, errno.ENOTTY})
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE})
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -78,15 +75,14 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> None:
     _libc.fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset, nbytes)
 
 
-def drop_pages(fd: int, offset: int, nbytes: int, address: int | None = None) -> None:
-    """Write what is dirty of a range of a file, mapped at an address or not, and drop its pages from the page cache.
+def drop_pages(fd: int, offset: int, nbytes: int, address: int) -> None:
+    """Write the dirty pages of a range of a file that is mapped at an address, and drop all from the page cache.
 
     Raises:
         OSError: the kernel could not write them.
     """
     # Pages in use by a mapping stay in the cache; taking them out of the mapping also passes their dirtiness on.
-    if address is not None:
-        _libc.madvise(address, nbytes, _MADV_DONTNEED)
+    _libc.madvise(address, nbytes, _MADV_DONTNEED)
     _sync(fd, offset, nbytes, _SYNC_WRITE_AND_WAIT)
     with contextlib.suppress(OSError):  # advice
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
@@ -106,19 +102,3 @@ def _sync(fd: int, offset: int, nbytes: int, flags: int) -> None:
         number = ctypes.get_errno()
         if number not in _UNSUPPORTED:
             raise OSError(number, os.strerror(number))
-
-
-def reflink(source: int, offset: int, nbytes: int, target: int, target_offset: int) -> bool:
-    """Let a range of one file share the blocks of another; return whether the filesystem can.
-
-    Raises:
-        OSError: it can, and failed.
-    """
-    request = struct.pack("@qQQQ", source, offset, nbytes, target_offset)
-    try:
-        fcntl.ioctl(target, _FICLONERANGE, request)
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return False
-        raise
-    return True

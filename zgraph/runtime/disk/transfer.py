@@ -7,7 +7,6 @@ import ctypes
 import errno
 import mmap
 import os
-import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, block
 
 MIB = 2**20
 REQUEST_BYTES = 64 * MIB  # in place, which takes no memory: the larger the faster
-STAGING_BYTES = 8 * MIB  # beyond, staged transfers gain nothing
+STAGING_BYTES = 8 * MIB  # for each direction; more gains nothing
 # In place, two halves of a read are under way at once: a disk that gets one request at a time rests between them.
 HALVED_BYTES = 8 * MIB
 # Tensors up to this size, such as biases, stay in the page cache, which gives them up where memory is short: a request
@@ -62,13 +61,10 @@ class Mover:
 
     Args:
         space, access: the file.
-        staging_bytes: most bytes of memory to take, for transfers that are not in place.
-        rate: bytes per second that no transfer exceeds; None for what the disk gives.
     """
 
-    def __init__(self, space: Space, access: Access, staging_bytes: int, rate: float | None) -> None:
-        self.space, self.access, self.rate = space, access, rate
-        self._most_bytes = min(STAGING_BYTES, staging_bytes // BLOCK * BLOCK)
+    def __init__(self, space: Space, access: Access) -> None:
+        self.space, self.access = space, access
         self._staging: mmap.mmap | None = None
         self._reaches_pinned = True  # whether the disk transfers from and to all memory that it was given
         self._beside = ThreadPoolExecutor(1, "zgraph-disk-half")  # has no thread before the first large read
@@ -88,7 +84,6 @@ class Mover:
         Raises:
             DiskError: the file cannot be read, or has become shorter than the part.
         """
-        begun = time.monotonic()
         try:
             self.space.check(part.slot)
             if part.nbytes == 0:  # and no address
@@ -103,7 +98,6 @@ class Mover:
                 self.drop(part)
         except OSError as error:
             raise self._failed("reading", part, error) from error
-        self._pace(begun, part.nbytes)
 
     def write(self, part: Part, address: int) -> None:
         """Write memory to a part.
@@ -111,7 +105,6 @@ class Mover:
         Raises:
             DiskError: the file could not be written, or only in part.
         """
-        begun = time.monotonic()
         try:
             self.space.check(part.slot)
             if part.nbytes == 0:
@@ -124,7 +117,6 @@ class Mover:
                 self.drop(part)
         except OSError as error:
             raise self._failed("writing", part, error) from error
-        self._pace(begun, part.nbytes)
 
     def drop(self, part: Part) -> None:
         """Take pages of a part out of memory, after what is dirty has been written."""
@@ -152,8 +144,8 @@ class Mover:
             raise
 
     def staging(self, nbytes: int) -> int:
-        """Address of memory for staged transfers of so many bytes in all, which takes at most `STAGING_BYTES`."""
-        wanted = min(self._most_bytes, blocks(nbytes))
+        """Address of memory through which transfers of `nbytes` pass, at most `STAGING_BYTES` at a time."""
+        wanted = min(STAGING_BYTES, blocks(nbytes))
         if self._staging is None or len(self._staging) < wanted:
             self._staging = None  # before the new one is there, so that there are never two
             self._staging = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -219,10 +211,6 @@ class Mover:
                 raise
             self._reaches_pinned = False
         return self._reaches_pinned
-
-    def _pace(self, begun: float, nbytes: int) -> None:
-        if self.rate is not None:
-            time.sleep(max(0.0, begun + nbytes / self.rate - time.monotonic()))
 
     def _failed(self, doing: str, part: Part, error: OSError) -> DiskError:
         hint = _HINTS.get(error.errno or 0, "see what the system says of this disk")

@@ -1,0 +1,25 @@
+"""A disk that is slower than the machine's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from zgraph.runtime.disk.folder import DiskFolder
+
+
+def slow_down(disk: DiskFolder, bytes_per_s: float) -> None:
+    """Let each transfer of a folder take as long as on a disk of that rate, at least."""
+    for mover, name in ((disk._reads, "read"), (disk._writes, "write")):
+        _delay(mover, name, bytes_per_s)
+
+
+def _delay(mover: Any, name: str, bytes_per_s: float) -> None:
+    transfer = getattr(mover, name)
+
+    def delayed(part: Any, *rest: int) -> None:
+        begun = time.monotonic()
+        transfer(part, *rest)
+        time.sleep(max(0.0, begun + part.nbytes / bytes_per_s - time.monotonic()))
+
+    setattr(mover, name, delayed)

@@ -18,7 +18,7 @@ from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import long, slow
-from zgraph.analysis.liveness import live_ranges
+from zgraph.analysis.liveness import memory_curve
 from zgraph.dialect import ahead
 from zgraph.graph import nodes
 from zgraph.passes import GatherAhead, LoCo, presets
@@ -202,7 +202,7 @@ class Ranges(zgraph.GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: zgraph.PassContext) -> bool:
         calls = [node.op == "call_function" and not nodes.is_communication(node) for node in gm.graph.nodes]
-        found = [entry for entry in live_ranges(gm.graph) if not entry.held]
+        found = [entry for entry in memory_curve(gm.graph).ranges if not entry.held]
         self.first.extend(entry.node.name for entry in found if entry.first < calls.index(True))
         self.last.extend(entry.node.name for entry in found if entry.last == len(calls) - 1)
         return False

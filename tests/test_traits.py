@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from tests.support.graphs import Drawing, fake_world
 from zgraph.analysis.cost import FREE, CostModel
 from zgraph.analysis.hardware import Hardware
-from zgraph.analysis.liveness import live_ranges
+from zgraph.analysis.liveness import memory_curve
 from zgraph.analysis.workspace import workspace_bytes
 from zgraph.graph import meta, nodes, traits
 from zgraph.torch_compat.operators import OpOverload, returns_alias, written_arguments
@@ -145,7 +145,7 @@ def test_what_is_a_view_allocates_nothing_and_takes_no_time(operator: OpOverload
     assert CostModel(Hardware.preset("h100")).cost(node) == FREE
     assert workspace_bytes(node) == 0
     node.graph.output((node,))
-    assert [entry.node.name for entry in live_ranges(node.graph) if not entry.held] == []
+    assert [entry.node.name for entry in memory_curve(node.graph).ranges if not entry.held] == []
 
 
 @names("vanishes")
@@ -159,7 +159,7 @@ def test_what_vanishes_counts_as_a_view_and_copies_where_it_runs(operator: OpOve
     assert CostModel(Hardware.preset("h100")).cost(node) == FREE
     assert workspace_bytes(node) == 0
     node.graph.output((node,))
-    assert [entry.node.name for entry in live_ranges(node.graph) if not entry.held] == []
+    assert [entry.node.name for entry in memory_curve(node.graph).ranges if not entry.held] == []
     given = NUMBERS.clone()
     found = operator(given, [PLACES])
     assert torch.equal(found, given) and not shares(found, given)
@@ -181,7 +181,7 @@ def test_memory_without_values_is_allocated_and_takes_no_time(operator: OpOverlo
     assert traits.is_free(node)
     assert not traits.is_view(node)
     node.graph.output((node,))
-    assert [entry.bytes for entry in live_ranges(node.graph) if not entry.held] == [48]
+    assert [entry.bytes for entry in memory_curve(node.graph).ranges if not entry.held] == [48]
 
 
 @names("overwrites")

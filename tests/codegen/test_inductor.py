@@ -114,7 +114,7 @@ def peaks_of(lower: Callable[..., Any], steps: int = 1) -> tuple[int, list[int]]
             called(x).square().mean().backward()
         peaks.append(count.rise_bytes)
     forward, backward, ctx = (keep.kept[key] for key in ("forward", "backward", "ctx"))
-    curve = step_curve(forward.graph, backward.graph, user_outputs=ctx.user_outputs, late_peers=True)
+    curve = step_curve(forward.graph, backward.graph, user_outputs=ctx.user_outputs)
     return curve.peak_bytes, peaks[2:]
 
 

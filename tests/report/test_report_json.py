@@ -18,7 +18,7 @@ from tests.support.hash_seeds import HashSeeds
 from zgraph.compiler.pipeline import Pipeline
 from zgraph.compiler.target import Target
 from zgraph.passes import LoCo, presets
-from zgraph.reporting.export.reading import bytes_by_class, line_text, load, names_of, texts_of, users_of
+from zgraph.reporting.export.reading import bytes_by_class, line_text, load, names_of, texts_of
 from zgraph.reporting.export.report_json import schema
 
 TARGET = Target(hardware=zgraph.Hardware.preset("h100"))
@@ -85,14 +85,6 @@ def test_classes_add_up_to_the_peak(written: Path) -> None:
     assert max(curve) == memory["peak_bytes"] and curve.index(max(curve)) == memory["peak_position"]
     at_peak = [memory["storages"]["bytes"][number] for number in memory["at_peak"]]
     assert sum(at_peak) + memory["workspace_bytes"][memory["peak_position"]] == memory["peak_bytes"]
-
-
-def test_inputs_and_users_are_each_others_inverse(written: Path) -> None:
-    for graph in load(written)["frames"][0]["graphs"]:
-        inputs = graph["nodes"]["inputs"]
-        assert [[number for number, each in enumerate(inputs) if node in each] for node in range(len(inputs))] == (
-            users_of(graph)
-        )
 
 
 def test_a_bucket_lists_its_parameters_and_they_list_it(written: Path) -> None:

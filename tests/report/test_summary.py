@@ -92,7 +92,7 @@ def test_passes_and_notes_are_listed() -> None:
         *[(entry.name, where) for entry in pipeline.of("graph") for where in ("forward", "backward")],
     ]
     assert "lower_reductions on forward: nothing is reduced here" in report.notes
-    assert report.compile_seconds == sum(run.seconds for run in report.passes) > 0
+    assert all(run.seconds > 0 for run in report.passes)
 
 
 def test_text_adds_up_by_kind_and_dtype() -> None:

@@ -139,7 +139,6 @@ def memory_curve(
     owned: Collection[fx.Node] = (),
     allocator: Allocator = EXACT,
     threads: int = 1,
-    late_peers: bool = False,
     device_type: str | None = None,
     agreed: bool = False,
 ) -> MemoryCurve:
@@ -152,7 +151,6 @@ def memory_curve(
         owned: inputs that only this program holds: they are freed after their last use, unread ones at the end.
         allocator: how requests are rounded.
         threads: number of threads of CPU kernels.
-        late_peers: whether staging buffers stay until the wait, as on a slow link, or end with the start.
         device_type: device on which the graph will run, see `workspace_bytes`.
         agreed: count as all ranks do (`as_all_ranks_count`), so that they decide alike; otherwise as this rank does.
     """
@@ -160,16 +158,9 @@ def memory_curve(
     found.enter(graph.find_nodes(op="placeholder"), owned)
     found.run(graph.nodes)
     found.keep(nodes.returned_by(graph))
-    transient = transient_bytes(
-        graph, allocator.allocated_bytes, threads=threads, late_peers=late_peers, device_type=device_type
-    )
+    transient = transient_bytes(graph, allocator.allocated_bytes, threads=threads, device_type=device_type)
     curve = _curve(list(graph.nodes), found, allocator, list(transient), agreed, device_type)
     return replace(curve, staging_bytes=disk_staging_bytes(graph.nodes, device_type))
-
-
-def live_ranges(graph: fx.Graph, *, owned: Collection[fx.Node] = ()) -> tuple[LiveRange, ...]:
-    """The live range of every storage of a graph, ordered by first position; arguments as in `memory_curve`."""
-    return memory_curve(graph, owned=owned).ranges
 
 
 @dataclass(frozen=True)
@@ -205,7 +196,6 @@ def step_curve(
     user_outputs: int,
     allocator: Allocator = EXACT,
     threads: int = 1,
-    late_peers: bool = False,
     device_type: str | None = None,
     agreed: bool = False,
 ) -> MemoryCurve:
@@ -219,7 +209,7 @@ def step_curve(
     Args:
         forward, backward: graphs of one frame, as AOTAutograd partitions them.
         user_outputs: number of forward's outputs that the user receives; the others are saved for backward.
-        allocator, threads, late_peers, device_type, agreed: as in `memory_curve`.
+        allocator, threads, device_type, agreed: as in `memory_curve`.
     """
     found = _enter_step(forward, backward, user_outputs)
     found.run(backward.nodes)
@@ -227,9 +217,7 @@ def step_curve(
     transient = [
         taken
         for graph in (forward, backward)
-        for taken in transient_bytes(
-            graph, allocator.allocated_bytes, threads=threads, late_peers=late_peers, device_type=device_type
-        )
+        for taken in transient_bytes(graph, allocator.allocated_bytes, threads=threads, device_type=device_type)
     ]
     order = [*forward.nodes, *backward.nodes]
     curve = _curve(order, found, allocator, transient, agreed, device_type)

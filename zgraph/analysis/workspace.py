@@ -9,7 +9,6 @@ one operand or less: at a width of 512 each takes 0.1 to 0.4 MiB, so that only p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -115,7 +114,6 @@ def transient_bytes(
     allocated_bytes: Callable[[int], int],
     *,
     threads: int = 1,
-    late_peers: bool = False,
     device_type: str | None = None,
 ) -> Iterator[int]:
     """Transient bytes of each node, which storages do not include: workspace, and buffers that collectives stage.
@@ -124,32 +122,15 @@ def transient_bytes(
         graph: graph with fake values.
         allocated_bytes: size that an allocator rounds a request to.
         threads, device_type: as for `workspace_bytes`.
-        late_peers: whether staging buffers stay until the wait, as on a slow link, or end with the start.
     """
-    at_once = AT_ONCE if late_peers else 0
-    in_flight: dict[fx.Node, tuple[str, int]] = {}  # group and staged bytes, by the node to wait for
     for node in graph.nodes:
-        taken = _staged(in_flight.values(), at_once) if node.op != "placeholder" else 0
-        if nodes.is_wait(node):
-            in_flight.pop(node.all_input_nodes[0], None)
-        elif node.op == "call_function":
-            taken += allocated_bytes(workspace_bytes(node, threads=threads, device_type=device_type))
+        taken = 0
+        if node.op == "call_function" and not nodes.is_wait(node):
+            taken = allocated_bytes(workspace_bytes(node, threads=threads, device_type=device_type))
             if nodes.is_collective(node):
-                group_name = nodes.group_of(node)
-                works = {one: (group_name, allocated_bytes(staging_bytes(one))) for one in nodes.started_by(node)}
-                taken += sum(sorted(staged for _, staged in works.values())[-AT_ONCE:])
-                in_flight |= works
+                staged = [allocated_bytes(staging_bytes(one)) for one in nodes.started_by(node)]
+                taken += sum(sorted(staged)[-AT_ONCE:])
         yield taken
-
-
-def _staged(in_flight: Iterable[tuple[str, int]], at_once: int) -> int:
-    """Bytes staged by the running collectives of each group, which are the oldest; the others are queued."""
-    running = Counter[str]()
-    total = 0
-    for group_name, staged in in_flight:
-        running[group_name] += 1
-        total += staged if running[group_name] <= at_once else 0
-    return total
 
 
 # --- CPU kernels ----------------------------------------------------------------------------------------------------

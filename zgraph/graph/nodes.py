@@ -261,10 +261,6 @@ def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: position for position, node in enumerate(graph.nodes)}
 
 
-def first_user(node: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
-    return min(node.users, key=order.__getitem__, default=None)
-
-
 def output_of(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 

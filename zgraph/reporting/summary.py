@@ -105,11 +105,6 @@ class Report:
         }
         return sum(newest.values())
 
-    @property
-    def compile_seconds(self) -> float:
-        """Time spent in zgraph's own passes and their verification."""
-        return sum(run.seconds for run in self.passes)
-
     def __str__(self) -> str:
         frames = {graph.frame.split("/")[0] for graph in self.graphs}
         lines = [

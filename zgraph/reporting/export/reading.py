@@ -97,15 +97,6 @@ def names_of(frame: Document, graph: Document) -> list[str]:
     return [names[line] for line in graph["nodes"]["line"]]
 
 
-def users_of(graph: Document) -> list[list[int]]:
-    """For each node those that read it."""
-    found: list[list[int]] = [[] for _ in graph["nodes"]["inputs"]]
-    for number, sources in enumerate(graph["nodes"]["inputs"]):
-        for source in sources:
-            found[source].append(number)
-    return found
-
-
 def unrolled(runs: Sequence[Sequence[int]]) -> list[int]:
     """Lines of runs, one by one."""
     return [number for first, count in runs for number in range(first, first + count)]

@@ -18,7 +18,6 @@ import zgraph
 from zgraph.command_line import commands
 from zgraph.passes import BucketCollectives, presets
 from zgraph.reporting.commands.compare import CAPTURED, Change, compare, compare_passes, lines_between
-from zgraph.reporting.commands.report import drawn
 from zgraph.reporting.export.planned_step import Plan
 from zgraph.reporting.export.reading import load
 from zgraph.reporting.page.write_page import page_text
@@ -206,27 +205,13 @@ def test_report_makes_the_other_files_anew(reports: Path, tmp_path: Path) -> Non
     assert Path(written["page"]) == page
     assert page.read_text() == page_text(load(tmp_path / "copy"))
     page.unlink()
-    files = {path for path in (tmp_path / "copy").rglob("*") if path.is_file() and path.suffix != ".svg"}
+    files = {path for path in (tmp_path / "copy").rglob("*") if path.is_file()}
     assert {path: path.read_bytes() for path in files} == kept
-    made = {path for path in map(Path, written["files"]) if path.suffix != ".svg"}
+    made = set(map(Path, written["files"]))
     assert made == {path for path in kept if path.name not in ("report.json", "times.json")}
     (document,) = (tmp_path / "copy" / "apart").rglob("report.json")
     assert "trace.json" in typed("report", document).stdout
     assert document.with_name("index.html").read_text() == page_text(load(document))
-
-
-def test_report_draws_graphs_where_graphviz_is(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(reports / "apart", tmp_path / "copy")
-    graphs = sorted((tmp_path / "copy").rglob("*.dot"))
-    if shutil.which("dot"):
-        drawings = list(drawn(graphs))
-        assert drawings == [path.with_suffix(".svg") for path in graphs] != []
-        for path, drawing in zip(graphs, drawings, strict=True):
-            assert drawing.read_text().count('class="node"') == path.read_text().count("[label=")
-        assert list(drawn(graphs, seconds=1e-6)) == []  # and none of before stays
-        assert not list((tmp_path / "copy").rglob("*.svg"))
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert list(drawn(graphs)) == []
 
 
 def test_report_opens_the_page(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

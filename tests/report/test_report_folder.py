@@ -155,8 +155,7 @@ def check(document: dict[str, Any], folder: Path) -> None:
             assert len(set(found)) == len(found)
             for row, members in enumerate(graph["collectives"]["parameters"]):
                 assert members and graph["collectives"]["sent_bytes"][row] >= 0
-        for name in ("trace.json", "model_explorer.json"):
-            json.loads((dumped / name).read_text())
+        json.loads((dumped / "trace.json").read_text())
 
 
 @pytest.mark.slow  # compiles twice

@@ -1,21 +1,18 @@
-"""Files of a report in the programs that they are for: Perfetto's trace processor, tlparse, Model Explorer."""
+"""Files of a report in the programs that they are for: Perfetto's trace processor and tlparse."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.reports import large_report
 from tests.support.trace_processor import trace_processor
 from zgraph.reporting.export.chrome_trace import chrome_trace
-from zgraph.reporting.export.model_explorer import model_explorer
 from zgraph.reporting.export.report_json import to_json
 
 MEASURED = {
@@ -100,18 +97,3 @@ def test_tlparse_shows_the_final_graphs_and_the_report(tmp_path: Path) -> None:
         (file,) = shown.glob(f"*/{name}_*")
         assert str(file.relative_to(shown)) in index
         assert ("zgraph-report" if name == "zgraph_report" else "all_gather_into_tensor") in file.read_text()
-
-
-def test_model_explorer_has_all_that_its_classes_ask_for() -> None:
-    """Its page reads the file; its package has the same as classes, into which the file goes without rest."""
-    builder: Any = pytest.importorskip("model_explorer.graph_builder", reason="ai-edge-model-explorer is not installed")
-    dacite: Any = pytest.importorskip("dacite")
-    document = large_report(400)
-    (frame,) = document["frames"]
-    shown = json.loads(to_json(model_explorer(document)))
-    for written, graph in zip(shown["graphs"], frame["graphs"], strict=True):
-        # groupNodeAttributes is an alias of nested dictionaries there, which dacite takes as they are.
-        read = dacite.from_dict(builder.Graph, written, dacite.Config(strict=True))
-        assert [node.label for node in read.nodes] == [frame["lines"]["name"][line] for line in graph["nodes"]["line"]]
-        edges = [[int(edge.sourceNodeId) for edge in node.incomingEdges] for node in read.nodes]
-        assert edges == graph["nodes"]["inputs"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import webbrowser
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -13,8 +10,6 @@ import click
 from zgraph.errors import ZgraphError
 from zgraph.reporting.commands.terminal import UserError, json_option, print_json, print_tables, working
 from zgraph.reporting.tables import Table, size
-
-GRAPHVIZ_SECONDS = 10.0  # for one graph; it takes minutes for thousands of nodes whose edges cross
 
 
 @click.command()
@@ -25,13 +20,10 @@ def report(directory: Path, opens: bool, as_json: bool) -> None:
     """Make index.html and the other files of a report from its report.json, and say where they are.
 
     DIRECTORY is what options={"dump": ...} or zgraph.report(model, ...) has written, or one frame's folder in it. The
-    page shows all frames and ranks below it. Where graphviz is installed, an SVG lies beside each of its files, unless
-    graphviz takes more than ten seconds for it.
+    page shows all frames and ranks below it.
     """
     with working("writing the report"):
         page, *others = rebuild(directory)
-    with working("drawing graphs with graphviz"):
-        others += drawn([file for file in others if file.suffix == ".dot"])
     if as_json:
         print_json({"page": str(page), "files": [str(file) for file in others]})
     else:
@@ -39,33 +31,6 @@ def report(directory: Path, opens: bool, as_json: bool) -> None:
         print_tables([Table("written", ("file", "size"), rows)])
     if opens and not webbrowser.open(page.resolve().as_uri()):
         raise UserError(f"there is no browser to open {page} with; open it in one of another machine.")
-
-
-def drawn(files: Sequence[Path], seconds: float = GRAPHVIZ_SECONDS) -> Iterator[Path]:
-    """Draw graphs in the DOT language as SVG beside them, where graphviz is installed.
-
-    Args:
-        files: of the graphs. Of one that takes too long, or that graphviz refuses, an SVG of before goes.
-        seconds: for each graph.
-
-    Yields:
-        The drawings.
-    """
-    program = shutil.which("dot")
-    if program is None:
-        return
-    for file in files:
-        drawing = file.with_suffix(".svg")
-        drawing.unlink(missing_ok=True)
-        try:
-            done = subprocess.run([program, "-Tsvg", str(file)], capture_output=True, timeout=seconds, check=True)
-            drawing.write_bytes(done.stdout)
-        except subprocess.TimeoutExpired:
-            click.echo(f"{drawing} is left out: graphviz took more than {seconds:g} s.", err=True)
-        except (subprocess.CalledProcessError, OSError) as error:
-            click.echo(f"{drawing} is left out: {error}.", err=True)
-        else:
-            yield drawing
 
 
 def rebuild(directory: Path) -> list[Path]:

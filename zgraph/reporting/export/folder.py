@@ -13,9 +13,6 @@ from torch import nn
 from zgraph.errors import ZgraphError
 from zgraph.reporting.data.frame import FrameData
 from zgraph.reporting.export.chrome_trace import chrome_trace
-from zgraph.reporting.export.dot import dot
-from zgraph.reporting.export.graphml import graphml
-from zgraph.reporting.export.model_explorer import model_explorer
 from zgraph.reporting.export.reading import line_text, load
 from zgraph.reporting.export.report_json import (
     FORMAT,
@@ -51,9 +48,8 @@ def report(model: nn.Module, directory: str | Path) -> Path:
     """Write what is known of a compiled model to a folder: `zgraph.report(model, "out/")` after the first step.
 
     For each frame that this rank has compiled `rank<r>/frame_<id>/` has the page `index.html`, `report.json`,
-    `times.json` with what `zgraph.measure` has found, a trace for ui.perfetto.dev, graphs for Model Explorer, graphviz
-    and GraphML. What each
-    pass has changed is in it where the model was compiled with `options={"dump": ...}` or a report that keeps passes.
+    `times.json` with what `zgraph.measure` has found, and a trace for ui.perfetto.dev. What each pass has changed is in
+    it if the model was compiled with `options={"dump": ...}` or a report that keeps passes.
     A folder that is full or cannot be written costs a warning.
 
     Args:
@@ -135,7 +131,7 @@ def folder_of(directory: Path, rank: int, frame: str) -> Path:
 
 
 def files_of(document: Document) -> Iterator[tuple[str, str]]:
-    """Names and texts of the page and of files for other tools; one that cannot be made is left out, with a warning.
+    """Names and texts of the page and of the trace; one that cannot be made is left out, with a warning.
 
     Args:
         document: of one frame, with its times if there are any.
@@ -143,12 +139,8 @@ def files_of(document: Document) -> Iterator[tuple[str, str]]:
     makers: dict[str, Exporter] = {
         PAGE: page_text,
         "trace.json": lambda found: to_json(chrome_trace(found)),
-        "model_explorer.json": lambda found: to_json(model_explorer(found)),
     }
     (frame,) = document["frames"]
-    for graph in frame["graphs"]:
-        makers[f"{graph['direction']}.dot"] = lambda found, graph=graph: dot(found, frame, graph)
-        makers[f"{graph['direction']}.graphml"] = lambda found, graph=graph: graphml(found, frame, graph)
     for name, make in makers.items():
         try:
             yield name, make(document)

@@ -14,7 +14,7 @@ from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.memory.offload_activations import OffloadActivations
 from zgraph.passes.memory.schedule_copies import ScheduleCopies
 from zgraph.passes.memory.stream_states import StreamStates
-from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
 from zgraph.passes.step.fuse_updates import FuseUpdates
@@ -52,6 +52,5 @@ __all__ = [
     "TensorMethod",
     "TwoHop",
     "UpdateAsReduced",
-    "WeightDifferences",
     "presets",
 ]

@@ -20,7 +20,7 @@ from zgraph.passes.lower_reductions import LowerReductions
 from zgraph.passes.memory.offload_activations import OffloadActivations
 from zgraph.passes.memory.schedule_copies import ScheduleCopies
 from zgraph.passes.memory.stream_states import StreamStates
-from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.gather_ahead import GatherAhead
@@ -33,7 +33,7 @@ def default(
     *,
     bucket_bytes: int | None = None,
     compression: CompressionMethod | TwoHop | LowRank | None = None,
-    gather_compression: BlockMethod | WeightDifferences | None = None,
+    gather_compression: BlockMethod | None = None,
     offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
@@ -65,7 +65,7 @@ def planned(
     *,
     bucket_bytes: int | None = None,
     compression: CompressionMethod | TwoHop | LowRank | None = None,
-    gather_compression: BlockMethod | WeightDifferences | None = None,
+    gather_compression: BlockMethod | None = None,
     offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
@@ -131,7 +131,7 @@ def _refuse(preset: str, unknown: Mapping[str, object]) -> None:
 def _bucketed(
     bucket_bytes: int | Literal["auto"] | None,
     compression: CompressionMethod | TwoHop | LowRank | None,
-    gather_compression: BlockMethod | WeightDifferences | None,
+    gather_compression: BlockMethod | None,
     offload_activations: bool,
 ) -> list[GraphPass]:
     return [

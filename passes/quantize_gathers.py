@@ -18,30 +18,10 @@ from zgraph.dialect.compressed import layout_of
 from zgraph.graph import dataflow, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.passes.lower_gathers import plan_narrow_cast, replace_marker
-from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.collectives import all_gather_op, wait_op
 
 aten = torch.ops.aten
 QUANTIZED = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightDifferences:
-    """Send what has changed since the last gather, and add it to an unsharded copy that every rank keeps.
-
-    Quantization errors become part of the next difference, so the copy stays close to the parameter. The copy starts
-    exact, with one uncompressed gather. It is not saved in checkpoints, and starts exact again after a resume. It takes
-    as many bytes as the unsharded parameter, in the dtype of forward, as long as the model exists: stages 1 and 2 then
-    save memory only on gradients and optimizer state.
-
-    Attributes:
-        method: compression method of the differences.
-    """
-
-    method: BlockMethod = field(default_factory=lambda: NoFeedback(bits=4, clip_search=True))
-
-    def __post_init__(self) -> None:
-        _check_stateless("WeightDifferences", self.method)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +37,14 @@ class QuantizeGathers(GraphPass):
 
     Attributes:
         method: one of zgraph's methods without error feedback, because errors of one step cannot be corrected in the
-            next; or `WeightDifferences`, at stages 1 and 2.
+            next.
         min_numel, min_dims: least size and number of dims of a parameter that is quantized.
         skip: names of parameters that are not quantized, as shell patterns, see `CompressGradients`.
 
-    Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (8 bits); see dialect/weight_differences.py
+    Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (8 bits).
     """
 
-    method: BlockMethod | WeightDifferences = field(default_factory=lambda: NoFeedback(bits=8))
+    method: BlockMethod = field(default_factory=lambda: NoFeedback(bits=8))
     min_numel: int = 2**14
     min_dims: int = 2
     skip: tuple[str, ...] = ()
@@ -75,8 +55,7 @@ class QuantizeGathers(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.COLLECTIVES_BUCKETED})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, WeightDifferences):
-            _check_stateless("quantize_gathers", self.method)
+        _check_stateless(self.method)
         if self.min_numel < 1 or self.min_dims < 0:
             raise ValueError(
                 f"quantize_gathers: min_numel={self.min_numel}, min_dims={self.min_dims}; write at least 1 and 0."
@@ -88,10 +67,7 @@ class QuantizeGathers(GraphPass):
         markers = list(nodes.call_functions(gm.graph, nodes.is_unshard))
         covered = [marker for marker in markers if self._covers(marker)]
         for marker in covered:
-            if isinstance(self.method, WeightDifferences):
-                _replace_by_differences(gm.graph, marker, self.method.method, ctx)
-            else:
-                _replace_by_weights(gm.graph, marker, self.method)
+            _replace(gm.graph, marker, self.method)
         if markers:
             ctx.note(self, f"{len(covered)} of {len(markers)} gathers send codes")
         else:
@@ -108,32 +84,24 @@ class QuantizeGathers(GraphPass):
         if len(layout.shape) < self.min_dims or layout.numel < self.min_numel:
             return False
         names = meta.parameters(marker)
-        if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.skip):
-            return False
-        if layout.zero_stage == 3 and isinstance(self.method, WeightDifferences):
-            raise ValueError(
-                f"quantize_gathers: {', '.join(names)} is sharded at stage 3, where no unsharded copy is kept between "
-                "steps, and WeightDifferences keep a copy of the whole on every rank; write "
-                "QuantizeGathers(method=NoFeedback(bits=8)), which keeps nothing, or zgraph.shard(zero_stage=2)."
-            )
-        return True
+        return not any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.skip)
 
 
-def _check_stateless(who: str, method: object) -> None:
+def _check_stateless(method: object) -> None:
     if not isinstance(method, BlockMethod):
         raise ValueError(
-            f"{who}: method={method!r} does not quantize gathers; write a method of zgraph's own, such as "
+            f"quantize_gathers: method={method!r} does not quantize gathers; write a method of zgraph's own, such as "
             "zgraph.passes.NoFeedback(bits=8)."
         )
     if method.residual_decay is not None:
         raise ValueError(
-            f"{who}: {type(method).__name__} adds to each gradient what the last one lost, which a parameter must not "
-            f"receive; write zgraph.passes.NoFeedback(bits={method.bits}, group={method.group})."
+            f"quantize_gathers: {type(method).__name__} adds to each gradient what the last one lost, which a parameter "
+            f"must not receive; write zgraph.passes.NoFeedback(bits={method.bits}, group={method.group})."
         )
     to_text(method)
 
 
-def _replace_by_weights(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -> None:
+def _replace(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -> None:
     args = UnshardArgs.of(marker)
     narrow = plan_narrow_cast(marker)
     if args.dtype != torch.float32:
@@ -144,37 +112,6 @@ def _replace_by_weights(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -
         return _cut(graph, marker, _gathered(graph, marker, dataflow.without_views(args.shard), method, dtype))
 
     replace_marker(graph, marker, narrow, build)
-
-
-def _replace_by_differences(graph: fx.Graph, marker: fx.Node, method: BlockMethod, ctx: PassContext) -> None:
-    args = UnshardArgs.of(marker)
-    layout = args.layout
-    # A window's forwards add the same codes to the copy until its last one. Evaluation must not affect training.
-    stays = args.window != OPEN and ctx.direction != "inference"
-
-    # The receiver of a parameter may write to it, but the copy must stay equal to that of other ranks.
-    received = nodes.returned_by(graph)[: ctx.user_outputs if ctx.direction == "forward" else None]
-    escapes = any(part in received for part in dataflow.reshaped_values(marker))
-
-    def build() -> fx.Node:
-        difference = meta.create(
-            graph,
-            torch.ops.zgraph.weight_difference.default,
-            (
-                dataflow.without_views(args.shard),
-                args.handle,
-                layout.param_chunk.numel(),
-                args.dtype,
-                layout.gather_group,
-            ),
-            like=marker,
-        )
-        step = _gathered(graph, marker, difference, method, torch.float32)
-        add = torch.ops.zgraph.add_difference.default
-        whole = _cut(graph, marker, meta.create(graph, add, (step, args.handle, args.dtype, stays), like=marker))
-        return meta.create(graph, aten.clone.default, (whole,), like=marker) if escapes else whole
-
-    replace_marker(graph, marker, None, build)
 
 
 def _gathered(graph: fx.Graph, marker: fx.Node, shard: fx.Node, method: BlockMethod, dtype: torch.dtype) -> fx.Node:

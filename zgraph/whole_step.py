@@ -26,7 +26,7 @@ from zgraph.optimizers import pending_gradients, rounded_adam
 from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
-from zgraph.passes.quantize_gathers import QuantizeGathers, WeightDifferences
+from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.runtime.exchanges.steps import numbers_of
 from zgraph.runtime.offload.copy_lanes import lanes_of
 from zgraph.step import guards, parameter_hooks
@@ -89,7 +89,6 @@ def training_step(
     """
     module = without_compile(model)
     parsed = CompileOptions.parse(options)
-    _check_pipeline(parsed.pipeline)
     optimizers = (optimizer,) if isinstance(optimizer, optim.Optimizer) else tuple(optimizer)
     for one in optimizers:
         check_optimizer(one)
@@ -140,20 +139,6 @@ def _drawn(model: nn.Module, optimizer: optim.Optimizer) -> dict[int, rounded_ad
     """What the moments of each parameter are rounded by, by the parameter's id."""
     lifted = Lifted.of(model, [optimizer])
     return {id(lifted.held[position]): one for position, one in (lifted.drawn() or {}).items()}
-
-
-def _check_pipeline(pipeline: Pipeline | None) -> None:
-    """Refuse what whole steps do not honour yet.
-
-    Raises:
-        ValueError: says what.
-    """
-    for entry in () if pipeline is None else pipeline.passes:
-        if isinstance(entry, QuantizeGathers) and isinstance(entry.method, WeightDifferences):
-            raise ValueError(
-                "zgraph.training_step: WeightDifferences keeps a copy from gather to gather, which is not supported in "
-                "whole steps yet; gather codes of the weights themselves, by zgraph.passes.NoFeedback."
-            )
 
 
 def _check_comparable(pipeline: Pipeline | None, *, offloads: bool) -> None:

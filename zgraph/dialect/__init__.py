@@ -9,7 +9,6 @@ from zgraph.dialect import (
     low_rank,
     markers,
     sum_ranks,
-    weight_differences,
     window_ops,
 )
 
@@ -22,6 +21,5 @@ __all__ = [
     "low_rank",
     "markers",
     "sum_ranks",
-    "weight_differences",
     "window_ops",
 ]

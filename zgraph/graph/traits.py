@@ -130,9 +130,9 @@ TABLE: Mapping[OpOverload, Traits] = MappingProxyType(
             [aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward],
             Traits(in_a_library=True),
         ),
-        **_rows([dialect.dequantize_shards, dialect.add_difference], Traits(decodes=True)),
+        dialect.dequantize_shards.default: Traits(decodes=True),
         **_rows(
-            [aten.cat.default, dialect.cast_shards, dialect.quantize_shards, dialect.weight_difference],
+            [aten.cat.default, dialect.cast_shards, dialect.quantize_shards],
             Traits(packs=True),
         ),
         dialect.add_accumulated.default: Traits(accumulates=True),
@@ -218,10 +218,8 @@ def shared_arguments(node: fx.Node) -> tuple[int | None, ...]:
 
 
 def outlives_graph(node: fx.Node) -> bool:
-    """Whether a parameter's state keeps the node's result: for the rest of a window, or for the next difference."""
-    if nodes.is_kept_gather(node):
-        return OPEN in node.args
-    return node.target is dialect.add_difference.default and bool(node.args[-1])
+    """Whether a parameter's state keeps the node's result, for the rest of a window."""
+    return nodes.is_kept_gather(node) and OPEN in node.args
 
 
 def held_by(node: fx.Node) -> list[fx.Node]:

@@ -65,7 +65,6 @@ def reset_error_feedback(model: nn.Module) -> None:
     """
     for param in _params_of(model, "reset_error_feedback").values():
         param.state.feedbacks.by_slot.clear()
-        param.state.weight_copy = None
 
 
 def _params_of(model: nn.Module, caller: str) -> dict[str, ShardedParam]:

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.runtime.error_feedback import Feedbacks
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.weight_copy import WeightCopy
 from zgraph.torch_compat.autograd import current_node, leaves_below, running_backward, use_of
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.modules import local_parameters
@@ -132,7 +131,6 @@ class ParameterState:
         tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
         feedbacks: error feedback of its compressed reductions.
         ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
-        weight_copy: the unsharded parameter as the last forward read it; None: gathers do not send differences.
         defer: takes what yields gradients of weights out of a compiled backward; None: the backward runs whole.
     """
 
@@ -151,7 +149,6 @@ class ParameterState:
     backward: int = -1
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
-    weight_copy: WeightCopy | None = None
     ahead: Tensor | None = None
     defer: Defer | None = None
 

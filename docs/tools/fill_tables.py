@@ -3,12 +3,11 @@
     python docs/tools/fill_tables.py            # write them anew
     python docs/tools/fill_tables.py --check    # fail where a page holds others
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py,
-pipeline_link.py and tensor_link.py write with `--json`, put into that folder under the name of the table; zoo.json is
-what zoo.py writes. pipeline_schedules.json, report_page.json, cpu_adam.json, offload_overlap.json,
-offload_inference.json and offload_capacity.json are what the scripts of these names write, offload_states.json what
-offload_overlap.py writes with `--states`, and offload_delayed-8.json and offload_delayed-64.json what it writes with
-`--delayed` for sequences of these lengths. Needs nothing but Python.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py and
+tensor_link.py write with `--json`, put into that folder under the name of the table. zoo.json, pipeline_schedules.json,
+cpu_adam.json, offload_overlap.json, offload_inference.json and offload_capacity.json are what the scripts of these
+names write; offload_states.json is what offload_overlap.py writes with `--states`, and offload_delayed-8.json and
+offload_delayed-64.json what it writes with `--delayed` for sequences of these lengths. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -91,7 +90,8 @@ MODELS = {
     "whisper": "Whisper",
     "clip": "CLIP",
 }
-PEERS_OF_METHODS = ("ddp-bf16", "ddp-powersgd-1", "ddp-powersgd-4")
+# Ways of other projects, to which zgraph's are compared.
+PEERS = tuple(name for name, _ in LABELS if not name.startswith("zgraph"))
 
 
 def main() -> int:
@@ -106,114 +106,48 @@ def filled(page: str) -> str:
 def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
-    kinds = {"convergence": convergence, "zoo": zoo, "report_page": page}
+    kinds = {"convergence": convergence, "zoo": zoo}
     kinds |= {"offload_overlap": offload, "offload_states": states, "offload_inference": inference, "cpu_adam": adam}
     if name.startswith("offload_delayed-"):
         return states(load(name))
     if name == "offload_capacity":
         return capacity([load(one.stem) for one in sorted(RESULTS.glob(f"{name}*.json"), reverse=True)])
-    if name.startswith("tensor_link"):
-        return tensors(load(name))
-    if name.startswith("pipeline_link"):
-        return pipelines(load(name))
     if name == "pipeline_schedules":
         return schedules(load(name))
-    return kinds.get(name, link)(load(name))
+    return kinds.get(name, steps)(load(name))
 
 
 def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def link(result: dict[str, Any]) -> str:
-    """Steps over one link, and how many times as fast as its peers each row is."""
-    heads = (
-        "",
-        "step ms (quartiles)",
-        "x floor",
-        "exposed ms",
-        "predicted",
-        "error",
-        "formula MB",
-        "sent MB",
-        "peak MiB",
-    )
-    rows = [
-        (
-            label,
-            f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
-            f"{row['step_over_floor']:.2f}",
-            f"{row['exposed_ms']:.0f}",
-            f"{row['predicted_exposed_ms']:.0f}" if "predicted_exposed_ms" in row else "",
-            f"{100 * row['prediction_error']:+.1f} %" if "prediction_error" in row else "",
-            f"{row['payload_bytes'] / 1e6:.1f}",
-            f"{row['sent_bytes'] / 1e6:.1f}",
-            f"{row['peak_bytes'] / 2**20:.0f}",
+def steps(result: dict[str, Any]) -> str:
+    """Steps over links of one rate, what they send and hold, and how many times as fast as its peers each row is."""
+    labels = dict(LABELS)
+    has_peaks = all("peak_bytes" in row for _, row in labelled(result))
+    heads = ("", "step ms (quartiles)", "sent MB", *(["peak MiB"] if has_peaks else []), "times as fast as")
+    rows: list[tuple[str, ...]] = []
+    for label, row in labelled(result):
+        compared = [
+            f"{labels[peer]} {ratio:.2f} ({low:.2f}-{high:.2f})"
+            for peer, (ratio, low, high) in row["times_faster"].items()
+            if peer in PEERS and low < high  # a single repetition leaves no interval
+        ]
+        rows.append(
+            (
+                label,
+                f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
+                f"{row['sent_bytes'] / 1e6:.1f}",
+                *([f"{row['peak_bytes'] / 2**20:.0f}"] if has_peaks else []),
+                "; ".join(compared),
+            )
         )
-        for label, row in labelled(result)
-    ]
-    return markdown(heads, rows) + pairs(result) + provenance([result])
-
-
-def pipelines(result: dict[str, Any]) -> str:
-    """Steps of a pipeline over one link, and how many times as fast as its peers each way to reduce is."""
-    heads = ("each stage", "step ms (quartiles)", "last backward ms", "sent MB")
-    rows = [
-        (
-            label,
-            f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
-            f"{row['last_backward_ms']:.0f}",
-            f"{row['sent_bytes'] / 1e6:.1f}",
-        )
-        for label, row in labelled(result)
-    ]
-    return markdown(heads, rows) + pairs(result) + timelines(result) + provenance([result])
-
-
-def tensors(result: dict[str, Any]) -> str:
-    """Steps of a model whose layers are split inside of hosts, over one link between them."""
-    rows = [
-        (
-            label,
-            f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
-            f"{row['sent_bytes'] / 1e6:.1f}",
-        )
-        for label, row in labelled(result)
-    ]
-    return markdown(("between hosts", "step ms (quartiles)", "sent MB"), rows) + pairs(result) + provenance([result])
-
-
-def timelines(result: dict[str, Any]) -> str:
-    """One recorded step of some strategies: phases of all, and pictures of those that send uncompressed gradients."""
-    recorded = [(label, row["phases"]) for label, row in labelled(result) if "phases" in row]
-    if not recorded:
-        return ""
-    names = ("step_ms", "first_byte_ms", "last_byte_ms", "cpu_backwards_ms", "cpu_last_backward_ms", "cpu_update_ms")
-    heads = ("one step", "ms", "first byte at", "last byte at", "CPU ms: backwards", "last backward", "update")
-    rows = [(label, *(f"{phases[name]:.0f}" for name in names)) for label, phases in recorded]
-    drawn = [
-        f"\n```text\n{labels}: " + "\n".join(result["timelines"][name]) + "\n```\n"
-        for name, labels in (("ddp", "DDP"), ("zgraph-0", "zgraph, stage 0"))
-        if name in result["timelines"]
-    ]
-    return "\n" + markdown(heads, rows) + "".join(drawn)
+    return markdown(heads, rows) + provenance([result])
 
 
 def labelled(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The rows that have a label, in the order of the labels: those of compute alone have none."""
     return [(label, result["rows"][name]) for name, label in LABELS if name in result["rows"]]
-
-
-def pairs(result: dict[str, Any], peers: Sequence[str] = tuple(dict(LABELS))) -> str:
-    """How many times as fast each row is; nothing where a single repetition leaves no interval."""
-    labels = dict(LABELS)
-    rows = [
-        (label, labels[peer], f"{ratio:.2f}", f"{low:.2f} to {high:.2f}")
-        for label, row in labelled(result)
-        for peer, (ratio, low, high) in row["times_faster"].items()
-        if peer in peers and low < high
-    ]
-    return "\n" + markdown(("", "as fast as", "times", "95 % interval"), rows) if rows else ""
 
 
 def methods(columns: Sequence[Sequence[dict[str, Any]]]) -> str:
@@ -229,10 +163,7 @@ def methods(columns: Sequence[Sequence[dict[str, Any]]]) -> str:
         for name, label in LABELS
         if all(name in result["rows"] for result in merged)
     ]
-    compared = "".join(
-        f"\nAt {written(result)}:\n{found}" for result in merged if (found := pairs(result, PEERS_OF_METHODS))
-    )
-    return markdown(heads, rows) + compared + provenance([result for results in columns for result in results])
+    return markdown(heads, rows) + provenance([result for results in columns for result in results])
 
 
 def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -293,16 +224,6 @@ def zoo(result: dict[str, Any]) -> str:
         f"{result.get('source', '')}".rstrip()
         + "\n"
     )
-
-
-def page(result: dict[str, Any]) -> str:
-    """How fast the page of a report is there, and answers."""
-    heads = ("", "answers, ms", "done, ms")
-    marks = {"paint": "first paint", "zgraph timeline": "timeline is drawn", "zgraph all": "everything is drawn"}
-    rows = [(title, "", spread(result["loads"][name])) for name, title in marks.items()]
-    rows += [(name, *map(spread, zip(*samples, strict=True))) for name, samples in result["interactions"].items()]
-    size = f"\n{result['nodes']:,} nodes, {result['bytes'] / 2**20:.1f} MiB, {result['browser']}.\n"
-    return markdown(heads, rows) + size + provenance([result])
 
 
 def offload(result: dict[str, Any]) -> str:
@@ -494,11 +415,6 @@ def step_on_disk(gib: float, step: dict[str, Any]) -> str:
 
 def ranged(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
-
-
-def spread(values: Sequence[float]) -> str:
-    """The median, and in brackets the least and the most."""
-    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
 
 
 def percent(share: float) -> str:

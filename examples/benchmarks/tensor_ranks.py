@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from builders import Optimizer
-from pipeline_ranks import loco
 from rank_process import WARM_UP_STEPS, RankPlan, join_hosts, on_all_ranks, say
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,6 +32,17 @@ class TensorPlan(RankPlan):
     """What the ranks of tensor_link.py do, and the host of each."""
 
     hosts: list[int]
+
+
+def loco(means_bits: int | None) -> Any:
+    """Rules, and gradients travel as codes of 4 bits; means in bf16, or as codes of so many bits."""
+    from zgraph.passes import CompressGradients, LoCo, presets
+
+    passes = presets.default(compression=LoCo())
+    if means_bits is None:
+        return passes
+    means = CompressGradients(mean_codec=LoCo(bits=means_bits))
+    return [means if isinstance(one, CompressGradients) else one for one in passes]
 
 
 class Block(nn.Module):

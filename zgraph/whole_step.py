@@ -27,7 +27,7 @@ from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
-from zgraph.runtime.exchanges.steps import numbers_of
+from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter
 from zgraph.runtime.offload.copy_lanes import lanes_of
 from zgraph.step import guards, parameter_hooks
 from zgraph.step.capture import capture
@@ -261,9 +261,12 @@ class TrainingStep(Generic[P, R]):
         if variant is None:
             variant = self._compile(current, conditions, options, outside, tensors, args, kwargs, lowering)
         # Numbers travel with the exchanges of the graph; tensors do not, and are compared before anything is written.
-        if found := numbers_of(self._optimizers, of_tensors=True):
-            for scope in current.scopes:
-                for model in scope.models:
+        found = numbers_of(self._optimizers, of_tensors=True)
+        members = hash(tuple(map(members_of, self._optimizers)))
+        for scope in current.scopes:
+            for model in scope.models:
+                model.changes.compare(members)
+                if found:
                     model.meet("training_step", found)
         if any(has_gradient):
             check_gradients(variant.captured, has_gradient)
@@ -274,19 +277,25 @@ class TrainingStep(Generic[P, R]):
         del state, tensors  # the program alone holds its inputs
         try:
             with torch.no_grad():
-                outputs = variant.program(inputs)
+                outputs = list(variant.program(inputs))
         except BaseException:
             self._may_be_half_applied = current.gradients_wait()
             if lifted.resting is not None:  # what was started goes on, and would write over what is loaded next
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
             raise
-        state = [value for _, _, value in lifted.state_entries() if isinstance(value, DTensor)]
-        is_changed = any(getattr(one, "digest", 0) for one in (*parameters, *state))
+        state = [
+            (value, origin_of_parameter(lifted.parameters[position].tensor))
+            for _, position, value in lifted.state_entries()
+            if isinstance(value, DTensor)
+        ]
+        is_changed = any(getattr(one, "digest", 0) for one in (*parameters, *(value for value, _ in state)))
+        numbers = hash(tuple(float(outputs.pop()) for _ in range(variant.captured.own_numbers)))
         for scope in current.scopes:
             for model in scope.models:
-                model.end_step(stepping={id(one): one for one in parameters if is_changed}, state=state)
-        result = hand_back(lifted, variant.captured, list(outputs))
+                stepping = {id(one): one for one in parameters if is_changed}
+                model.end_step(stepping=stepping, state=state, number=numbers)
+        result = hand_back(lifted, variant.captured, outputs)
         if variant.captured.state:
             lifted.settle()
         self.calls += 1

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from zgraph.errors import AgreementError
 from zgraph.graph import meta, nodes, traits
-from zgraph.graph.dataflow import below_views, written_sources
+from zgraph.graph.dataflow import needed_for
 from zgraph.graph.text import dtype_text, target_text
 from zgraph.graph.traffic import Transfer
 from zgraph.runtime.exchanges.changes import ADVICE_ON_CHANGES
@@ -127,15 +127,14 @@ def changes_of(graph: fx.Graph) -> list[str]:
     Args:
         graph: as it was captured, with markers.
     """
-    needed = {node for node in graph.find_nodes(op="placeholder") if meta.kept_as(node) == "parameters"}
+    kept = [node for node in graph.find_nodes(op="placeholder") if meta.kept_as(node) == "parameters"]
+    needed = needed_for(kept, graph)
     found: Counter[str] = Counter()
-    for node in reversed(graph.nodes):
-        written = written_sources(node)
-        if (node not in needed and needed.isdisjoint(written)) or nodes.is_marker(node):
+    for node in graph.nodes:
+        if node not in needed or nodes.is_marker(node):
             continue
-        needed.update(node.all_input_nodes, map(below_views, node.all_input_nodes))
         numbers = _numbers_of(node) + [number for one in written_arguments(node) for number in _rows_of(one)]
-        if written or numbers:
+        if written_arguments(node) or numbers:
             found[f"{_CHANGES}{target_text(node.target)}({', '.join(numbers)})"] += 1
     return [f"{line}, {count} times" for line, count in sorted(found.items())]
 

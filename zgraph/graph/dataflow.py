@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -36,6 +36,15 @@ def below_views(node: fx.Node) -> fx.Node:
     while traits.is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+    """The nodes by which some values are computed, or written to; not beyond markers, before which ranks may differ."""
+    needed = set(kept)
+    for node in reversed(graph.nodes):
+        if (node in needed or not needed.isdisjoint(written_sources(node))) and not nodes.is_marker(node):
+            needed.update((node, *node.all_input_nodes, *map(below_views, node.all_input_nodes)))
+    return needed
 
 
 def written_sources(node: fx.Node) -> list[fx.Node]:

@@ -187,7 +187,8 @@ def shard(
             replicated.append((entry.name, *entry.sites[0][1:]))
     if exchanges is not None:
         names = tuple(group.group_name for group in mesh.get_all_groups())
-        model = Model(exchanges, names, tuple(param.state for param in params if not param.spec.ignored))
+        divisor = mesh.size() if reduction == "mean" else 1 if reduction == "sum" else reduction
+        model = Model(exchanges, names, tuple(param.state for param in params if not param.spec.ignored), divisor)
         scope.models.append(model)
         for param in params:
             put_in_model(cast(Sharded, param.sharded), model, param.name)

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.chunks import pad_rows
+from zgraph.runtime.exchanges.changes import note_origin
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.sharding.model.dry_run_load import COMPILED, dry_run_of
 from zgraph.sharding.model.param_spec import ParamSpec
@@ -146,9 +147,10 @@ def _accept(
             )
             state_dict[key] = sharded.detach()
         elif not isinstance(value, DTensor):
-            state_dict[key] = distribute_tensor(
-                value.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None
-            )
+            whole = value.detach()
+            placed = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            note_origin(placed, whole)
+            state_dict[key] = placed
 
 
 def _is_weight(value: object, param: ShardedParam) -> bool:

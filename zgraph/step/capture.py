@@ -18,6 +18,7 @@ from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.gradients import GradScaler
 from zgraph.step.clean import clean, number_parts
 from zgraph.step.lifted import Lifted, local, name_part, overlapping
+from zgraph.step.lines.own_numbers import return_own_numbers
 from zgraph.step.lines.redirect import Redirect
 from zgraph.step.lines.refusals import line_of
 from zgraph.step.lines.watch import Watch
@@ -69,6 +70,7 @@ class Captured:
         steps: numbers of the optimizers that step.
         applied: (number, position, key) of entries of the optimizers' state that were gradients of the call before, and
             that no others have replaced.
+        own_numbers: how many numbers of this rank are returned behind everything else, see `return_own_numbers`.
     """
 
     gm: fx.GraphModule
@@ -87,6 +89,7 @@ class Captured:
     cleared: frozenset[int]
     steps: tuple[int, ...]
     applied: tuple[tuple[int, int, str], ...]
+    own_numbers: int
 
 
 def capture(
@@ -377,6 +380,20 @@ class _Tracer:
         return outputs
 
     def result(self, gm: fx.GraphModule) -> Captured:
-        captured = Captured(gm=gm, **self.found)
+        captured = Captured(gm=gm, own_numbers=self._own_numbers(gm), **self.found)
         _tag_new_state(gm.graph, captured, self.lifted)
         return captured
+
+    def _own_numbers(self, gm: fx.GraphModule) -> int:
+        given = gm.graph.find_nodes(op="placeholder")
+        begin = len(self.lifted.parameters)
+        buffers = begin + len(self.lifted.handles)
+        state, outside = buffers + len(self.lifted.buffers), len(self.lifted.tensors())
+        options = outside + len(self.outside.tensors)
+        arguments = options + len(self.options.values)
+        of_rank = [*given[buffers:state], *given[outside:options], *given[arguments:]]
+        place = len(self.found["likes"])
+        left = nodes.returned_by(gm.graph)[place : place + len(self.found["state"]) + len(self.found["grads"])]
+        found = return_own_numbers(gm.graph, of_rank, [*given[:begin], *given[state:outside]], left)
+        gm.recompile()
+        return found

@@ -1,9 +1,13 @@
-"""By which numbers the lines of a loop change weights and gradients: the same on all ranks, or a step is refused.
+"""How the lines of a loop change weights and gradients: in the same way on all ranks, or the next exchange is refused.
 
 `p.grad.mul_(1 / tokens)` scales each shard by its own rank's number, `if loss.isnan(): p.grad.zero_()` clears those of
-one rank. Nobody would notice, as such operators communicate nothing. So each sharded tensor carries a digest of the
-numbers that it was computed from and of the operators that have written to it; and the exchange that ends a step
-carries the digests of what the optimizer steps.
+one rank, and `model.load_state_dict(best)` may bring back another step's weights on each. Such operators communicate
+nothing. So each sharded tensor carries
+
+- its origin: a hash of the parameters, operators, numbers and step that it was computed from;
+- its digest: a hash of the operators and numbers that have written to it since the last step.
+
+The exchange that ends a step carries both for all that the optimizer steps, and every exchange the digests of weights.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.torch_compat.autograd import is_in_backward
@@ -26,6 +30,7 @@ ADVICE_ON_CHANGES = (
 )
 _NAN = 0.5  # whose own hash is that of the object
 _DIGESTS = 1e9  # integers as large as these are digests, which are not shown
+_MASK = 2**61 - 1
 
 
 @dataclass(eq=False)
@@ -33,17 +38,33 @@ class Changes:
     """The record of one model's changes between two steps.
 
     Attributes:
-        are_noted: not while an optimizer steps, whose options are compared.
-        last: for people: the last operator with numbers.
+        are_noted: False while an optimizer steps, whose options are compared.
+        last: for errors: the last operator that has written, after the last one that has read numbers.
+        steps: number of steps that have ended.
+        pending: sum of what each exchange compares until the step ends: digests of all writes to parameters, and more.
     """
 
     are_noted: bool = True
     last: str = ""
+    steps: int = 0
+    pending: int = 0
+    _last_numbers: str = ""
+
+    def compare(self, number: int) -> None:
+        """Let the next exchanges compare a number, too, until the step ends."""
+        self.pending = (self.pending + number) & _MASK
+
+    def begin_anew(self) -> None:
+        """Forget what only this rank may have done, after ranks have failed to agree."""
+        self.steps = self.pending = 0
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
         """An operator has computed sharded tensors of arguments."""
         results, numbers = list(results), list(_numbers_in(args))
-        origin = hash((operator, *map(origin_of, _sharded_in(args)), *numbers))
+        sources = [*map(origin_of, _sharded_in(args))]
+        # Ranks may accumulate differently: a sum that autograd makes anew has the origin of the first summand.
+        accumulates = is_in_backward() and not numbers
+        origin = sources[0] if accumulates and sources else hash((operator, self.steps, *sources, *numbers))
         for place, result in enumerate(results):
             result.origin = origin + place
         if numbers:
@@ -54,21 +75,66 @@ class Changes:
 
         What autograd adds to a gradient counts only if numbers have gone into it: ranks may accumulate otherwise.
         """
-        numbers = list(_numbers_in(args, frozenset(map(id, written))))
+        targets = frozenset(map(id, written))
+        numbers = list(_numbers_in(args, targets))
         if numbers or not is_in_backward():
-            self._note(operator, name, numbers, [one for one in written if isinstance(one, DTensor)])
+            sources = [origin_of(one) for one in _sharded_in(args) if id(one) not in targets]
+            self._note(operator, name, numbers, [one for one in written if isinstance(one, DTensor)], sources)
 
-    def _note(self, operator: int, name: object, numbers: Sequence[float], tensors: Iterable[Any]) -> None:
+    def _note(
+        self,
+        operator: int,
+        name: object,
+        numbers: Sequence[float],
+        tensors: Iterable[Any],
+        sources: Sequence[int] = (),
+    ) -> None:
         for tensor in tensors:
             whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
             rows, before = 0 if viewed is None else viewed.number, getattr(whole, "digest", 0)
-            whole.digest = hash((operator, before, rows, *numbers))  # of numbers: the same in each process
+            # A hash of integers and floats is the same in each process.
+            whole.digest = hash((operator, before, rows, *sources, *numbers))
+            if isinstance(whole, nn.Parameter):
+                self.compare(whole.digest)
         shown = ", ".join(f"{number:g}" for number in numbers if abs(number) < _DIGESTS)
-        self.last = f"{name}({shown})"
+        if shown:
+            self.last = self._last_numbers = f"{name}({shown})"
+        else:
+            self.last = f"{self._last_numbers}, {name}" if self._last_numbers else f"{name}"
+
+    def taken(self, tensors: Iterable[tuple[Tensor | None, int]]) -> int:
+        """End a step: combine origins and digests of all that it reads into one number, and reset them.
+
+        Args:
+            tensors: parameters, gradients (None where there is none) and the optimizer's state, in the same order on
+                all ranks; each with the origin of its parameter, which counts as no change.
+
+        Returns:
+            0 if nothing has changed and no tensor is None.
+        """
+        found = [self.pending, *(_change_of(tensor, origin) for tensor, origin in tensors)]
+        self.steps, self.pending, self.last, self._last_numbers = self.steps + 1, 0, "", ""
+        return hash(tuple(found)) if any(found) else 0
+
+
+def _change_of(tensor: Any, origin: int) -> int:
+    if tensor is None:
+        return -1
+    whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
+    found = getattr(whole, "digest", 0)
+    if viewed is not None and viewed.number:
+        return hash((found, origin_of(tensor)))
+    own = getattr(whole, "origin", origin)
+    if own != origin:
+        found = hash((found, own))
+        whole.origin = origin
+    if found:
+        whole.digest = 0
+    return found
 
 
 def origin_of(tensor: Any) -> int:
-    """Hash of the parameters, operators and numbers that a sharded tensor was computed from; the same on all ranks."""
+    """Hash of what a sharded tensor, or a view of one, was computed from and of what was written to it since."""
     whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
     return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
 
@@ -107,22 +173,9 @@ def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[f
             yield from _numbers_in((arg.item(),))
 
 
-def taken(tensors: Sequence[Tensor | None]) -> int:
-    """Combine the digests of parameters, gradients and an optimizer's state into one, and reset them.
-
-    Args:
-        tensors: in the same order on all ranks; None for parameters without gradients.
-
-    Returns:
-        0 if nothing has changed and nothing is None.
-    """
-    digests = [-1 if one is None else getattr(_whole(one), "digest", 0) for one in tensors]
-    if not any(digests):
-        return 0
-    for tensor, digest in zip(tensors, digests, strict=True):
-        if tensor is not None and digest:
-            _whole(tensor).digest = 0
-    return hash(tuple(digests))
+def note_origin(sharded: DTensor, whole: Tensor) -> None:
+    """Say of which values a sharded tensor has this rank's part; all ranks must have the same."""
+    sharded.origin = checksum([whole])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

@@ -5,7 +5,8 @@ they call (layers dropped at random, experts without tokens, an evaluation on on
 mix their data. So each exchange between pairs of ranks has a tag of its own, computed from
 
 - the model, as `zgraph.shard` has numbered it, and how many exchanges it has had;
-- the names of the parameters, and the bytes of the message.
+- the names of the parameters, and the bytes of the message;
+- what lines of the loop have written to weights (`zgraph.runtime.exchanges.changes`).
 
 Exchanges of different tags never meet: they wait, and `zgraph.runtime.exchanges.watch` finds out.
 """
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
+from zgraph.runtime.exchanges.changes import Changes
 from zgraph.runtime.handle import name_of
 from zgraph.torch_compat.groups import default_store, is_fake_world
 
@@ -41,7 +44,7 @@ class Exchanges:
         model: number of the call among those on that group; equal on all ranks, which shard in one order.
         failures: how often ranks have found that they do not exchange the same; all that do begin to count anew.
         count: exchanges since.
-        ended: how many of these the steps had that have ended.
+        changes: what lines of the loop have done to weights and gradients since the last step.
     """
 
     group_name: str
@@ -49,7 +52,7 @@ class Exchanges:
     model: int
     failures: int = 0
     count: int = 0
-    ended: int = 0
+    changes: Changes = field(default_factory=Changes)
 
     @classmethod
     def of(cls, group_name: str) -> Exchanges | None:
@@ -63,22 +66,25 @@ class Exchanges:
         return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a model of its own
 
     def next(self, number: int = 0) -> int:
-        """Key of the next exchange; the number is that of its parameter, of options, or 0."""
-        self.count += 1
-        return hash((self.model, self.failures, self.count, number))  # of integers: the same in each process
+        """Key of the next exchange, a hash of integers, which is the same in each process.
 
-    def end_of_step(self, options: Options, changes: int = 0, text: str = "") -> About | None:
-        """The exchange that ends a step, so that all ranks have had as many in it; None where it has had none.
+        Args:
+            number: of its parameter, of options, or 0.
+        """
+        self.count += 1
+        return hash((self.model, self.failures, self.count, number, self.changes.pending))
+
+    def end_of_step(self, options: Options, number: int = 0, changes: int = 0, text: str = "") -> About:
+        """The exchange that ends a step, so that all ranks have had as many in it.
 
         Args:
             options: (name, value) of numbers by which the optimizer steps, the same on all ranks.
-            changes: a digest of what the loop has done to weights and gradients, the same on all ranks; 0: nothing.
+            number: hash of what else the optimizer steps by.
+            changes: hash of what the loop has done to weights and gradients; 0: nothing.
             text: describes the changes in the error.
         """
-        if self.count == self.ended and not changes:
-            return None
-        found = About(self.next(hash((_number_of(options), changes))), f"optimizer.step(){text}", (), self, options)
-        self.ended = self.count
+        key = self.next(hash((_number_of(options), number, changes)))
+        found = About(key, f"optimizer.step(){text}", (), self, options)
         return found
 
     def meeting(self, call: str, options: Options = (), number: int = 0, detail: str = "") -> About:
@@ -97,7 +103,8 @@ class Exchanges:
 
     def restart(self) -> None:
         """Begin anew after ranks have failed to agree, so that a loop which catches the error can go on."""
-        self.failures, self.count, self.ended = self.failures + 1, 0, 0
+        self.failures, self.count = self.failures + 1, 0
+        self.changes.begin_anew()
 
 
 class About(NamedTuple):
@@ -122,7 +129,9 @@ class About(NamedTuple):
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         options = ", ".join(f"{name}={value}" for name, value in self.options)
         parameters = f" of {', '.join(names[:4])}{more}" if names else ""
-        return f"{self.kind}{parameters}{f' with {options}' if options else ''}"
+        changes = self.exchanges.changes
+        written = f" after {changes.last}" if changes.pending and changes.last and names else ""
+        return f"{self.kind}{parameters}{f' with {options}' if options else ''}{written}"
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,7 @@ def about(kind: str, handle: Tensor) -> About | None:
     found: Identity | None = getattr(handle, _IDENTITY, None)
     if found is None:
         return None
-    return About(found.exchanges.next(found.number), kind, (handle,), found.exchanges)
+    return About(found.exchanges.next(hash((found.number, _number_of_kind(kind)))), kind, (handle,), found.exchanges)
 
 
 def exchanges_of(handles: Sequence[Tensor]) -> Exchanges | None:
@@ -185,8 +194,14 @@ class CalledFor:
         if self._exchanges is None:
             return None
         known = [name for name in names if name in self._numbers]
-        key = hash((self._key, *map(self._numbers.__getitem__, known)))
+        key = hash((self._key, _number_of_kind(kind), *map(self._numbers.__getitem__, known)))
         return About(key, kind, tuple(map(self._handles.__getitem__, known)), self._exchanges, self._options)
+
+
+@cache
+def _number_of_kind(kind: str) -> int:
+    """A gather and a reduction of one parameter may have equal bytes and places, in groups of the same ranks."""
+    return zlib.crc32(kind.encode())
 
 
 def _number_of(options: Options) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
-from zgraph.runtime.exchanges.changes import Changes, checksum, taken
+from zgraph.runtime.exchanges.changes import Changes, checksum
 from zgraph.runtime.exchanges.collectives import end_together
 from zgraph.runtime.exchanges.identity import About, Exchanges, Options
 from zgraph.runtime.window_state import Accumulation, ParameterState
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, local_of
+from zgraph.torch_compat.groups import resolve_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,25 +30,33 @@ class Model:
         exchanges: count of its exchanges.
         group_names: names of the groups of the mesh's axes.
         states: of its parameters.
-        changes: what lines of the loop have done to weights and gradients since the last step.
+        divisor: by which the sum of all ranks' gradients is divided.
     """
 
     exchanges: Exchanges
     group_names: tuple[str, ...]
     states: tuple[ParameterState, ...]
-    changes: Changes = field(default_factory=Changes)
+    divisor: int = 1
+
+    @property
+    def changes(self) -> Changes:
+        """What lines of the loop have done to weights and gradients since the last step."""
+        return self.exchanges.changes
 
     def end_step(
         self,
         options: Options = (),
         stepping: Mapping[int, Tensor] = MappingProxyType({}),
-        state: Sequence[Tensor] = (),
+        state: Iterable[tuple[Tensor, int]] = (),
+        number: int = 0,
     ) -> None:
         """Wait until all ranks end the step, and compare their exchanges, optimizer options and changes.
 
         Args:
             stepping: parameters by their ids.
-            state: tensors of the optimizer's state, which the loop may have changed, too.
+            state: tensors of the optimizer's state, which the loop may have changed, too, with the origins of their
+                parameters.
+            number: hash of what else the step computes with.
 
         Raises:
             AgreementError: a rank has had others.
@@ -57,15 +66,14 @@ class Model:
         for place, grad in enumerate(grads):
             if grad is not None and not isinstance(grad, DTensor):
                 grads[place] = _put_sharded_gradient(found[place][1], grad)
-        changes, text = taken([*(parameter for _, parameter in found), *grads, *state]), ""
+        origins = [origin_of_parameter(parameter) for _, parameter in found]
+        after = f" after {self.changes.last} of weights or gradients" if self.changes.last else ""
+        parameters = zip((parameter for _, parameter in found), origins, strict=True)
+        changes, text = self.changes.taken([*parameters, *zip(grads, origins, strict=True), *state]), ""
         if changes:
             without = [name for (name, _), grad in zip(found, grads, strict=True) if grad is None]
-            text = f" without gradients of {', '.join(without[:4])}" if without else ""
-            text += f" after {self.changes.last} of weights or gradients" if self.changes.last else ""
-        self.changes.last = ""
-        about = self.exchanges.end_of_step(options, changes, text)
-        if about is not None:
-            self._wait(about)
+            text = (f" without gradients of {', '.join(without[:4])}" if without else "") + after
+        self._wait(self.exchanges.end_of_step(options, number, changes, text))
 
     def meet(self, call: str, options: Options = (), number: int = 0, detail: str = "") -> None:
         """Wait until all ranks have made the same call, with the same options of optimizers.
@@ -78,6 +86,18 @@ class Model:
             AgreementError: one does something else.
         """
         self._wait(self.exchanges.meeting(call, options, number, detail))
+
+    def reduced(self, loss: Tensor) -> Tensor:
+        """A number of each rank's batch as gradients are: summed over the ranks and divided, the same on all of them.
+
+        Raises:
+            AgreementError: a rank does something else.
+        """
+        self.meet("averaging what a closure returns")
+        found = loss.detach().clone()
+        for group_name in self.group_names:
+            torch.distributed.all_reduce(found, group=resolve_group(group_name))
+        return found / self.divisor
 
     def _wait(self, about: About) -> None:
         for place, group_name in enumerate(self.group_names):
@@ -106,17 +126,20 @@ def guard_steps(scope: Guarded) -> None:
     """Refuse steps of optimizers on gradients that wait; let ranks step together, each after as many exchanges."""
     watched = weakref.ref(scope)
 
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         alive = watched()
         if alive is None:
-            return
+            return None
         stepping = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         alive.accumulation.check_step(stepping)
+        given = None
         for model in alive.models:
             if any(state.is_among(stepping) for state in model.states):
                 check_all_sharded(stepping.values())
-                model.end_step(numbers_of([optimizer]), stepping, state_of(optimizer))
+                model.end_step(numbers_of([optimizer]), stepping, state_of(optimizer), members_of(optimizer))
                 model.changes.are_noted = False
+                given = given or _with_reduced_closure(model, optimizer, args, kwargs)
+        return given
 
     def begin_anew(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = watched()
@@ -127,10 +150,53 @@ def guard_steps(scope: Guarded) -> None:
         weakref.finalize(scope, handle.remove)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The sharded tensors of an optimizer's state."""
-    entries = (one.values() for one in optimizer.state.values() if isinstance(one, Mapping))
-    return [value for values in entries for value in values if isinstance(value, DTensor)]
+def _with_reduced_closure(model: Model, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Arguments of `step` whose closure returns the loss of all ranks, by which an optimizer may choose its step.
+
+    Returns:
+        Positional arguments, the optimizer first, and named ones; None if they stay as they are: torch's optimizers
+        return the loss and do not read it, but for LBFGS.
+    """
+    if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    closure = kwargs.get("closure") if len(args) < 2 else args[1]
+    if not callable(closure):
+        return None
+
+    def reduced() -> Any:
+        model.changes.are_noted = True
+        try:
+            loss = closure()
+        finally:
+            model.changes.are_noted = False
+        is_number = isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, DTensor)
+        return model.reduced(loss) if is_number else loss
+
+    return (args, {**kwargs, "closure": reduced}) if len(args) < 2 else ((args[0], reduced, *args[2:]), kwargs)
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> int:
+    """Hash of which parameters each group of an optimizer has, and of how far their state is."""
+    members = [tuple(map(origin_of_parameter, group["params"])) for group in optimizer.param_groups]
+    first = next((one for one in optimizer.state.values() if isinstance(one, Mapping)), {})
+    step = _number(first.get("step", 0))
+    sizes = [len(one) for one in optimizer.state.values() if isinstance(one, Mapping)]
+    return hash((*members, *sizes, step if isinstance(step, int | float) else 0))
+
+
+def origin_of_parameter(parameter: Tensor) -> int:
+    return getattr(parameter, "origin", 0)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, int]]:
+    """The sharded tensors of an optimizer's state, with the origins of their parameters."""
+    entries = [(key, one) for key, one in optimizer.state.items() if isinstance(one, Mapping)]
+    return [
+        (value, origin_of_parameter(key))
+        for key, values in entries
+        for value in values.values()
+        if isinstance(value, DTensor)
+    ]
 
 
 def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool = False) -> Options:
@@ -139,12 +205,12 @@ def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool 
     Args:
         of_tensors: only the tensors.
     """
-    options = (
-        (name, group.get(name))
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for name in optimizer.defaults
-    )
+    optimizers = tuple(optimizers)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    # Options that users add to groups or to the optimizer, such as `lr_scale`, count, too.
+    options = [entry for group in groups for entry in group.items() if entry[0] != "params"]
+    own = (entry for optimizer in optimizers for entry in vars(optimizer).items())
+    options += [(name, value) for name, value in own if isinstance(value, int | float) and name[0] != "_"]
     found = ((name, _number(value)) for name, value in options if not of_tensors or isinstance(value, Tensor))
     return tuple((name, value) for name, value in found if all(isinstance(one, int | float) for one in _entries(value)))
 

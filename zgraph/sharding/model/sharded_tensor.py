@@ -51,6 +51,8 @@ _READ = aten._local_scalar_dense.default
 _OF_NOTHING = frozenset(
     {aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.median, aten.nanmedian}
 )
+_UNSCALES = aten._amp_foreach_non_finite_check_and_unscale_.default
+_COPIES = zlib.crc32(b"copy.deepcopy")
 _NORMS = frozenset({aten.linalg_vector_norm, aten._foreach_norm})  # the same of infinite order
 _SAME = frozenset({aten.detach.default, aten.alias.default})
 # Where operators are given the dimension that they take a part of; DTensor gathers for them if it is sharded.
@@ -98,6 +100,11 @@ class Sharded(DTensor):
             _refuse_plain_gradients(func, given)
         traits = _traits_of(func)
         sharded = _sharded_among(given)
+        if traits.communicates and any(_is_split(one) for one in sharded):
+            raise ZgraphError(COLLECTED.format(func=func))
+        if func is _UNSCALES:
+            # torch takes the flag's maximum over the axes along which the first gradient is split.
+            args = (sorted(args[0], key=_split_axes, reverse=True), *args[1:])
         result = _run(func, traits, args, kwargs, sharded)
         model = None if func.is_view else _model_of(sharded[0])
         if model is not None and model.changes.are_noted:
@@ -170,12 +177,20 @@ class Sharded(DTensor):
     def __deepcopy__(self, memo: Any) -> Any:
         if self.viewed is not None:
             return self.detach().clone()
-        return super().__deepcopy__(memo)
+        made = cast(Sharded, super().__deepcopy__(memo))
+        if self.of_model is not None and (model := self.of_model()) is not None:
+            model.changes.of_read(_COPIES, "copy.deepcopy", (self,), (made,))
+        return made
 
 
 ASSIGNED = (
     "zgraph: something was assigned to the .data of a sharded tensor, which would be lost: torch keeps the values of a "
     "DTensor elsewhere. Write into it, outside of forward: with torch.no_grad(): parameter.copy_(value)."
+)
+COLLECTED = (
+    "zgraph: {func} of a sharded tensor would mix different rows of it. Gradients are averaged over the ranks already, "
+    "and weights are equal on all of them: delete the line. Of what is not, communicate parameter.full_tensor() or "
+    "parameter.to_local()."
 )
 _READ_WHOLE = "A loss reads parameter.full_tensor(), whose gradient is averaged over the ranks."
 _OWN = frozenset({"viewed", "of_model", "of_parameter", "origin", "writes", "seen", "digest"})
@@ -219,6 +234,7 @@ class _Traits(NamedTuple):
     reshapes: bool  # in place: `t_`, `squeeze_`
     assigns: bool  # `.data`
     dimension: int | None
+    communicates: bool
     number: int  # the same in each process
 
 
@@ -226,7 +242,8 @@ class _Traits(NamedTuple):
 def _traits_of(func: OpOverload) -> _Traits:
     reshapes = torch.Tag.inplace_view in func.tags
     number, dimension = zlib.crc32(str(func).encode()), _DIMENSIONS.get(func)
-    return _Traits(is_mutable(func), is_tagged_random(func), reshapes, assigns_data(func), dimension, number)
+    facts = is_mutable(func), is_tagged_random(func), reshapes, assigns_data(func), dimension, communicates(func)
+    return _Traits(*facts, number)
 
 
 def _sharded_among(args: Sequence[Any]) -> list[Sharded]:
@@ -238,6 +255,16 @@ def _sharded_among(args: Sequence[Any]) -> list[Sharded]:
         elif kind is list or kind is tuple:
             found += [one for one in arg if type(one) is Sharded]
     return found
+
+
+def _is_split(tensor: DTensor) -> bool:
+    return _split_axes(tensor) > 0
+
+
+def _split_axes(tensor: Any) -> int:
+    """Along how many axes of its mesh ranks have different parts of a tensor."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return sum(not one.is_replicate() and tensor.device_mesh.size(axis) > 1 for axis, one in enumerate(placements))
 
 
 def _plain_among(args: Iterable[Any]) -> Iterator[Tensor]:

@@ -1,0 +1,64 @@
+"""Numbers of each rank's own by which a captured step changes weights, such as `p.grad.div_(mask.sum())`.
+
+Plain lines compare such a number when an optimizer steps. In a graph it is known only when the step runs: so the graph
+returns it, too, and the ranks compare it when the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.graph import dataflow, meta, nodes
+from zgraph.torch_compat.operators import written_arguments
+
+aten = torch.ops.aten
+
+
+def return_own_numbers(
+    graph: fx.Graph, of_rank: Collection[fx.Node], kept: Collection[fx.Node], left: Collection[fx.Node]
+) -> int:
+    """Let a captured graph also return the numbers of this rank by which it changes shards, behind its other outputs.
+
+    Args:
+        graph: with markers, whose results are those of all ranks, like those of collectives.
+        of_rank: inputs that each rank has of its own, such as its batch.
+        kept: inputs that are shards: parameters and the optimizer's state.
+        left: outputs that are: gradients and new state.
+
+    Returns:
+        How many numbers these are; only those on the CPU, as reading others would wait for the device.
+    """
+    shards, own = set(kept), set(of_rank)
+    numbers: dict[fx.Node, None] = {}
+    needed = dataflow.needed_for([*kept, *left], graph)
+    for node in graph.nodes:
+        inputs = [*node.all_input_nodes, *map(dataflow.below_views, node.all_input_nodes)]
+        if node.op == "placeholder" or not inputs:
+            continue
+        written = [dataflow.below_views(one) for one in written_arguments(node)]
+        if nodes.is_reduce_grad(node):
+            shards.add(node)
+        elif nodes.is_marker(node) or nodes.is_collective(node) or nodes.is_wait(node):
+            continue
+        elif not shards.isdisjoint(inputs):
+            shards.update((node, *written))
+            if node in needed:
+                numbers |= dict.fromkeys(one for one in node.all_input_nodes if one in own and _is_number(one))
+        elif not own.isdisjoint(inputs):
+            own.update((node, *written))
+    (output,) = graph.find_nodes(op="output")
+    copies: list[fx.Node] = []
+    for number in numbers:
+        with graph.inserting_after(number):  # what is written to it later does not matter
+            copies.append(meta.create(graph, aten.clone.default, (number,), like=number))
+    if copies:
+        output.args = ((*output.args[0], *copies),)
+    return len(copies)
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = meta.value(node)
+    return isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu"

@@ -27,6 +27,7 @@ from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
+from zgraph.runtime.exchanges.changes import hash_of
 from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter
 from zgraph.runtime.offload.copy_lanes import lanes_of
 from zgraph.step import guards, parameter_hooks
@@ -262,7 +263,7 @@ class TrainingStep(Generic[P, R]):
             variant = self._compile(current, conditions, options, outside, tensors, args, kwargs, lowering)
         # Numbers travel with the exchanges of the graph; tensors do not, and are compared before anything is written.
         found = numbers_of(self._optimizers, of_tensors=True)
-        members = hash(tuple(map(members_of, self._optimizers)))
+        members = hash(tuple(members_of(one)[0] for one in self._optimizers))
         for scope in current.scopes:
             for model in scope.models:
                 model.changes.compare(members)
@@ -286,15 +287,17 @@ class TrainingStep(Generic[P, R]):
             raise
         state = [
             (value, origin_of_parameter(lifted.parameters[position].tensor))
-            for _, position, value in lifted.state_entries()
+            for position, _, value in lifted.state_entries()
             if isinstance(value, DTensor)
         ]
         is_changed = any(getattr(one, "digest", 0) for one in (*parameters, *(value for value, _ in state)))
-        numbers = hash(tuple(float(outputs.pop()) for _ in range(variant.captured.own_numbers)))
+        place = len(outputs) - variant.captured.own_numbers
+        numbers, outputs = [*map(float, outputs[place:])], outputs[:place]
+        detail = f" by the numbers {', '.join(map(str, numbers))}" if numbers else ""
         for scope in current.scopes:
             for model in scope.models:
                 stepping = {id(one): one for one in parameters if is_changed}
-                model.end_step(stepping=stepping, state=state, number=numbers)
+                model.end_step(stepping=stepping, state=state, number=hash_of(numbers), detail=detail)
         result = hand_back(lifted, variant.captured, outputs)
         if variant.captured.state:
             lifted.settle()

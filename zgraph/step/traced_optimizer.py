@@ -170,10 +170,13 @@ class TracedOptimizer:
             raise refusal("calls scaler.step() a second time for an optimizer", "write one step per call")
         self._take_step(found_inf)
 
-    def _step(self, closure: Any = None) -> None:
+    def _step(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own step, on local shards."""
-        if closure is not None:
-            raise refusal("passes a closure to optimizer.step()", "compute the loss before the step")
+        if any(one is not None for one in (*args, *kwargs.values())):
+            given = ", ".join(kwargs) or "a closure"
+            raise refusal(
+                f"passes {given} to optimizer.step()", "compute the loss before the step, and call it without arguments"
+            )
         if self.skip is not None or (self.stepped and self.delays):
             why = "after scaler.step()" if self.skip is not None else "twice, and its updates are delayed"
             raise refusal(f"calls optimizer.step() {why}", "write one of the two")

@@ -173,6 +173,11 @@ def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[f
             yield from _numbers_in((arg.item(),))
 
 
+def hash_of(numbers: Iterable[float]) -> int:
+    """Hash of numbers, the same in each process; that of a NaN otherwise is not."""
+    return hash(tuple(number if number == number else _NAN for number in numbers))
+
+
 def note_origin(sharded: DTensor, whole: Tensor) -> None:
     """Say of which values a sharded tensor has this rank's part; all ranks must have the same."""
     sharded.origin = checksum([whole])  # pyright: ignore[reportAttributeAccessIssue]

@@ -49,6 +49,7 @@ class Model:
         stepping: Mapping[int, Tensor] = MappingProxyType({}),
         state: Iterable[tuple[Tensor, int]] = (),
         number: int = 0,
+        detail: str = "",
     ) -> None:
         """Wait until all ranks end the step, and compare their exchanges, optimizer options and changes.
 
@@ -57,6 +58,7 @@ class Model:
             state: tensors of the optimizer's state, which the loop may have changed, too, with the origins of their
                 parameters.
             number: hash of what else the step computes with.
+            detail: describes it for the error; not compared.
 
         Raises:
             AgreementError: a rank has had others.
@@ -69,10 +71,10 @@ class Model:
         origins = [origin_of_parameter(parameter) for _, parameter in found]
         after = f" after {self.changes.last} of weights or gradients" if self.changes.last else ""
         parameters = zip((parameter for _, parameter in found), origins, strict=True)
-        changes, text = self.changes.taken([*parameters, *zip(grads, origins, strict=True), *state]), ""
+        changes, text = self.changes.taken([*parameters, *zip(grads, origins, strict=True), *state]), detail
         if changes:
             without = [name for (name, _), grad in zip(found, grads, strict=True) if grad is None]
-            text = (f" without gradients of {', '.join(without[:4])}" if without else "") + after
+            text += (f" without gradients of {', '.join(without[:4])}" if without else "") + after
         self._wait(self.exchanges.end_of_step(options, number, changes, text))
 
     def meet(self, call: str, options: Options = (), number: int = 0, detail: str = "") -> None:
@@ -136,7 +138,8 @@ def guard_steps(scope: Guarded) -> None:
         for model in alive.models:
             if any(state.is_among(stepping) for state in model.states):
                 check_all_sharded(stepping.values())
-                model.end_step(numbers_of([optimizer]), stepping, state_of(optimizer), members_of(optimizer))
+                number, text = members_of(optimizer)
+                model.end_step(numbers_of([optimizer]), stepping, state_of(optimizer), number, text)
                 model.changes.are_noted = False
                 given = given or _with_reduced_closure(model, optimizer, args, kwargs)
         return given
@@ -175,13 +178,14 @@ def _with_reduced_closure(model: Model, optimizer: torch.optim.Optimizer, args: 
     return (args, {**kwargs, "closure": reduced}) if len(args) < 2 else ((args[0], reduced, *args[2:]), kwargs)
 
 
-def members_of(optimizer: torch.optim.Optimizer) -> int:
-    """Hash of which parameters each group of an optimizer has, and of how far their state is."""
+def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
+    """Which parameters each group of an optimizer has, and how far their state is: a hash, and a text for errors."""
     members = [tuple(map(origin_of_parameter, group["params"])) for group in optimizer.param_groups]
-    first = next((one for one in optimizer.state.values() if isinstance(one, Mapping)), {})
-    step = _number(first.get("step", 0))
-    sizes = [len(one) for one in optimizer.state.values() if isinstance(one, Mapping)]
-    return hash((*members, *sizes, step if isinstance(step, int | float) else 0))
+    states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
+    step = _number(states[0].get("step", 0)) if states else 0
+    step = step if isinstance(step, int | float) else 0
+    sizes, groups = [*map(len, states)], " and ".join(str(len(group)) for group in members)
+    return hash((*members, *sizes, step)), f" of {groups} parameters, with {sum(sizes)} entries of state at step {step}"
 
 
 def origin_of_parameter(parameter: Tensor) -> int:

@@ -120,7 +120,8 @@ class Changes:
 def _change_of(tensor: Any, origin: int) -> int:
     if tensor is None:
         return -1
-    whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
+    viewed = getattr(tensor, "viewed", None)
+    whole = tensor if viewed is None else viewed.whole
     found = getattr(whole, "digest", 0)
     if viewed is not None and viewed.number:
         return hash((found, origin_of(tensor)))

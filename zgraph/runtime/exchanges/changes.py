@@ -93,9 +93,9 @@ class Changes:
             whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
             rows, before = 0 if viewed is None else viewed.number, getattr(whole, "digest", 0)
             # A hash of integers and floats is the same in each process.
-            whole.digest = hash((operator, before, rows, *sources, *numbers))
+            digest = whole.digest = hash((operator, before, rows, *sources, *numbers))
             if isinstance(whole, nn.Parameter):
-                self.compare(whole.digest)
+                self.compare(digest)
         shown = ", ".join(f"{number:g}" for number in numbers if abs(number) < _DIGESTS)
         if shown:
             self.last = self._last_numbers = f"{name}({shown})"

@@ -172,8 +172,9 @@ def _with_reduced_closure(model: Model, optimizer: torch.optim.Optimizer, args: 
             loss = closure()
         finally:
             model.changes.are_noted = False
-        is_number = isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, DTensor)
-        return model.reduced(loss) if is_number else loss
+        if isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, DTensor):
+            return model.reduced(loss)
+        return loss
 
     return (args, {**kwargs, "closure": reduced}) if len(args) < 2 else ((args[0], reduced, *args[2:]), kwargs)
 

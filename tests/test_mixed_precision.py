@@ -250,39 +250,11 @@ def test_ranks_agree_on_an_overflow_in_one_of_them(ranks: Ranks, build: type[nn.
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_torchs_own_scaler_agrees_where_the_first_gradient_is_sharded(ranks: Ranks, fused: bool) -> None:
-    found = ranks.run(one_step_with_an_inf, torch.amp.GradScaler, models.Uneven, fused)
+@pytest.mark.parametrize("build", [Scaled, models.Uneven])
+def test_torchs_own_scaler_agrees_too(ranks: Ranks, build: type[nn.Module], fused: bool) -> None:
+    """Also where the first gradient, by whose placements DTensor reduces the flag, is replicated."""
+    found = ranks.run(one_step_with_an_inf, torch.amp.GradScaler, build, fused)
     assert found == [[False, SCALE / 2]] * 2
-
-
-def test_torchs_own_scaler_disagrees_where_the_first_gradient_is_replicated(ranks: Ranks) -> None:
-    # The reason for zgraph.GradScaler, and for a line in docs/sharding.md: both go when torch passes this no more.
-    found = ranks.run(one_step_with_an_inf, torch.amp.GradScaler, Scaled, True)
-    assert found == [[True, SCALE], [False, SCALE / 2]]
-
-
-def one_steps_and_the_other_goes_on() -> str:
-    """An optimizer that does not unscale by itself is not called on the rank with the inf."""
-    model = zgraph.shard(Scaled())
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    try:
-        for _ in range(2):
-            scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
-            if dist.get_rank() == 1:
-                [*_, weight] = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-                weight.grad.to_local()[0, 0] = math.inf
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    except zgraph.AgreementError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_ranks_of_which_torchs_own_scaler_skips_one_are_told(ranks: Ranks) -> None:
-    for text in ranks.run(one_steps_and_the_other_goes_on):
-        assert "rank 0 waits for optimizer.step()" in text and "rank 1 for all_gather of" in text
 
 
 # --- losses weighted by tokens --------------------------------------------------------------------------------------

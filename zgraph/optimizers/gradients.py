@@ -30,14 +30,11 @@ Found = list[tuple[torch.optim.Optimizer, list[Tensor]]]  # flags of dropped ste
 
 
 class GradScaler(AgreeingGradScaler):
-    """A `torch.amp.GradScaler` whose ranks all skip a step when any of them has found an inf or a NaN.
+    """A `torch.amp.GradScaler` that tells models when its scale changes, and which parameters' steps were dropped.
 
-    torch's own asks the other ranks only if the first gradient of the optimizer is sharded. If that one is replicated
-    (a scalar parameter, a part at stage 0), a rank whose shards overflow skips alone and halves its scale alone.
-    Arguments and methods are those of `torch.amp.GradScaler`. Every rank must call them alike.
-
-    Models that were passed to `zgraph.set_loss_scale` with this scaler are told when its scale changes, and which
-    parameters' steps were dropped.
+    These are the models that were passed to `zgraph.set_loss_scale` with this scaler; compression rescales what it has
+    kept of their gradients. Arguments and methods are those of `torch.amp.GradScaler`, and like it, it skips a step on
+    all ranks when one has found an inf or a NaN. Every rank must call them alike.
 
     Attributes:
         defer: takes the flags of an `update()` that has no values yet, of which models are told later.

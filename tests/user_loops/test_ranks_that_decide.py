@@ -269,13 +269,25 @@ class Polyak(torch.optim.Optimizer):
         return loss
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Hands its closure on to another optimizer, as Lookahead does."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, {})
+        self.inner = line_searched(parameters)
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.inner.step(closure)
+
+
 def line_searched(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe", max_iter=6)
 
 
-def by_closures(build: Callable[[Any], torch.optim.Optimizer], stage: int) -> None:
+def by_closures(build: Callable[[Any], torch.optim.Optimizer], stage: int, reduction: Any) -> None:
     """Equal to the plain model whose loss is that of both ranks' batches."""
-    model, plain = zgraph.shard(net(), zero_stage=stage), net()
+    model, plain = zgraph.shard(net(), zero_stage=stage, reduction=reduction), net()
     opt, other = build(model.parameters()), build(plain.parameters())
     for number in range(3):
 
@@ -289,7 +301,7 @@ def by_closures(build: Callable[[Any], torch.optim.Optimizer], stage: int) -> No
             other.zero_grad()
             batches = [torch.empty(4, 4, dtype=torch.float64) for _ in range(dist.get_world_size())]
             dist.all_gather(batches, batch(number))
-            loss = plain(torch.cat(batches)).square().mean()
+            loss = plain(torch.cat(batches)).square().mean() * (1 if reduction == "mean" else len(batches))
             loss.backward()
             return loss
 
@@ -299,9 +311,12 @@ def by_closures(build: Callable[[Any], torch.optim.Optimizer], stage: int) -> No
         torch.testing.assert_close(cast(Any, one).detach().full_tensor(), expected.detach(), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("build", "stage"), [(Polyak, 3), (line_searched, 1), *slow((Polyak, 0), (line_searched, 3))])
-def test_optimizers_step_by_the_loss_of_all_ranks(ranks: Ranks, build: Any, stage: int) -> None:
-    ranks.run(by_closures, build, stage)
+@pytest.mark.parametrize(
+    ("build", "stage", "reduction"),
+    [(Polyak, 3, "mean"), (Wrapped, 1, "sum"), *slow((Polyak, 0, "sum"), (line_searched, 3, "mean"))],
+)
+def test_optimizers_step_by_the_loss_of_all_ranks(ranks: Ranks, build: Any, stage: int, reduction: str) -> None:
+    ranks.run(by_closures, build, stage, reduction)
 
 
 # --- the same code on all ranks ---------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def _with_reduced_closure(model: Model, optimizer: torch.optim.Optimizer, args: 
     if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS):
         return None
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
-    if not callable(closure):
+    if not callable(closure) or hasattr(closure, "is_reduced"):  # an optimizer that another one wraps
         return None
 
     def reduced() -> Any:
@@ -176,6 +176,7 @@ def _with_reduced_closure(model: Model, optimizer: torch.optim.Optimizer, args: 
             return model.reduced(loss)
         return loss
 
+    reduced.is_reduced = True  # pyright: ignore[reportFunctionMemberAccess]
     return (args, {**kwargs, "closure": reduced}) if len(args) < 2 else ((args[0], reduced, *args[2:]), kwargs)
 
 
@@ -212,10 +213,10 @@ def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool 
     """
     optimizers = tuple(optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # Options that users add to groups or to the optimizer, such as `lr_scale`, count, too.
+    # Options that users add to groups or to the optimizer, such as `lr_scale`, count, too; integers may be ranks.
     options = [entry for group in groups for entry in group.items() if entry[0] != "params"]
     own = (entry for optimizer in optimizers for entry in vars(optimizer).items())
-    options += [(name, value) for name, value in own if isinstance(value, int | float) and name[0] != "_"]
+    options += [(name, value) for name, value in own if isinstance(value, float) and name[0] != "_"]
     found = ((name, _number(value)) for name, value in options if not of_tensors or isinstance(value, Tensor))
     return tuple((name, value) for name, value in found if all(isinstance(one, int | float) for one in _entries(value)))
 

@@ -479,7 +479,7 @@ class Setting:
 
 
 SETTINGS = [
-    Setting('mesh  = init_device_mesh("cpu", (2,)', _unsharded, _trained),
+    Setting("import torch, zgraph\nfrom torch.distributed.device_mesh import init_device_mesh", _unsharded, _trained),
     # getting-started.md
     Setting("import torch\nfrom torch import nn", dict, _stepped),
     Setting("model.eval()", None, _gathered),

@@ -6,6 +6,8 @@ import os
 import re
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,7 +147,54 @@ def _dtype_by_name() -> None:
     zgraph.shard(nn.Linear(2, 2), param_dtype="bfloat16")  # type: ignore[arg-type]
 
 
+def _stepped(lines: Callable[[Any, Any], object], stage: int = 3) -> None:
+    """A loop with these lines between backward and step."""
+    model: Any = zgraph.shard(nn.Linear(4, 4), zero_stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    lines(model, optimizer)
+    optimizer.step()
+
+
+def _with_a_criterion() -> None:
+    model, criterion = zgraph.shard(nn.Linear(4, 4)), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    criterion(model(torch.ones(2, 4))).sum().backward()
+    optimizer.step()
+
+
+def _all_in_a_window() -> None:
+    model = zgraph.shard(nn.Linear(4, 4), zero_stage=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zgraph.no_sync(model):
+        model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def _read_in_a_step() -> None:
+    model = zgraph.shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @zgraph.training_step(model, optimizer)
+    def step(x: Tensor) -> float:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    step(torch.ones(2, 4))
+
+
 SCENARIOS = {
+    "data": lambda: _stepped(lambda model, _: setattr(model.weight, "data", torch.ones(4, 4))),
+    "loss_reads": lambda: _stepped(lambda model, _: model(torch.ones(2, 4)).sum() + model.weight.norm()),
+    "reduces": lambda: _stepped(lambda model, _: dist.all_reduce(model.weight.grad)),
+    "own_number": lambda: _stepped(lambda model, _: model.weight.grad.div_(dist.get_rank() + 1)),
+    "plain_mask": lambda: _stepped(lambda model, _: model.weight.grad.mul_(torch.full((4, 4), 1.0 + dist.get_rank()))),
+    "alone": lambda: _stepped(lambda model, _: dist.get_rank() or model.weight.grad.norm().item()),
+    "crit": _with_a_criterion,
+    "window": _all_in_a_window,
+    "read_in_step": _read_in_a_step,
     "complex": _complex,
     "optimizer": _optimizer_before_shard,
     "optimizer_compiled": _optimizer_before_shard_compiled,
@@ -205,10 +254,25 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", EXPECTED)
 def test_the_message_says_what_was_found_and_what_to_do(ranks: Ranks, scenario: str) -> None:
     for text in ranks.run(message_of, scenario):
         assert re.search(EXPECTED[scenario], text, re.DOTALL), text
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
+SHOWN = re.findall(r"<!-- (\w+) -->\n\n```text\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_page_of_errors_has_twenty_of_them() -> None:
+    assert len({name for name, _ in SHOWN}) == len(SHOWN) == 20
+
+
+@pytest.mark.parametrize(("scenario", "shown"), SHOWN)
+def test_the_page_of_errors_has_the_text_that_is_raised(ranks: Ranks, scenario: str, shown: str) -> None:
+    expected = ".*".join(map(re.escape, shown.split("…")))
+    for text in ranks.run(message_of, scenario):
+        assert re.search(expected, text, re.DOTALL), text
 
 
 def test_an_option_error_is_a_value_error_whose_last_line_says_what_to_do() -> None:

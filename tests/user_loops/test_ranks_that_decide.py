@@ -249,6 +249,31 @@ def test_numbers_by_which_a_captured_step_changes_gradients(
         assert equal or ("by the numbers 3.0, 0.5" in text and "by the numbers 2.0, 0.5" in text), text
 
 
+def by_a_drawn_number(differ: bool) -> str:
+    model = zgraph.shard(net())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank() if differ else 0)
+
+    @zgraph.training_step(model, opt, options={"lowering": "fx"})
+    def step(x: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        drawn = torch.rand(())
+        for one in model.parameters():
+            one.grad.mul_(drawn)
+        opt.step()
+        return loss.detach()
+
+    return refusal(lambda: step(batch(0))) if differ else f"{step(batch(0)).item() > 0}"
+
+
+@pytest.mark.parametrize(("differ", "expected"), [(False, "True"), (True, "by the numbers")])
+def test_a_number_that_a_captured_step_draws_is_compared(ranks: Ranks, differ: bool, expected: str) -> None:
+    for text in ranks.run(by_a_drawn_number, differ):
+        assert expected in text, text
+
+
 # --- losses of closures -----------------------------------------------------------------------------------------------
 
 

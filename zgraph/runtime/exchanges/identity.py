@@ -127,7 +127,7 @@ class About(NamedTuple):
     def __str__(self) -> str:
         names = [name_of(handle) for handle in self.handles]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        options = ", ".join(f"{name}={value}" for name, value in self.options if value is not False)
         parameters = f" of {', '.join(names[:4])}{more}" if names else ""
         changes = self.exchanges.changes
         written = f" after {changes.last}" if changes.pending and changes.last and names else ""

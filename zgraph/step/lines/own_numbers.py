@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.graph import dataflow, meta, nodes
-from zgraph.torch_compat.operators import written_arguments
+from zgraph.torch_compat.operators import OpOverload, is_tagged_random, written_arguments
 
 aten = torch.ops.aten
 
@@ -36,6 +36,8 @@ def return_own_numbers(
     needed = dataflow.needed_for([*kept, *left], graph)
     for node in graph.nodes:
         inputs = [*node.all_input_nodes, *map(dataflow.below_views, node.all_input_nodes)]
+        if isinstance(node.target, OpOverload) and is_tagged_random(node.target):
+            own.add(node)
         if node.op == "placeholder" or not inputs:
             continue
         written = [dataflow.below_views(one) for one in written_arguments(node)]

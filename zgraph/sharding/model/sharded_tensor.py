@@ -192,6 +192,10 @@ COLLECTED = (
     "and weights are equal on all of them: delete the line. Of what is not, communicate parameter.full_tensor() or "
     "parameter.to_local()."
 )
+RESHAPED = (
+    "zgraph: {func} changes the shape of a sharded tensor in place; write view = view.t(), and the like, without the "
+    "underscore. Where torch calls it, as in torch.quantile(parameter, numbers), pass parameter.full_tensor()."
+)
 _READ_WHOLE = "A loss reads parameter.full_tensor(), whose gradient is averaged over the ranks."
 _OWN = frozenset({"viewed", "of_model", "of_parameter", "origin", "writes", "seen", "digest"})
 DTENSORS = frozenset({DTensor, Sharded})
@@ -416,10 +420,7 @@ def _write(
         return _write_to_plain(func, args, kwargs, sharded[0])
     target = written[0] if len(written) == 1 and any(one is written[0] for one in (*args, *kwargs.values())) else None
     if traits.reshapes and any(one.viewed is not None for one in written):
-        raise ZgraphError(
-            f"zgraph: {func} changes the shape of a view of a sharded tensor in place; write view = view.t(), and the "
-            "like, without the underscore."
-        )
+        raise ZgraphError(RESHAPED.format(func=func))
     if target is None and any(map(_is_copy, written)):
         raise ZgraphError(
             f"zgraph: {func} writes to several rows of a sharded tensor at once, of which it would have copies. Write "
@@ -441,6 +442,8 @@ def _write(
             # DTensor finds placements before it runs anything: nothing has been written yet.
             if isinstance(error, ZgraphError):
                 raise
+            if traits.reshapes:
+                raise ZgraphError(RESHAPED.format(func=func)) from error
             if target is not None:
                 return _write_to_whole(target, func, args, kwargs)
             if partial := [one for one in sharded if _is_partial(one)]:  # norms that are not added up yet

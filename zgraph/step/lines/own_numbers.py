@@ -37,7 +37,8 @@ def return_own_numbers(
     for node in graph.nodes:
         inputs = [*node.all_input_nodes, *map(dataflow.below_views, node.all_input_nodes)]
         if isinstance(node.target, OpOverload) and is_tagged_random(node.target):
-            own.add(node)
+            own.add(node)  # also of shards: those that all ranks are to have are exchanged next
+            continue
         if node.op == "placeholder" or not inputs:
             continue
         written = [dataflow.below_views(one) for one in written_arguments(node)]

@@ -344,6 +344,27 @@ def test_optimizers_step_by_the_loss_of_all_ranks(ranks: Ranks, build: Any, stag
     ranks.run(by_closures, build, stage, reduction)
 
 
+def scaled_in_a_closure(build: Callable[[Any], torch.optim.Optimizer], stage: int) -> str:
+    model = zgraph.shard(net(), zero_stage=stage)
+    opt = build(model.parameters())
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = backward(model, 0)
+        for one in model.parameters():
+            cast(Tensor, one.grad).div_(dist.get_rank() + 1)
+        return loss
+
+    return refusal(lambda: opt.step(cast(Any, closure)))
+
+
+@pytest.mark.parametrize(("build", "stage"), [(torch.optim.AdamW, 3), *slow((torch.optim.SGD, 0), (line_searched, 3))])
+def test_gradients_that_a_closure_changes_are_compared(ranks: Ranks, build: Any, stage: int) -> None:
+    """Lightning passes all of a step as a closure."""
+    for text in ranks.run(scaled_in_a_closure, build, stage):
+        assert "rank 0" in text and "rank 1" in text and "after its closure" in text, text
+
+
 # --- the same code on all ranks ---------------------------------------------------------------------------------------
 
 

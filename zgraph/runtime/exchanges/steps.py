@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -134,15 +134,17 @@ def guard_steps(scope: Guarded) -> None:
             return None
         stepping = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         alive.accumulation.check_step(stepping)
-        given = None
-        for model in alive.models:
-            if any(state.is_among(stepping) for state in model.states):
-                check_all_sharded(stepping.values())
-                number, text = members_of(optimizer)
-                model.end_step(numbers_of([optimizer]), stepping, state_of(optimizer), number, text)
-                model.changes.are_noted = False
-                given = given or _with_reduced_closure(model, optimizer, args, kwargs)
-        return given
+        models = [one for one in alive.models if any(state.is_among(stepping) for state in one.states)]
+        for model in models:
+            check_all_sharded(stepping.values())
+            number, text = members_of(optimizer)
+            model.end_step(numbers_of([optimizer]), stepping, state_of(optimizer), number, text)
+            model.changes.are_noted = False
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        if not models or not callable(closure):
+            return None
+        called = _compared(closure, optimizer, models, stepping, alive.accumulation)
+        return (args, {**kwargs, "closure": called}) if len(args) < 2 else ((args[0], called, *args[2:]), kwargs)
 
     def begin_anew(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = watched()
@@ -153,31 +155,38 @@ def guard_steps(scope: Guarded) -> None:
         weakref.finalize(scope, handle.remove)
 
 
-def _with_reduced_closure(model: Model, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Arguments of `step` whose closure returns the loss of all ranks, by which an optimizer may choose its step.
+def _compared(
+    closure: Callable[[], object],
+    optimizer: torch.optim.Optimizer,
+    models: Sequence[Model],
+    stepping: Mapping[int, Tensor],
+    accumulation: Accumulation,
+) -> Callable[[], object]:
+    """A closure for `optimizer.step` after which ranks compare the gradients that it has left.
 
-    Returns:
-        Positional arguments, the optimizer first, and named ones; None if they stay as they are: torch's optimizers
-        return the loss and do not read it, but for LBFGS.
+    It returns the loss of all ranks, by which an optimizer may choose its step, to LBFGS and to optimizers that are not
+    torch's. The others return the loss and do not read it.
     """
-    if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS):
-        return None
-    closure = kwargs.get("closure") if len(args) < 2 else args[1]
-    if not callable(closure) or hasattr(closure, "is_reduced"):  # an optimizer that another one wraps
-        return None
+    reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
+    reads = reads and not hasattr(closure, "is_compared")  # by an optimizer that wraps this one
 
-    def reduced() -> Any:
-        model.changes.are_noted = True
+    def called() -> object:
+        for model in models:
+            model.changes.are_noted = True
         try:
             loss = closure()
         finally:
-            model.changes.are_noted = False
-        if isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, DTensor):
-            return model.reduced(loss)
+            for model in models:
+                model.changes.are_noted = False
+        accumulation.check_step(stepping)
+        for model in models:
+            model.end_step(stepping=stepping, detail=", after its closure")
+        if reads and isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, DTensor):
+            return models[0].reduced(loss)
         return loss
 
-    reduced.is_reduced = True  # pyright: ignore[reportFunctionMemberAccess]
-    return (args, {**kwargs, "closure": reduced}) if len(args) < 2 else ((args[0], reduced, *args[2:]), kwargs)
+    called.is_compared = True  # pyright: ignore[reportFunctionMemberAccess]
+    return called
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:

@@ -54,9 +54,9 @@ class Changes:
         """Let the next exchanges compare a number, too, until the step ends."""
         self.pending = (self.pending + number) & _MASK
 
-    def begin_anew(self) -> None:
-        """Forget what only this rank may have done, after ranks have failed to agree."""
-        self.steps = self.pending = 0
+    def begin_anew(self, failures: int) -> None:
+        """Forget what only this rank may have done, after ranks have failed to agree, so many times by now."""
+        self.steps, self.pending = failures << 32, 0  # no number of a step from before
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
         """An operator has computed sharded tensors of arguments."""
@@ -125,7 +125,7 @@ def _change_of(tensor: Any, origin: int) -> int:
     found = getattr(whole, "digest", 0)
     if viewed is not None and viewed.number:
         return hash((found, origin_of(tensor)))
-    own = getattr(whole, "origin", origin)
+    own = getattr(whole, "origin", origin) or origin  # 0: made by zgraph itself, which moves state between places
     if own != origin:
         found = hash((found, own))
         whole.origin = origin

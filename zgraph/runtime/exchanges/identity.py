@@ -104,7 +104,7 @@ class Exchanges:
     def restart(self) -> None:
         """Begin anew after ranks have failed to agree, so that a loop which catches the error can go on."""
         self.failures, self.count = self.failures + 1, 0
-        self.changes.begin_anew()
+        self.changes.begin_anew(self.failures)
 
 
 class About(NamedTuple):

@@ -35,7 +35,7 @@ class TensorPlan(RankPlan):
 
 
 def loco(means_bits: int | None) -> Any:
-    """Rules, and gradients travel as codes of 4 bits; means in bf16, or as codes of so many bits."""
+    """Passes by rules, with gradients as 4-bit codes, and means in bf16 or as codes of `means_bits` bits."""
     from zgraph.passes import CompressGradients, LoCo, presets
 
     passes = presets.default(compression=LoCo())

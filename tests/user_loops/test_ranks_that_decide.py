@@ -411,7 +411,7 @@ def overflowed(stage: int, fused: bool) -> tuple[float, list[float]]:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("stage", [3, *slow(0)])
 def test_torchs_scaler_skips_a_step_on_all_ranks(ranks: Ranks, stage: int, fused: bool) -> None:
-    """Although the infinite element is in one rank's rows alone."""
+    """Only one rank has the infinite element."""
     for scale, steps in ranks.run(overflowed, stage, fused):
         assert scale == 512.0 and set(steps) <= {1.0}, (scale, steps)
 

@@ -73,7 +73,7 @@ class CostModel:
     def cost(self, node: fx.Node) -> NodeCost:
         """Cost of one node. Never raises: an unknown operator is estimated by its bytes.
 
-        A gather that a window keeps costs what its first run costs. Each node is costed alone, although fused kernels
+        A gather that a window keeps has the cost of its first run. Each node is costed alone, although fused kernels
         move fewer bytes.
         """
         if traits.is_free(node) and meta.lane(node) is None:

@@ -1,6 +1,6 @@
 """One file per rank, cut into slots: space is reserved when a tensor is made, and given back when it dies.
 
-One file, as one for each tensor would take two descriptors each, of which 1024 are the usual limit, and is no faster.
+One file per tensor would need two descriptors each, of which 1024 are the usual limit, and is no faster.
 Slots are multiples of 4 KiB; a freed one is used again for a tensor of its size.
 """
 

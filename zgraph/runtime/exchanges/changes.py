@@ -55,7 +55,7 @@ class Changes:
         self.pending = (self.pending + number) & _MASK
 
     def begin_anew(self, failures: int) -> None:
-        """Forget what only this rank may have done, after ranks have failed to agree, so many times by now."""
+        """Forget changes that other ranks may lack, after the given number of failed agreements."""
         self.steps, self.pending = failures << 32, 0  # no number of a step from before
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
@@ -180,7 +180,7 @@ def hash_of(numbers: Iterable[float]) -> int:
 
 
 def note_origin(sharded: DTensor, whole: Tensor) -> None:
-    """Say of which values a sharded tensor has this rank's part; all ranks must have the same."""
+    """Record a checksum of the whole tensor as the origin of its shard; it must be equal on all ranks."""
     sharded.origin = checksum([whole])  # pyright: ignore[reportAttributeAccessIssue]
 
 

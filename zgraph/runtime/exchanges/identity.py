@@ -44,7 +44,7 @@ class Exchanges:
         model: number of the call among those on that group; equal on all ranks, which shard in one order.
         failures: how often ranks have found that they do not exchange the same; all that do begin to count anew.
         count: exchanges since.
-        changes: what lines of the loop have done to weights and gradients since the last step.
+        changes: record of the loop's changes to weights and gradients since the last step.
     """
 
     group_name: str
@@ -69,13 +69,13 @@ class Exchanges:
         """Key of the next exchange, a hash of integers, which is the same in each process.
 
         Args:
-            number: of its parameter, of options, or 0.
+            number: hash of the parameter's name or of options; 0 for neither.
         """
         self.count += 1
         return hash((self.model, self.failures, self.count, number, self.changes.pending))
 
     def end_of_step(self, options: Options, number: int = 0, changes: int = 0, text: str = "") -> About:
-        """The exchange that ends a step, so that all ranks have had as many in it.
+        """The exchange that ends a step: every rank must have had the same number of exchanges in it.
 
         Args:
             options: (name, value) of numbers by which the optimizer steps, the same on all ranks.

@@ -40,7 +40,7 @@ class Model:
 
     @property
     def changes(self) -> Changes:
-        """What lines of the loop have done to weights and gradients since the last step."""
+        """Record of the loop's changes to weights and gradients since the last step."""
         return self.exchanges.changes
 
     def end_step(

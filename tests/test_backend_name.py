@@ -15,7 +15,7 @@ INSTALLED = """Metadata-Version: 2.1
 Name: zgraph
 Version: 9.9
 """
-ENTRY_POINTS = "[torch_dynamo_backends]\nzgraph = zgraph.backend:zgraph\n"
+ENTRY_POINTS = "[torch_dynamo_backends]\nzgraph = zgraph.driver.backend:zgraph\n"
 COMPILE = """
 model = torch.nn.Linear(4, 4)
 x = torch.ones(2, 4)

@@ -20,10 +20,10 @@ import zgraph
 from tests.support import torchrun
 from tests.support.tiers import long, slow
 from zgraph.analysis.hardware import Hardware
-from zgraph.command_line import commands
-from zgraph.plan_command import ByteSize
-from zgraph.reporting.commands.calibrate import table_of
-from zgraph.reporting.commands.terminal import print_tables
+from zgraph.cli.calibrate import table_of
+from zgraph.cli.commands import commands
+from zgraph.cli.plan import ByteSize
+from zgraph.cli.terminal import print_tables
 from zgraph.reporting.tables import Table, size
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,7 +107,7 @@ def test_help_lists_the_commands() -> None:
 def test_help_needs_no_torch(tmp_path: Path) -> None:
     """Which takes seconds to load."""
     program = (
-        "import sys, zgraph.command_line as line\n"
+        "import sys, zgraph.cli.commands as line\n"
         "try: line.commands(['--help'])\n"
         "except SystemExit as stopped: print(stopped.code, 'torch' in sys.modules, 'rich' in sys.modules)"
     )
@@ -324,7 +324,7 @@ def test_the_doctor_finds_this_machine_ready(folder: Path, measured: list[dict[s
     ("broken", "name", "advice"),
     [
         ("zgraph.torch_compat.inductor.cpp_compiler", "C++", "apt-get install g++"),
-        ("zgraph.reporting.commands.machine_checks.is_writable", "Inductor", "TORCHINDUCTOR_CACHE_DIR"),
+        ("zgraph.cli.machine_checks.is_writable", "Inductor", "TORCHINDUCTOR_CACHE_DIR"),
         ("torch.distributed.is_backend_available", "backends", "built with gloo"),
     ],
 )

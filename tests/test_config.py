@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zgraph.compiler.pipeline import Pipeline
-from zgraph.options import CompileOptions
+from zgraph.driver.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.reporting.summary import Report
 

@@ -254,8 +254,8 @@ def overwritten() -> int:
     """How many results and gradients of recorded steps a later step has changed."""
     setting = Setting(Lines, adamw_fused)
     script = Lines(setting)
-    options = zgraph.options.CompileOptions(lowering="fx")
-    step: Any = zgraph.whole_step.TrainingStep(script.step, script.model, [script.opt], options, 8, Tape())
+    options = zgraph.driver.options.CompileOptions(lowering="fx")
+    step: Any = zgraph.step.training_step.TrainingStep(script.step, script.model, [script.opt], options, 8, Tape())
     held: list[tuple[Tensor, Tensor]] = []
     for number in range(STEPS):
         found = [step(*script.arguments(number))["loss"]]
@@ -273,8 +273,8 @@ def measured() -> list[str]:
     """What was asked of the recorder while a step was measured."""
     setting, tape = Setting(Lines, adamw_fused), Tape()
     script = Lines(setting)
-    options = zgraph.options.CompileOptions(lowering="fx")
-    step: Any = zgraph.whole_step.TrainingStep(script.step, script.model, [script.opt], options, 8, tape)
+    options = zgraph.driver.options.CompileOptions(lowering="fx")
+    step: Any = zgraph.step.training_step.TrainingStep(script.step, script.model, [script.opt], options, 8, tape)
     for number in range(STEPS):
         step(*script.arguments(number))
     tape.calls.clear()

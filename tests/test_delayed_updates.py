@@ -24,7 +24,7 @@ from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
 from tests.support.whole_tensors import whole
 from zgraph.optimizers.pending_gradients import GRADIENT, SKIP, apply_pending, has_pending
 from zgraph.runtime.offload.copy_lanes import ThreadLanes
-from zgraph.whole_step import TrainingStep
+from zgraph.step.training_step import TrainingStep
 
 P = zgraph.passes
 STEPS = 5

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch, zgraph, zgraph.passes, zgraph.codegen
 
-assert [e.value for e in entry_points(group="torch_dynamo_backends", name="zgraph")] == ["zgraph.backend:zgraph"]
+assert [e.value for e in entry_points(group="torch_dynamo_backends", name="zgraph")] == ["zgraph.driver.backend:zgraph"]
 for name in ("passes", "codegen"):
     assert importlib.util.find_spec(name) is None, f"a global package {name} was installed"
 assert (Path(zgraph.__file__).parent / "py.typed").is_file()

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from zgraph.scheduling.cluster.keep_gathered import (
+from zgraph.planner.schedules.keep_gathered import (
     beside_rest,
     first_fit,
     keep_within,
@@ -22,8 +22,7 @@ from zgraph.scheduling.cluster.keep_gathered import (
     most_kept,
     next_room,
 )
-from zgraph.scheduling.cluster.pipeline_run import PipelineRun, SplitCost, StageCost, simulate_pipeline
-from zgraph.scheduling.cluster.schedule_order import (
+from zgraph.planner.schedules.order import (
     SCHEDULES,
     SPLITTING,
     Action,
@@ -32,6 +31,7 @@ from zgraph.scheduling.cluster.schedule_order import (
     schedules_for,
     why_not,
 )
+from zgraph.planner.schedules.pipeline_run import PipelineRun, SplitCost, StageCost, simulate_pipeline
 from zgraph.torch_compat.groups import stages_hold_messages
 
 SHAPES = [

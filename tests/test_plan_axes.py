@@ -21,7 +21,7 @@ from tests.support import tensor_parallel as tp
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, worlds
 from zgraph.analysis.hardware import Link
-from zgraph.reporting.export.planned_step import Plan
+from zgraph.planner.planned_step import Plan
 
 CPU = zgraph.Hardware.preset("cpu")
 SPLITS: dict[str, Any] = {"llama": tp.split_llama, "sequence": tp.split_sequence}

@@ -16,7 +16,7 @@ from tests.support.ranks import Ranks, worlds
 from tests.support.tiers import slow
 from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.passes import presets
-from zgraph.reporting.export.planned_step import Plan
+from zgraph.planner.planned_step import Plan
 
 WIDTH, LAYERS = 64, 4
 PARAMETER_BYTES = LAYERS * WIDTH * WIDTH * 4

@@ -18,7 +18,7 @@ from zgraph.analysis.cuda_workspace import COMMUNICATOR_BYTES
 from zgraph.graph import nodes
 from zgraph.graph.lanes import Lane
 from zgraph.passes import BucketCollectives, presets
-from zgraph.reporting.export.planned_step import Plan
+from zgraph.planner.planned_step import Plan
 from zgraph.reporting.tables import size
 
 WIDTH, LAYERS = 64, 6

@@ -27,7 +27,6 @@ ROOMS = (
     "zgraph.analysis",
     "zgraph.scheduling",
     "zgraph.scheduling.lifetimes",
-    "zgraph.scheduling.cluster",
     "zgraph.sharding.meshes",
     "zgraph.sharding.resting",
     "zgraph.sharding.model",
@@ -36,15 +35,11 @@ ROOMS = (
     "zgraph.optimizers",
     "zgraph.checkpoint",
     "zgraph.compiler",
-    "zgraph.step.outside",
-    "zgraph.step.lines",
-    "zgraph.step",
     "zgraph.reporting.data",
     "zgraph.reporting",
     "zgraph.reporting.metrics",
     "zgraph.reporting.page",
     "zgraph.reporting.export",
-    "zgraph.reporting.commands",
     "zgraph.passes.common",
     "zgraph.passes.compute",
     "zgraph.passes.memory",
@@ -54,7 +49,15 @@ ROOMS = (
     "zgraph.codegen.kernels.triton",
     "zgraph.codegen.kernels.cpu",
     "zgraph.codegen",
-    "zgraph",  # the package itself, its options, its backend and its planner: the doors
+    "zgraph.driver",
+    "zgraph.step.outside",
+    "zgraph.step.lines",
+    "zgraph.step.capture",
+    "zgraph.step",
+    "zgraph.planner.schedules",
+    "zgraph.planner",
+    "zgraph.cli",
+    "zgraph",  # the package itself: the doors
 )
 # Rooms side by side, of which neither knows the other, whatever their order above.
 APART = (
@@ -219,7 +222,7 @@ def test_imports_go_one_way() -> None:
 def test_rooms_stay_small() -> None:
     files = Counter(room_of(module_of(name)) for name in FILES if not name.endswith("__init__.py"))
     assert {room: count for room, count in files.items() if count > MOST_FILES} == {}
-    assert len([room for room in ROOMS if (ROOT / room.replace(".", "/")).is_dir() and room.count(".") == 1]) <= 15
+    assert len([room for room in ROOMS if (ROOT / room.replace(".", "/")).is_dir() and room.count(".") == 1]) <= 20
 
 
 def test_private_torch_names_stay_in_torch_compat() -> None:
@@ -296,13 +299,13 @@ def test_the_package_says_where_its_names_are() -> None:
         ),
         (wrong_imports, "zgraph/torch_compat/aot.py", "from zgraph.graph import meta"),
         (wrong_imports, "zgraph/torch_compat/aot.py", "from ..graph import meta"),
-        (wrong_imports, "zgraph/backend.py", "from passes import presets"),
+        (wrong_imports, "zgraph/driver/backend.py", "from passes import presets"),
         (wrong_imports, "passes/sink_waits.py", "from zgraph.codegen.lower_fx import lower_fx"),
         (wrong_imports, "passes/sink_waits.py", "from ..codegen import lower_fx"),
         (wrong_imports, "passes/sink_waits.py", "from zgraph import backend"),
         (wrong_imports, "passes/common/bucket_costs.py", "from zgraph.passes.sink_waits import SinkWaits"),
         (wrong_imports, "codegen/lower_fx.py", "import zgraph.passes"),
-        (wrong_imports, "codegen/lower_fx.py", "from zgraph.backend import zgraph"),
+        (wrong_imports, "codegen/lower_fx.py", "from zgraph.driver.backend import zgraph"),
         (wrong_imports, "codegen/kernels/cpu/blocks.py", "from zgraph.codegen.kernels.triton import tables"),
         (private_torch_names, "zgraph/graph/meta.py", "from torch._guards import detect_fake_mode"),
         (
@@ -338,7 +341,7 @@ def test_each_rule_finds_what_breaks_it(rule: Callable[[str, str], list[str]], n
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (wrong_imports, "zgraph/backend.py", "from zgraph.passes import presets"),
+        (wrong_imports, "zgraph/driver/backend.py", "from zgraph.passes import presets"),
         (wrong_imports, "passes/presets.py", "from zgraph.passes.sink_waits import SinkWaits"),
         (wrong_imports, "passes/presets.py", "from .sink_waits import SinkWaits"),
         (wrong_imports, "zgraph/graph/meta.py", "from zgraph.torch_compat.fake_values import fake_mode_of"),

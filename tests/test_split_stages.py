@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zgraph
 from tests.support.graphs import fake_world
-from zgraph.scheduling.cluster import split_stages as module
-from zgraph.scheduling.cluster.split_stages import even_cuts
+from zgraph.planner import split_stages as module
+from zgraph.planner.split_stages import even_cuts
 
 # Only arithmetic takes time on it: 2 flops for each weight and row in forward, 4 in backward.
 ARITHMETIC = replace(zgraph.Hardware.preset("cpu"), launch_us=0.0, memory_bytes_per_us=1e18)

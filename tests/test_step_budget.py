@@ -29,8 +29,8 @@ from zgraph.passes.common.repeat_gathers import repeat_gathers
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
 from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing
-from zgraph.step.capture import capture
-from zgraph.step.lifted import Lifted
+from zgraph.step.capture.capture import capture
+from zgraph.step.capture.lifted import Lifted
 
 STEPS = 3
 PLENTY = 10**9

@@ -14,10 +14,10 @@ from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_loops import Loop, batch, verdicts
 from tests.support.tiers import long, slow
+from zgraph.step.capture.lifted import Lifted
+from zgraph.step.capture.stand_ins import WINDOW
 from zgraph.step.judge import Before
-from zgraph.step.lifted import Lifted
 from zgraph.step.outside.variables import Outside
-from zgraph.step.stand_ins import WINDOW
 
 P = zgraph.passes
 

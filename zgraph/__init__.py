@@ -41,20 +41,20 @@ if TYPE_CHECKING:
     from zgraph.optimizers.local_step import step_on_shards
     from zgraph.optimizers.loss_scale import reset_error_feedback, set_loss_scale
     from zgraph.optimizers.replicas import Replicas
-    from zgraph.planning import plan
+    from zgraph.planner.plan import plan
+    from zgraph.planner.split_stages import split_stages
     from zgraph.reporting.export.folder import report
     from zgraph.reporting.metrics.metrics import Metrics
     from zgraph.reporting.network import graph_of
     from zgraph.reporting.of_model import explain, measure, summary
     from zgraph.reporting.summary import Report
-    from zgraph.scheduling.cluster.split_stages import split_stages
     from zgraph.sharding.materialize import materialize
     from zgraph.sharding.no_sync import no_sync
     from zgraph.sharding.pipeline.stage import PipelineStage
     from zgraph.sharding.resting.offload import Offload
     from zgraph.sharding.shard import shard
     from zgraph.sharding.state_dict import full_state_dict
-    from zgraph.whole_step import training_step
+    from zgraph.step.training_step import training_step
 
 
 class _Checkout(Distribution):
@@ -64,7 +64,7 @@ class _Checkout(Distribution):
         if filename == "METADATA":
             return "Metadata-Version: 2.1\nName: zgraph\nVersion: 0\n"
         if filename == "entry_points.txt":
-            return "[torch_dynamo_backends]\nzgraph = zgraph.backend:zgraph\n"
+            return "[torch_dynamo_backends]\nzgraph = zgraph.driver.backend:zgraph\n"
         return None
 
     def locate_file(self, path: Any) -> Path:
@@ -91,7 +91,7 @@ sys.meta_path.append(_CheckoutFinder())
 # Where torch is loaded already, an unsupported one is refused here, and a Dynamo that has looked for backends is told
 # of this one; else by the first name that is asked for. `zgraph --help` needs no torch, which takes seconds to load.
 if sys.modules.get("torch") is not None:
-    importlib.import_module("zgraph.torch_compat.dynamo").register_late("zgraph", "zgraph.backend")
+    importlib.import_module("zgraph.torch_compat.dynamo").register_late("zgraph", "zgraph.driver.backend")
 
 # Where each public name lives. It is imported when it is first asked for: DTensor and Dynamo take seconds to load.
 _HOMES = MappingProxyType(
@@ -130,16 +130,16 @@ _HOMES = MappingProxyType(
         "materialize": "zgraph.sharding.materialize",
         "measure": "zgraph.reporting.of_model",
         "no_sync": "zgraph.sharding.no_sync",
-        "plan": "zgraph.planning",
+        "plan": "zgraph.planner.plan",
         "report": "zgraph.reporting.export.folder",
         "runtime_state": "zgraph.checkpoint",
         "save_checkpoint": "zgraph.checkpoint",
         "set_loss_scale": "zgraph.optimizers.loss_scale",
         "shard": "zgraph.sharding.shard",
-        "split_stages": "zgraph.scheduling.cluster.split_stages",
+        "split_stages": "zgraph.planner.split_stages",
         "step_on_shards": "zgraph.optimizers.local_step",
         "summary": "zgraph.reporting.of_model",
-        "training_step": "zgraph.whole_step",
+        "training_step": "zgraph.step.training_step",
     }
 )
 _MODULES = ("metrics", "passes")

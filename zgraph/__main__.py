@@ -15,7 +15,7 @@ def run() -> None:
     if missing:
         print(f"zgraph: the command line needs {' and '.join(missing)}; pip install 'zgraph[cli]'.", file=sys.stderr)
         sys.exit(2)
-    from zgraph.command_line import commands
+    from zgraph.cli.commands import commands
 
     _keep_output_apart()
     commands(prog_name="zgraph")

@@ -26,7 +26,7 @@ from zgraph.graph import meta
 from zgraph.graph.text import graph_text
 from zgraph.passes import StreamStates, presets
 from zgraph.passes.memory.updates_at_rest import Outcome, choose_updates, predicted
-from zgraph.reporting.export.planned_step import Plan
+from zgraph.planner.planned_step import Plan
 from zgraph.torch_compat.operators import is_fused_update
 
 H100 = zgraph.Hardware.preset("h100")

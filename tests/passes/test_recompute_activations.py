@@ -18,8 +18,8 @@ from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import dataflow, meta, nodes
 from zgraph.passes import DedupeGathers, RecomputeActivations
 from zgraph.passes.common.repeat_gathers import repeat_gathers
-from zgraph.step.capture import capture
-from zgraph.step.lifted import Lifted
+from zgraph.step.capture.capture import capture
+from zgraph.step.capture.lifted import Lifted
 from zgraph.torch_compat.fake_values import fake_storage_key
 
 PASS = RecomputeActivations(least_bytes=0)

@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import zgraph
-from zgraph.command_line import commands
+from zgraph.cli.commands import commands
+from zgraph.cli.compare import CAPTURED, Change, compare, compare_passes, lines_between
 from zgraph.passes import BucketCollectives, presets
-from zgraph.reporting.commands.compare import CAPTURED, Change, compare, compare_passes, lines_between
-from zgraph.reporting.export.planned_step import Plan
+from zgraph.planner.planned_step import Plan
 from zgraph.reporting.export.reading import load
 from zgraph.reporting.page.write_page import page_text
 

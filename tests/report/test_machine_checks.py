@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zgraph.reporting.commands import machine_checks, network_interface
+from zgraph.cli import machine_checks, network_interface
 
 
 def test_a_folder_that_is_not_there_is_writable_where_it_can_be_made(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import zgraph
 from tests.support.browser import chromium, opened, rows_of
 from tests.support.pipelines import KEEPS, MICRO_BATCHES, kept_by, plan_within
 from tests.support.reports import large_report
-from zgraph.reporting.export.planned_step import Plan
+from zgraph.planner.planned_step import Plan
+from zgraph.planner.schedules.pipeline_plan import PipelinePlan
 from zgraph.reporting.export.reading import load
 from zgraph.reporting.page.write_page import write_page
-from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan
 
 SCHEDULE = "1F1B"
 

@@ -27,7 +27,7 @@ from tests.support import experts, models
 from tests.support.graphs import fake_world
 from tests.support.resting import check_rests
 from tests.support.tensor_parallel import Mlp, features
-from zgraph.plan_command import call
+from zgraph.cli.plan import call
 from zgraph.torch_compat.fake_values import fake_mode
 
 ROOT = Path(__file__).resolve().parents[2]

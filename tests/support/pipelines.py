@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.support.memory.allocations import Count, counted, steady_rise
 from zgraph.passes import presets
-from zgraph.reporting.export.planned_step import Plan
-from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan
+from zgraph.planner.planned_step import Plan
+from zgraph.planner.schedules.pipeline_plan import PipelinePlan
 from zgraph.torch_compat.groups import stages_hold_messages
 
 WIDTH, ROWS, MICRO_BATCHES = 64, 32, 4  # divides by the ranks, so that no padding is sent

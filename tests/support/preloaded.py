@@ -9,7 +9,7 @@ import torch
 import torch._inductor.lowering  # what a backward imports beside what a forward does
 from torch import nn
 
-import zgraph.backend  # noqa: F401
+import zgraph.driver.backend  # noqa: F401
 from tests.support.compiled import with_fx
 
 torch.set_num_threads(1)  # a process must not fork with a pool of threads

@@ -15,8 +15,8 @@ from tests.support.combinations import off
 from tests.support.resting import check_rests
 from tests.support.whole_tensors import whole
 from zgraph.codegen.cuda_graph import Recorder
-from zgraph.options import CompileOptions
-from zgraph.whole_step import TrainingStep
+from zgraph.driver.options import CompileOptions
+from zgraph.step.training_step import TrainingStep
 
 P = zgraph.passes
 LR = 0.05

@@ -11,10 +11,11 @@ from torch import Tensor, nn, optim
 
 from zgraph.optimizers import pending_gradients, rounded_adam
 from zgraph.runtime.exchanges.steps import check_all_sharded
-from zgraph.step import guards, parameter_hooks
-from zgraph.step.lifted import Lifted, StateLayout
+from zgraph.step import guards
+from zgraph.step.capture import parameter_hooks
+from zgraph.step.capture.lifted import Lifted, StateLayout
+from zgraph.step.capture.option_inputs import OptionInputs
 from zgraph.step.lines.refusals import check_optimizer
-from zgraph.step.option_inputs import OptionInputs
 from zgraph.step.outside.variables import Outside
 from zgraph.torch_compat.dtensor import requires_grad_of
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zgraph.errors import ZgraphError
-from zgraph.step.capture import Captured
-from zgraph.step.option_inputs import OptionInputs
+from zgraph.step.capture.capture import Captured
+from zgraph.step.capture.option_inputs import OptionInputs
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
 

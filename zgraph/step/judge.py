@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.shared_rng import random_state, set_random_state
-from zgraph.step.lifted import Lifted, local
+from zgraph.step.capture.lifted import Lifted, local
+from zgraph.step.capture.stand_ins import WINDOW
 from zgraph.step.outside.variables import Outside
-from zgraph.step.stand_ins import WINDOW
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.modules import local_buffers, replace_parameter, tree_leaves_with_paths
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.optimizers import pending_gradients
 from zgraph.sharding.model.sharded_tensor import sharded_like
-from zgraph.step.capture import Captured
-from zgraph.step.lifted import Lifted, local
+from zgraph.step.capture.capture import Captured
+from zgraph.step.capture.lifted import Lifted, local
 from zgraph.torch_compat.modules import note_step, tree_unflatten
 
 

@@ -19,21 +19,21 @@ import zgraph
 from tests.support.cuda import triton_driver
 from tests.support.cuda.tracing import compile_only
 from zgraph.analysis.liveness import memory_curve
-from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.agreement import places_of_updates
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import ledger_of
+from zgraph.driver.compile_frame import FrameCompiler
+from zgraph.driver.options import CompileOptions
 from zgraph.graph import meta, nodes
 from zgraph.graph.lanes import DISK
-from zgraph.options import CompileOptions
 from zgraph.passes import presets
-from zgraph.plan_whole_step import plan_whole_step
+from zgraph.planner.whole_step import plan_whole_step
 from zgraph.runtime.offload.copy_lanes import StreamLanes
 from zgraph.sharding.scope import state_of
-from zgraph.step.capture import capture
-from zgraph.step.lifted import Lifted
+from zgraph.step.capture.capture import capture
+from zgraph.step.capture.lifted import Lifted
 from zgraph.torch_compat.aot import boxed
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_mode

@@ -21,12 +21,12 @@ from tests.support.cuda import triton_driver
 from tests.support.cuda.llama import Llama, Shape
 from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.islands import Island
-from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.graph_pass import Direction, GraphPass
+from zgraph.driver.compile_frame import FrameCompiler
+from zgraph.driver.options import CompileOptions
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.traffic import transfers
-from zgraph.options import CompileOptions
 from zgraph.torch_compat.aot import boxed, rng_state_operators
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from zgraph.scheduling.cluster.keep_gathered import first_fit
 from zgraph.sharding.scope import ShardedParam, scope_behind
 
 
@@ -18,6 +17,23 @@ def gathered_bytes(param: ShardedParam) -> int:
     """Bytes of a parameter, gathered, with its padding."""
     layout = param.spec.layout
     return layout.padded_rows * math.prod(layout.shape[1:]) * param.spec.gather_dtype.itemsize
+
+
+def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
+    """Positions of what is kept: in order, each that still has room.
+
+    More room keeps as many bytes or more, though not always the same ones.
+
+    Args:
+        sizes: of each.
+        room_bytes: for all together.
+    """
+    kept: list[int] = []
+    for place, size in enumerate(sizes):
+        if size <= room_bytes:
+            kept.append(place)
+            room_bytes -= size
+    return kept
 
 
 def keep_gathered(params: Iterable[ShardedParam], most_bytes: float) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zgraph.reporting.commands.ranks import launched_ranks, rank_of_launch
-from zgraph.reporting.commands.terminal import json_option, print_tables, working
+from zgraph.cli.ranks import launched_ranks, rank_of_launch
+from zgraph.cli.terminal import json_option, print_tables, working
 from zgraph.reporting.tables import Table, duration, rate, size
 
 if TYPE_CHECKING:

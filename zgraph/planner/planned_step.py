@@ -11,13 +11,13 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SpaceUse
-from zgraph.compiler.plan_memory import what_would_fit
+from zgraph.planner.memory import what_would_fit
+from zgraph.planner.planned_pipeline import pipeline_document, pipeline_lines, pipeline_tables
+from zgraph.planner.schedules.axes import Axes, AxisTraffic
+from zgraph.planner.schedules.pipeline_plan import PipelinePlan
 from zgraph.reporting.export.folder import write_pipeline, write_report
-from zgraph.reporting.planned_pipeline import pipeline_document, pipeline_lines, pipeline_tables
 from zgraph.reporting.summary import Report
 from zgraph.reporting.tables import Table, as_html, duration, size
-from zgraph.scheduling.cluster.axes import Axes, AxisTraffic
-from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan
 from zgraph.scheduling.timeline import Timeline
 
 GIB = 2**30

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zgraph.cli.report import rebuild
+from zgraph.cli.terminal import UserError, json_option, print_json, print_tables, working
 from zgraph.errors import ZgraphError
-from zgraph.reporting.commands.report import rebuild
-from zgraph.reporting.commands.terminal import UserError, json_option, print_json, print_tables, working
 
 if TYPE_CHECKING:
     from zgraph.analysis.hardware import Hardware
-    from zgraph.reporting.export.planned_step import Plan
+    from zgraph.planner.planned_step import Plan
 
 Step = tuple[Any, tuple[Any, ...]]  # a model, and the arguments of one rank's forward
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)?", re.IGNORECASE)
@@ -141,12 +141,16 @@ def _planned(
 ) -> Plan:
     import torch
 
-    import zgraph
+    from zgraph.compiler.pipeline import Pipeline
+    from zgraph.compiler.target import Target
+    from zgraph.passes import presets
+    from zgraph.planner.plan import plan
+    from zgraph.sharding.shard import shard
 
     pipeline = None
     if budget is not None:
-        target = zgraph.Target(hardware=machine, budget_bytes=budget)
-        pipeline = zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
+        target = Target(hardware=machine, budget_bytes=budget)
+        pipeline = Pipeline(presets.planned(), target=target)
     dtype = getattr(torch, param_dtype) if param_dtype else None
     made: list[Step] = []  # by the model's turn, for that of the batch
 
@@ -155,11 +159,11 @@ def _planned(
         return made[0][0]
 
     try:
-        return zgraph.plan(
+        return plan(
             make_model,
             **cluster,
             batch=lambda: made[0][1],
-            shard_fn=functools.partial(zgraph.shard, zero_stage=zero_stage, param_dtype=dtype),
+            shard_fn=functools.partial(shard, zero_stage=zero_stage, param_dtype=dtype),
             hardware=machine,
             pipeline=pipeline,
             optimizer_fn=None if optimizer is None else optimizer_named(optimizer),

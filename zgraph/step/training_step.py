@@ -17,26 +17,27 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.codegen.cuda_graph import CudaGraphs, RecordedSteps, Recorder
-from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.compiler.pipeline import Pipeline
+from zgraph.driver.compile_frame import FrameCompiler
+from zgraph.driver.options import CompileOptions
 from zgraph.errors import ZgraphError
 from zgraph.optimizers import pending_gradients, rounded_adam
-from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.runtime.exchanges.changes import hash_of
 from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter
 from zgraph.runtime.offload.copy_lanes import lanes_of
-from zgraph.step import guards, parameter_hooks
-from zgraph.step.capture import capture
+from zgraph.step import guards
+from zgraph.step.capture import parameter_hooks
+from zgraph.step.capture.capture import capture
+from zgraph.step.capture.lifted import Lifted, local, name_part
+from zgraph.step.capture.option_inputs import OptionInputs
 from zgraph.step.current import Current
 from zgraph.step.judge import FIRST_CALLS, After, Before, tell
-from zgraph.step.lifted import Lifted, local, name_part
 from zgraph.step.lines.refusals import check_function, check_optimizer
-from zgraph.step.option_inputs import OptionInputs
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
 from zgraph.step.results import check_gradients, hand_back

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, fx, nn, optim
 
-from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
+from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
 from zgraph.optimizers.rounded_adam import check_rounded
 from zgraph.sharding.resting.memory import Resting
-from zgraph.step.capture import Captured, capture
-from zgraph.step.lifted import Lifted
+from zgraph.step.capture.capture import Captured, capture
+from zgraph.step.capture.lifted import Lifted
 from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.torch_compat.dtensor import dtensor_like
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zgraph.scheduling.cluster.schedule_order import SPLITTING, Action, order_of, ranks_of
+from zgraph.planner.schedules.order import SPLITTING, Action, order_of, ranks_of
 from zgraph.torch_compat.groups import stages_hold_messages
 
 

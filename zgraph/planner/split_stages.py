@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.cost import CostModel
 from zgraph.analysis.hardware import Hardware
-from zgraph.scheduling.cluster.layer_time import layer_time, likeness
+from zgraph.planner.schedules.layer_time import layer_time, likeness
 from zgraph.torch_compat.fake_values import fake_mode, fake_mode_of, fake_on_cpu
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import click
 
+from zgraph.cli.calibrate import calibrate
+from zgraph.cli.diff import diff
+from zgraph.cli.doctor import doctor
+from zgraph.cli.plan import plan
+from zgraph.cli.report import report
 from zgraph.errors import ZgraphError
-from zgraph.plan_command import plan
-from zgraph.reporting.commands.calibrate import calibrate
-from zgraph.reporting.commands.diff import diff
-from zgraph.reporting.commands.doctor import doctor
-from zgraph.reporting.commands.report import report
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
 

@@ -5,25 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from zgraph.scheduling.cluster.pipeline_run import StageCost, rank_memory
-from zgraph.scheduling.cluster.schedule_order import ranks_of
-
-
-def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
-    """Positions of what is kept: in order, each that still has room.
-
-    More room keeps as many bytes or more, though not always the same ones.
-
-    Args:
-        sizes: of each.
-        room_bytes: for all together.
-    """
-    kept: list[int] = []
-    for place, size in enumerate(sizes):
-        if size <= room_bytes:
-            kept.append(place)
-            room_bytes -= size
-    return kept
+from zgraph.planner.schedules.order import ranks_of
+from zgraph.planner.schedules.pipeline_run import StageCost, rank_memory
+from zgraph.sharding.pipeline.kept_parameters import first_fit
 
 
 def kept_bytes(sizes: Sequence[int], room_bytes: float) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from zgraph.cli.terminal import UserError, json_option, print_json, print_tables, working
 from zgraph.errors import ZgraphError
-from zgraph.reporting.commands.terminal import UserError, json_option, print_json, print_tables, working
 from zgraph.reporting.tables import Table, size
 
 

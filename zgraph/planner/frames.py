@@ -14,18 +14,18 @@ from zgraph.analysis.cost import FREE, CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import Allocator, MemoryCurve, memory_curve, step_curve
 from zgraph.analysis.workspace import remaining_bytes
-from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, Variant
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.pipeline import Pipeline
+from zgraph.driver.compile_frame import FrameCompiler
+from zgraph.driver.options import CompileOptions
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.split_graph import early_first, split_graph
 from zgraph.graph.traffic import Transfer, transfers_of
-from zgraph.options import CompileOptions
-from zgraph.reporting.export.planned_step import PlannedGraph
+from zgraph.planner.planned_step import PlannedGraph
+from zgraph.planner.schedules.axes import Axes, traffic_of
 from zgraph.reporting.summary import Report
-from zgraph.scheduling.cluster.axes import Axes, traffic_of
 from zgraph.scheduling.simulate import simulate
 
 Graphs = dict[Direction, PlannedGraph]

@@ -15,18 +15,18 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SPACES, SpaceUse
-from zgraph.compiler.plan_memory import plan_ledger, rest_on_paper
 from zgraph.errors import BudgetError, ZgraphError
-from zgraph.plan_frames import FramePlanner, PlannedFrame, peak_of
-from zgraph.reporting.export.planned_step import PlannedGraph
+from zgraph.planner.frames import FramePlanner, PlannedFrame, peak_of
+from zgraph.planner.memory import plan_ledger, rest_on_paper
+from zgraph.planner.planned_step import PlannedGraph
+from zgraph.planner.schedules.axes import PIPELINE, Axes, AxisTraffic
+from zgraph.planner.schedules.keep_gathered import keep_within
+from zgraph.planner.schedules.layer_time import likeness
+from zgraph.planner.schedules.pipeline_plan import PipelinePlan, PlannedStage, added, check_schedule
+from zgraph.planner.schedules.pipeline_run import SplitCost, StageCost
+from zgraph.planner.split_stages import split_stages
 from zgraph.reporting.summary import Report
 from zgraph.runtime.window_state import CLOSING, OPEN
-from zgraph.scheduling.cluster.axes import PIPELINE, Axes, AxisTraffic
-from zgraph.scheduling.cluster.keep_gathered import keep_within
-from zgraph.scheduling.cluster.layer_time import likeness
-from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan, PlannedStage, added, check_schedule
-from zgraph.scheduling.cluster.pipeline_run import SplitCost, StageCost
-from zgraph.scheduling.cluster.split_stages import split_stages
 from zgraph.sharding.pipeline.kept_parameters import gathered_bytes, keep_gathered, may_be_kept
 from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of

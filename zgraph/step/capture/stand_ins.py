@@ -15,11 +15,11 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import Accumulation
 from zgraph.sharding.scope import ShardedParam
 from zgraph.sharding.whole_read import carry_read
-from zgraph.step.lifted import Held, Lifted
+from zgraph.step.capture.lifted import Held, Lifted
+from zgraph.step.capture.parameter_hooks import CarriedHooks
+from zgraph.step.capture.traced_optimizer import TracedOptimizer
 from zgraph.step.lines.refusals import refusal
 from zgraph.step.lines.watch import Watch
-from zgraph.step.parameter_hooks import CarriedHooks
-from zgraph.step.traced_optimizer import TracedOptimizer
 from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 

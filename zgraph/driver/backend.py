@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.compile_frame import FrameCompiler
 from zgraph.compiler.frame import Frame
-from zgraph.options import CompileOptions
+from zgraph.driver.compile_frame import FrameCompiler
+from zgraph.driver.options import CompileOptions
 from zgraph.sharding.written_in_graphs import refuse_written_weights, watch_outputs
 from zgraph.torch_compat.dynamo import raise_through_dynamo
 
@@ -26,7 +26,7 @@ def zgraph(
     Args:
         gm: one frame's graph.
         example_inputs: its inputs in the call that is being compiled.
-        options: see `zgraph.options.CompileOptions`.
+        options: see `zgraph.driver.options.CompileOptions`.
         mode: of torch.compile; Inductor's presets, which zgraph does not have.
 
     Raises:

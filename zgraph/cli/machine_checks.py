@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zgraph.reporting.commands.network_interface import Interface, gloo_interface
+from zgraph.cli.network_interface import Interface, gloo_interface
 from zgraph.reporting.tables import size
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from zgraph.cli.terminal import UserError, json_option, print_json, print_tables, working
 from zgraph.errors import ZgraphError
-from zgraph.reporting.commands.terminal import UserError, json_option, print_json, print_tables, working
 
 if TYPE_CHECKING:
-    from zgraph.reporting.commands.compare import Change
+    from zgraph.cli.compare import Change
     from zgraph.reporting.export.report_json import Document
 
 
@@ -33,7 +33,7 @@ def diff(reports: tuple[Path, ...], passes: tuple[str, str] | None, as_json: boo
     if as_json:
         print_json({"changes": [change.as_json() for change in changes], **({"lines": lines} if passes else {})})
         return
-    from zgraph.reporting.commands.compare import tables_of
+    from zgraph.cli.compare import tables_of
 
     first, second = passes or _names(*reports)
     print_tables(tables_of(changes, first, second))
@@ -44,13 +44,13 @@ def diff(reports: tuple[Path, ...], passes: tuple[str, str] | None, as_json: boo
 
 
 def _between_reports(first: Path, second: Path) -> list[Change]:
-    from zgraph.reporting.commands.compare import compare
+    from zgraph.cli.compare import compare
 
     return compare(_loaded(first), _loaded(second))
 
 
 def _between_passes(path: Path, first: str, second: str) -> tuple[list[Change], list[str]]:
-    from zgraph.reporting.commands.compare import compare_passes, lines_between
+    from zgraph.cli.compare import compare_passes, lines_between
 
     document = _loaded(path)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zgraph.errors import ZgraphError
-from zgraph.step.lifted import Held
+from zgraph.step.capture.lifted import Held
 from zgraph.torch_compat.autograd import hooks_of
 
 Registered = tuple[tuple[int, Any], ...]  # handle ids and functions, in the order of registration

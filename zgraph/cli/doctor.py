@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zgraph.reporting.commands.calibrate import table_of
-from zgraph.reporting.commands.ranks import is_launched, launched_ranks, rank_of_launch
-from zgraph.reporting.commands.terminal import json_option, print_json, print_tables, working
+from zgraph.cli.calibrate import table_of
+from zgraph.cli.ranks import is_launched, launched_ranks, rank_of_launch
+from zgraph.cli.terminal import json_option, print_json, print_tables, working
 from zgraph.reporting.tables import Table
 
 if TYPE_CHECKING:
     from zgraph.analysis.hardware import Hardware
-    from zgraph.reporting.commands.machine_checks import Check
+    from zgraph.cli.machine_checks import Check
 
 STYLES = MappingProxyType({"missing": "bold red", "note": "yellow", "ok": "green"})
 
@@ -46,7 +46,7 @@ def doctor(no_rates: bool, as_json: bool) -> int:
 
 
 def _examine(*, rates: bool) -> tuple[list[Check], Hardware | None]:
-    from zgraph.reporting.commands.machine_checks import Check, check_machine
+    from zgraph.cli.machine_checks import Check, check_machine
 
     checks = check_machine()
     if any(check.name == "torch" and check.status == "missing" for check in checks):
@@ -67,7 +67,7 @@ def _examine(*, rates: bool) -> tuple[list[Check], Hardware | None]:
 def _connected() -> Check:
     import torch.distributed as dist
 
-    from zgraph.reporting.commands.machine_checks import Check
+    from zgraph.cli.machine_checks import Check
 
     return Check(group="ranks", name="group", found=f"{dist.get_world_size()} ranks on {dist.get_backend()}")
 

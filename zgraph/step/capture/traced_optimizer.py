@@ -18,11 +18,11 @@ from zgraph.graph import meta
 from zgraph.optimizers import pending_gradients
 from zgraph.optimizers.local_step import SCALARS
 from zgraph.optimizers.rounded_adam import Drawn, rounded_step
-from zgraph.step.lifted import LiftedOptimizer, local
+from zgraph.step.capture.lifted import LiftedOptimizer, local
+from zgraph.step.capture.option_inputs import with_inputs
 from zgraph.step.lines.redirect import with_numbers
 from zgraph.step.lines.refusals import ELEMENT_WISE, refusal, user_line
 from zgraph.step.lines.watch import Watch
-from zgraph.step.option_inputs import with_inputs
 from zgraph.torch_compat.aot import newest_node, nodes_after
 from zgraph.torch_compat.dtensor import dtensor_like, local_of, own_placements
 from zgraph.torch_compat.modules import plain_step

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from zgraph.planner.schedules.pipeline_plan import PipelinePlan
+from zgraph.planner.schedules.pipeline_run import PipelineRun
 from zgraph.reporting.tables import Table, duration, size
-from zgraph.scheduling.cluster.pipeline_plan import PipelinePlan
-from zgraph.scheduling.cluster.pipeline_run import PipelineRun
 
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:

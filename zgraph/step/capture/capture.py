@@ -16,19 +16,19 @@ from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
 from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.gradients import GradScaler
-from zgraph.step.clean import clean, number_parts
-from zgraph.step.lifted import Lifted, local, name_part, overlapping
+from zgraph.step.capture.clean import clean, number_parts
+from zgraph.step.capture.lifted import Lifted, local, name_part, overlapping
+from zgraph.step.capture.option_inputs import Assumed, OptionInputs, names_of
+from zgraph.step.capture.stand_ins import StandIns
+from zgraph.step.capture.windows import resolve_windows
 from zgraph.step.lines.own_numbers import return_own_numbers
 from zgraph.step.lines.redirect import Redirect
 from zgraph.step.lines.refusals import line_of
 from zgraph.step.lines.watch import Watch
-from zgraph.step.option_inputs import Assumed, OptionInputs, names_of
 from zgraph.step.outside.places import Binding
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.random_numbers import same_random_numbers
 from zgraph.step.outside.variables import Outside
-from zgraph.step.stand_ins import StandIns
-from zgraph.step.windows import resolve_windows
 from zgraph.torch_compat.aot import trace
 from zgraph.torch_compat.autograd import steps_decided_by
 from zgraph.torch_compat.dtensor import local_of, mixes_dtensors

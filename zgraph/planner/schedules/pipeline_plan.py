@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zgraph.errors import BudgetError
-from zgraph.scheduling.cluster.axes import PIPELINE, AxisTraffic
-from zgraph.scheduling.cluster.pipeline_run import PipelineRun, StageCost, simulate_pipeline
-from zgraph.scheduling.cluster.schedule_order import ranks_of, schedules_for, why_not
+from zgraph.planner.schedules.axes import PIPELINE, AxisTraffic
+from zgraph.planner.schedules.order import ranks_of, schedules_for, why_not
+from zgraph.planner.schedules.pipeline_run import PipelineRun, StageCost, simulate_pipeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,15 @@ from zgraph.analysis.cuda_workspace import resting_bytes
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import EXACT, Allocator
 from zgraph.compiler.pipeline import Pipeline
-from zgraph.compiler.plan_memory import plan_ledger, rest_on_paper
 from zgraph.compiler.target import Target
 from zgraph.errors import ZgraphError
 from zgraph.passes import presets
-from zgraph.plan_frames import FramePlanner
-from zgraph.plan_pipeline import plan_pipeline
-from zgraph.plan_whole_step import StepMaker, delays_updates, loop_body, plan_whole_step
-from zgraph.reporting.export.planned_step import Plan, PlannedGraph
-from zgraph.scheduling.cluster.axes import Axes
+from zgraph.planner.frames import FramePlanner
+from zgraph.planner.memory import plan_ledger, rest_on_paper
+from zgraph.planner.pipeline import plan_pipeline
+from zgraph.planner.planned_step import Plan, PlannedGraph
+from zgraph.planner.schedules.axes import Axes
+from zgraph.planner.whole_step import StepMaker, delays_updates, loop_body, plan_whole_step
 from zgraph.sharding.resting.offload import Offload
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.sharding.shard import shard

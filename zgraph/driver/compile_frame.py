@@ -27,11 +27,11 @@ from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
 from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
 from zgraph.compiler.partition import partition
 from zgraph.compiler.pipeline import Observer, Pipeline
+from zgraph.driver.options import CompileOptions
 from zgraph.graph import meta, nodes
 from zgraph.graph.collective_dispatch import order_of_waits
 from zgraph.graph.split_graph import Halves, split_graph, weight_gradients
 from zgraph.graph.traffic import transfers
-from zgraph.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.reporting.collective_numbers import with_numbers
 from zgraph.reporting.dump import Dumper

@@ -1,0 +1,1 @@
+"""The command `zgraph`: one file for each subcommand; `commands` puts them together."""

@@ -57,8 +57,6 @@ def _of_operator(node: fx.Node) -> str:
     assert isinstance(node.target, OpOverload)
     if node.target in _READS:
         return "reads a tensor's value on the host in each call; take an optimizer with fused=True"
-    if node.target is dialect.agree_ahead.default:
-        return "decides on the host whether parameters were written to; leave GatherAhead out of the pipeline"
     if node.target.namespace == "zgraph" and node.target not in _PLAIN:
         return (
             "counts steps, keeps error feedback or copies tables of addresses on the host in each call; leave "

@@ -18,10 +18,8 @@ from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
 from zgraph.passes.step.fuse_updates import FuseUpdates
-from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
-from zgraph.passes.step.start_delayed_updates import StartDelayedUpdates
 from zgraph.passes.step.update_as_reduced import UpdateAsReduced
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "ErrorFeedback",
     "FuseAttention",
     "FuseUpdates",
-    "GatherAhead",
     "HoistStarts",
     "LoCo",
     "LowRank",
@@ -47,7 +44,6 @@ __all__ = [
     "ScheduleOverlap",
     "SinkWaits",
     "SplitUpdates",
-    "StartDelayedUpdates",
     "StreamStates",
     "TensorMethod",
     "TwoHop",

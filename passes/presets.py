@@ -23,10 +23,8 @@ from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
-from zgraph.passes.step.gather_ahead import GatherAhead
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
-from zgraph.passes.step.start_delayed_updates import StartDelayedUpdates
 
 
 def default(
@@ -87,32 +85,18 @@ def planned(
     return [*bucketed, ScheduleOverlap(), StreamStates(updates="planned"), ScheduleCopies()]
 
 
-def with_streams(
-    pipeline: Pipeline | None, *, delays: bool = False, update: Literal["host", "device"] | None = None
-) -> Pipeline:
-    """A pipeline that streams what rests elsewhere than on the device, also for what is gathered ahead.
+def with_streams(pipeline: Pipeline | None) -> Pipeline:
+    """The pipeline with passes that stream offloaded tensors, if it has none; planned ones if the others are planned.
 
     Args:
-        pipeline: the user's; None: `default`. Copies go by costs if it does.
-        delays: the optimizer steps on gradients of the call before, as early as it may.
-        update: where what rests on the host is updated; None: as the pipeline says, and if it does not, by costs if it
-            goes by costs.
+        pipeline: None: `default`.
     """
     found = pipeline or Pipeline(default())
-    passes = [*found.passes]
-    if not any(isinstance(one, StreamStates) for one in passes):
-        by_costs = any(isinstance(one, ScheduleOverlap) for one in passes)
-        passes += [StreamStates(updates="planned"), ScheduleCopies()] if by_costs else [StreamStates()]
-    end = max((place + 1 for place, one in enumerate(passes) if isinstance(one, GatherAhead)), default=0)
-    early = [one for one in passes[:end] if isinstance(one, StreamStates | ScheduleCopies)]
-    passes = [*(one for one in passes[:end] if one not in early), *early, *passes[end:]]
-    if delays and not any(isinstance(one, StartDelayedUpdates) for one in passes):
-        place = next(number for number, one in enumerate(passes) if isinstance(one, StreamStates))
-        passes.insert(place, StartDelayedUpdates())
-    if update is not None:
-        updates = "at_rest" if update == "host" else "streamed"
-        passes = [replace(one, updates=updates) if isinstance(one, StreamStates) else one for one in passes]
-    return replace(found, passes=passes)
+    if any(isinstance(one, StreamStates) for one in found.passes):
+        return found
+    by_costs = any(isinstance(one, ScheduleOverlap) for one in found.passes)
+    streams = [StreamStates(updates="planned"), ScheduleCopies()] if by_costs else [StreamStates()]
+    return replace(found, passes=[*found.passes, *streams])
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:

@@ -48,7 +48,7 @@ class ScheduleOverlap(GraphPass):
     name: ClassVar[str] = "schedule_overlap"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED, Fact.REDUCTIONS_LOWERED})
     provides: ClassVar[frozenset[str]] = frozenset({Fact.OVERLAP_SCHEDULED})
-    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED, Fact.GATHERED_AHEAD})
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED})
 
     def __post_init__(self) -> None:
         if self.in_flight_bytes < 1:

@@ -26,11 +26,11 @@ from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, STATE, STREAMED, under
 from tests.support.slow_disk import slow_down
-from tests.support.step_scripts import LR, Net, Script, Setting, compare
+from tests.support.step_scripts import LR, Net, Setting, compare
 from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
-from zgraph.passes import GatherAhead, presets
+from zgraph.passes import presets
 from zgraph.passes.memory import stream_states
 from zgraph.runtime.disk.folder import DiskFolder
 from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
@@ -209,13 +209,6 @@ def compared_on_late_streams(setting: Setting) -> int:
     with late_gpu() as lanes:
         compare(setting)
     return lanes.late.done
-
-
-@worlds(2)
-@pytest.mark.parametrize("offload", [STATE, *slow(HOST)])
-def test_gathers_of_the_next_step_read_what_the_host_has_updated(ranks: Ranks, offload: zgraph.Offload) -> None:
-    setting = Setting(Script, adamw_fused, stage=1, at_rest=offload, more=(GatherAhead(),))
-    assert min(ranks.run(compared_on_late_streams, setting)) > 0
 
 
 def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:

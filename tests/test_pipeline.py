@@ -17,7 +17,6 @@ from zgraph.graph import meta
 from zgraph.passes import (
     ChooseLifetimes,
     DedupeGathers,
-    GatherAhead,
     LoCo,
     LowerGathers,
     NoFeedback,
@@ -241,6 +240,6 @@ def test_passes_and_pipelines_are_values() -> None:
 def test_facts_of_the_passes_are_the_named_ones() -> None:
     lossy = presets.default(compression=LoCo(), gather_compression=NoFeedback(bits=8))
     offloading = presets.default(offload_activations=True)
-    every = [*presets.default(), *presets.planned(), *lossy, *offloading, GatherAhead()]
+    every = [*presets.default(), *presets.planned(), *lossy, *offloading]
     provided = {fact for entry in every for fact in entry.provides}
     assert provided == set(Fact)

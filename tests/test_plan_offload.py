@@ -62,7 +62,7 @@ def explained(offload: zgraph.Offload | None) -> tuple[int, tuple[SpaceUse, ...]
 
     options = {"lowering": "fx", "report": report}
     step: Any = zgraph.training_step(model, optimizer, options=options)(summed(model, optimizer))
-    for _ in range(3 if offload is not None and offload.delayed_update_after is not None else 2):
+    for _ in range(2):
         step(torch.zeros(8, WIDTH))
     first, last = report.graphs[0], report.graphs[-1]
     return last.nodes, last.ledger, first.ledger, str(zgraph.explain(model))
@@ -88,16 +88,6 @@ def test_a_plan_keeps_the_books_that_real_ranks_do(ranks: Ranks, tiers: tuple[An
     assert {line.space: line.state for line in first} == {space: state for space, (_, state) in at_rest.items()}
     for line in ledger:
         assert (f"memory of a rank, {line.space}: parameters " in text) == (line.together > 0)
-
-
-@worlds(2)
-def test_a_plan_of_delayed_updates_is_that_of_calls_that_apply_them(ranks: Ranks) -> None:
-    """Gradients that wait are state, as much as one moment."""
-    offload = replace(HOST, delayed_update_after=1)
-    nodes, ledger, _, _ = ranks.run(explained, offload)[0]
-    found = planned(offload=offload)
-    assert found.ledger == ledger and found.graphs[0].nodes == nodes
-    assert found.ledger[1].state == 3 * PARAMETER_BYTES // 2
 
 
 def test_the_ledger_follows_the_formulas_also_without_an_optimizer() -> None:
@@ -251,10 +241,6 @@ def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
         (
             {"shard_fn": functools.partial(zgraph.shard, offload=zgraph.Offload(params="host"))},
             "write the same for both, or leave one out",
-        ),
-        (
-            {"offload": replace(HOST, delayed_update_after=4), "optimizer_fn": None},
-            "no optimizer whose updates would be delayed; pass optimizer_fn",
         ),
         ({"offload": zgraph.Offload(params="host", param_bits=8)}, "param_bits=8 is for inference"),
         (

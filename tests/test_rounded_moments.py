@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
-from tests.support.late_updates import LateSteps
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import check_rests, under
 from tests.support.rounded_updates import RoundedSteps
 from tests.support.tiers import long, slow
-from tests.support.whole_steps import Case, Loop, Outcome, assert_same, train
+from tests.support.whole_steps import Case, Outcome, assert_same, train
 from tests.support.whole_tensors import whole
 
 P = zgraph.passes
@@ -39,35 +38,24 @@ CASES = {
     "resumed": Case(at_rest=DISK, resume=True, precision="autocast", frozen=True),
     "planned": Case(at_rest=STATE_ON_DISK, frugal=True, stage=1, clip="zgraph", precision="bf16"),
     "planned, streamed": Case(at_rest=BOTH, frugal=True, streamed=True, resume=True, accumulation=2, no_sync=True),
-    "late": Case(at_rest=replace(HOST, delayed_update_after=1), stage=2, clip="torch", precision="bf16"),
-    "late, resumed": Case(at_rest=replace(DISK, delayed_update_after=1), resume=True, optimizer="adam_fused"),
 }
 QUICK = ("resumed",)
-SLOW = ("stage 3, host", "stage 2, disk", "loco", "planned", "late, resumed")
+SLOW = ("stage 3, host", "stage 2, disk", "loco", "planned")
 LONG = [name for name in CASES if name not in (*QUICK, *SLOW)]
 
 
 def twin(case: Case, steps: int) -> Outcome:
     """What the plain lines leave."""
-    after = None if case.at_rest is None else case.at_rest.delayed_update_after
-    late: list[LateSteps] = []
-
-    def prepare(loop: Loop) -> None:
-        RoundedSteps(loop.model, loop.optimizer)
-        if after is not None:
-            late.append(LateSteps(loop.optimizer, after))
-
     return train(
         replace(case, at_rest=None, offload=False, lowering="fx"),
         whole_step=False,
         steps=steps,
-        prepare=prepare,
-        finish=lambda function: late[0].flush() if late else None,
+        prepare=lambda loop: RoundedSteps(loop.model, loop.optimizer),
     )
 
 
 def compare(case: Case) -> None:
-    found = train(case, whole_step=True, steps=4, finish=lambda function: function.flush())
+    found = train(case, whole_step=True, steps=4)
     assert_same(found, twin(case, 4))
     moments = [value for key, (_, value) in found.state.items() if "exp_avg" in key]
     assert moments and {value.dtype for value in moments} == {torch.bfloat16}

@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,18 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.support.combinations import shared_folder
 from tests.support.ranks import Ranks, worlds
-from tests.support.resting import DISK, HOST, MIXED, STATE, under
+from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
-from zgraph.dialect import ahead
 
 P = zgraph.passes
 H100 = zgraph.Hardware.preset("h100")
 TARGET = zgraph.Target(hardware=H100)
-# Whose updates take long enough to hide a gather.
-SLOW = zgraph.Target(hardware=replace(H100, launch_us=100.0))
 LOW_RANK = {"compression": P.LowRank(rank=1, least_saving=1.0)}
 EIGHT_BITS = {"gather_compression": P.NoFeedback(bits=8)}
 STEPS = 6
@@ -102,50 +98,6 @@ class Hybrid(Windowed):
         return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
 
 
-def gathers_of(setting: Setting) -> tuple[list[str], int]:
-    """Compare a script with its plain loop; why graphs were made, and how often ranks gathered what was not ahead."""
-    with patch.object(ahead, "start_all_gather", wraps=ahead.start_all_gather) as gathers:
-        reasons = compare(replace(setting, started=True))
-    return kinds(reasons), gathers.call_count
-
-
-# --- gathers ahead ----------------------------------------------------------------------------------------------------
-
-
-MEMBERS = 5  # of a planned gather, which is one launch for all on NCCL; what is not ahead is gathered one by one
-AHEAD = Setting(Clipped, adamw_fused, more=(P.GatherAhead(),))
-
-
-@worlds(2)
-@pytest.mark.parametrize(
-    ("setting", "gathers"),
-    [
-        pytest.param(replace(AHEAD, target=SLOW), MEMBERS, id="planned", marks=pytest.mark.slow),
-        pytest.param(replace(AHEAD, target=SLOW, stage=2, script=Windowed), MEMBERS, id="planned, no_sync, stage 2"),
-        pytest.param(replace(AHEAD, target=SLOW, frugal=True), MEMBERS, id="frugal", marks=pytest.mark.slow),
-        pytest.param(replace(AHEAD, script=Two), 1, id="two optimizers"),
-    ],
-)
-def test_what_is_gathered_ahead_is_taken(ranks: Ranks, setting: Setting, gathers: int) -> None:
-    for found in ranks.run(gathers_of, setting):
-        assert found == ([""], gathers)
-
-
-@worlds(2)
-@pytest.mark.parametrize(
-    ("setting", "gathers"),
-    [
-        (replace(AHEAD, at_rest=DISK), 1),
-        # Others with costs, another stage, and updates that run beside compute.
-        *slow((replace(AHEAD, target=SLOW, at_rest=HOST), MEMBERS), (replace(AHEAD, at_rest=STATE, stage=2), 1)),
-        *slow((replace(AHEAD, script=Two, at_rest=MIXED), 1), (replace(AHEAD, make=sgd, at_rest=HOST, stage=1), 1)),
-    ],
-)
-def test_what_rests_elsewhere_is_gathered_ahead(ranks: Ranks, setting: Setting, gathers: int, tmp_path: Path) -> None:
-    for found in ranks.run(gathers_of, replace(setting, at_rest=under(tmp_path, setting.at_rest))):
-        assert found == ([""], gathers)
-
-
 class Stored(Clipped):
     """Goes back to a checkpoint of an earlier step."""
 
@@ -162,22 +114,10 @@ class Stored(Clipped):
             self.stack.close()
 
 
-@worlds(2)
-@pytest.mark.parametrize(
-    ("setting", "gathers"),
-    # What is dropped does not depend on the stage: those of test_what_is_gathered_ahead_is_taken are others.
-    [(AHEAD, 1), *slow((replace(AHEAD, target=SLOW), MEMBERS), (replace(AHEAD, stage=1), 1))],
-)
-def test_a_checkpoint_replaces_what_was_gathered_ahead(ranks: Ranks, setting: Setting, gathers: int) -> None:
-    for found in ranks.run(gathers_of, replace(setting, script=Stored)):
-        assert found == ([""], 2 * gathers)
-
-
 def run_some(setting: Setting, numbers: range, folder: str) -> tuple[Script, list[Tensor], int]:
     """Train these steps from the latest checkpoint and write one; the script, its losses, its number of graphs."""
     script, report = Clipped(setting), zgraph.Report()
-    pipeline = zgraph.Pipeline([*P.presets.default(), *setting.more])
-    options = {"lowering": "fx", "pipeline": pipeline, "report": report}
+    options = {"lowering": "fx", "report": report}
     step: Any = zgraph.training_step(script.model, script.opt, options=options)(script.step)
     latest = zgraph.latest_checkpoint(folder)
     if latest is not None:
@@ -203,9 +143,9 @@ def resumed(setting: Setting) -> int:
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", slow(3, 2))  # as the rows of test_gather_ahead.py, to the bit
-def test_a_run_that_gathers_ahead_is_resumed(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(resumed, replace(AHEAD, stage=stage)) == [1, 1]  # its state is there
+@pytest.mark.parametrize("stage", slow(3, 2))
+def test_a_clipped_run_is_resumed(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(resumed, Setting(Clipped, adamw_fused, stage=stage)) == [1, 1]  # its state is there
 
 
 # --- several optimizers -----------------------------------------------------------------------------------------------
@@ -260,7 +200,6 @@ def test_updates_run_while_later_means_arrive(ranks: Ranks, setting: Setting) ->
             for stage in (2, 3)
         ),
         pytest.param(Setting(Hybrid, sgd, target=TARGET), id="planned"),
-        pytest.param(Setting(Hybrid, sgd, stage=2, more=(P.GatherAhead(),)), id="ahead"),
         pytest.param(Setting(Hybrid, sgd, preset={"compression": P.LoCo()}), id="loco"),
         pytest.param(Setting(Hybrid, Lion, stage=3), id="own"),
     ],
@@ -331,9 +270,6 @@ class Halved(Windowed):
         pytest.param(Setting(Windowed, sgd, preset={"compression": P.LoCo()}, at_rest=DISK), id="disk, loco, no_sync"),
         pytest.param(
             Setting(InTurn, sgd, at_rest=DISK, target=TARGET), id="disk, in turn, planned", marks=pytest.mark.long
-        ),
-        pytest.param(
-            Setting(Clipped, sgd, at_rest=DISK, more=(P.GatherAhead(),)), id="disk, ahead", marks=pytest.mark.long
         ),
         pytest.param(Setting(Clipped, Lion, at_rest=HOST, target=TARGET, frugal=True), id="host, own, frugal"),
         pytest.param(Setting(Stored, sgd, at_rest=DISK, activations=True), id="disk, resumed", marks=pytest.mark.long),

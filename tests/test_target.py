@@ -13,7 +13,7 @@ from zgraph import Hardware, PassContext, Pipeline, Target
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.target import sharing_of
 from zgraph.graph.lanes import Lane
-from zgraph.passes import GatherAhead, StreamStates, presets
+from zgraph.passes import StreamStates, presets
 
 CPU = Hardware.preset("cpu")
 
@@ -82,16 +82,11 @@ def test_planned_passes_differ_from_the_default_in_what_decides_the_order() -> N
 
 
 def test_what_streams_comes_last_and_by_costs_where_the_rest_goes_by_costs() -> None:
-    def ends(pipeline: Pipeline | None, **options: bool) -> list[str]:
-        return [one.name for one in presets.with_streams(pipeline, **options).passes[-3:]]
+    def ends(pipeline: Pipeline | None) -> list[str]:
+        return [one.name for one in presets.with_streams(pipeline).passes[-3:]]
 
     target = Target(hardware=CPU)
     bare = presets.planned()[:-2]
     assert ends(Pipeline(bare, target=target)) == ["schedule_overlap", "stream_states", "schedule_copies"]
-    ahead = Pipeline([*presets.planned(), GatherAhead()], target=target)
-    assert ends(ahead) == ["gather_ahead", "stream_states", "schedule_copies"]
-    assert presets.with_streams(ahead).target == target
-    *_, before, streams = ends(Pipeline([*presets.default()[:-1], GatherAhead()]))
-    assert (before, streams) == ("gather_ahead", "stream_states")
-    *_, before, streams = ends(None, delays=True)
-    assert (before, streams) == ("start_delayed_updates", "stream_states")
+    assert presets.with_streams(Pipeline(bare, target=target)).target == target
+    assert ends(None)[-1] == ends(Pipeline(presets.default()[:-1]))[-1] == "stream_states"

@@ -6,8 +6,7 @@
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py and
 tensor_link.py write with `--json`, put into that folder under the name of the table. zoo.json, pipeline_schedules.json,
 cpu_adam.json, offload_overlap.json, offload_inference.json and offload_capacity.json are what the scripts of these
-names write; offload_states.json is what offload_overlap.py writes with `--states`, and offload_delayed-8.json and
-offload_delayed-64.json what it writes with `--delayed` for sequences of these lengths. Needs nothing but Python.
+names write; offload_states.json is what offload_overlap.py writes with `--states`. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -108,8 +107,6 @@ def table(name: str) -> str:
         return methods([[load(name) for name in names] for names in METHODS])
     kinds = {"convergence": convergence, "zoo": zoo}
     kinds |= {"offload_overlap": offload, "offload_states": states, "offload_inference": inference, "cpu_adam": adam}
-    if name.startswith("offload_delayed-"):
-        return states(load(name))
     if name == "offload_capacity":
         return capacity([load(one.stem) for one in sorted(RESULTS.glob(f"{name}*.json"), reverse=True)])
     if name == "pipeline_schedules":

@@ -290,13 +290,6 @@ def all_reduced() -> list[GraphPass]:
     return [LowerReductions(algorithm="all_reduce") if isinstance(one, LowerReductions) else one for one in planned()]
 
 
-def gathered_ahead() -> list[GraphPass]:
-    """Planned, and what the next step reads first is gathered behind the last updates."""
-    from zgraph.passes import GatherAhead, presets
-
-    return [*presets.planned(), GatherAhead()]
-
-
 def compressed() -> list[GraphPass]:
     """Planned, and gradients travel as codes of 4 bits."""
     from zgraph.passes import LoCo, presets

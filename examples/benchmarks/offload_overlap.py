@@ -3,7 +3,6 @@
     python examples/benchmarks/offload_overlap.py                          # some minutes on one core
     python examples/benchmarks/offload_overlap.py --mb-per-s 500 --layers 12 --json FILE
     python examples/benchmarks/offload_overlap.py --states                 # parameters and optimizer state instead
-    python examples/benchmarks/offload_overlap.py --delayed                # updates on the host, and a call late
 
 One process trains a small transformer as whole steps. Its device is the CPU, and the host a pool beside it: copies are
 real, made by a thread for each direction that does not exceed a given rate, as a slower link would. Each budget is a
@@ -17,10 +16,6 @@ recompute only     the same budget without offloading
 With `--states` it is parameters and the optimizer's state that rest on the host, without a budget. Updates run there,
 beside compute, or on copies (streamed). `ScheduleCopies` places copies and waits ("planned"), or the rules of
 `StreamStates` do ("by rules").
-
-With `--delayed` the optimizer's state rests on the host, and is updated there in time or a call late
-(`delayed_update_after`), with gradients clipped by their norm, for which updates in time wait, and without. Best with
-a small batch: --width 1024 --sequence 8 --batch 1 --mb-per-s 12000.
 
 The ways take turns; printed are medians with quartiles, the simulator's prediction, and counted peaks of the device.
 Pin the process to one core (taskset -c 0): the copying threads then need another one.
@@ -50,13 +45,12 @@ from zgraph.analysis.hardware import Link
 from zgraph.passes import ScheduleCopies, StreamStates, presets
 from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
 
-WARM_UP_STEPS = 4  # the steps of a training with late updates differ until the third
+WARM_UP_STEPS = 4
 PLANNED, AT_ONCE, RECOMPUTE, BY_RULES = "planned", "without prefetch", "recompute only", "by rules"
-DEVICE, UPDATED, LATE = "on the device", "state, updated there", "state, updated there a call late"
+DEVICE = "on the device"
 RESTS: dict[str, tuple[zgraph.Offload | None, Literal["at_rest", "streamed"]]] = {
     DEVICE: (None, "at_rest"),
-    UPDATED: (zgraph.Offload(optimizer="host"), "at_rest"),
-    LATE: (zgraph.Offload(optimizer="host", delayed_update_after=1), "at_rest"),
+    "state, updated there": (zgraph.Offload(optimizer="host"), "at_rest"),
     "all, updated there": (zgraph.Offload(params="host", optimizer="host"), "at_rest"),
     "state, streamed": (zgraph.Offload(optimizer="host"), "streamed"),
     "all, streamed": (zgraph.Offload(params="host", optimizer="host"), "streamed"),
@@ -83,12 +77,10 @@ def build(
     way: str,
     budget_bytes: int | None,
     rests: str = DEVICE,
-    stage: int = 3,
-    clipped: bool = False,
 ) -> Row:
     torch.manual_seed(0)
     at_rest, updates = RESTS[rests]
-    model = zgraph.shard(LanguageModel(config), zero_stage=stage, offload=at_rest)
+    model = zgraph.shard(LanguageModel(config), zero_stage=3, offload=at_rest)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     report = zgraph.Report()
     passes = presets.planned(offload_activations=way != RECOMPUTE and at_rest is None)
@@ -103,8 +95,6 @@ def build(
     def step(tokens: Tensor) -> Tensor:
         loss = model(tokens)
         loss.backward()
-        if clipped:
-            zgraph.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -116,7 +106,6 @@ def build(
     assert graph.us is not None and graph.peak is not None
     chosen = [note.rpartition(": ")[0] for note in report.notes if " activations: " in note]
     notes = "; ".join(note.split(": ")[-1] for note in chosen[-2:])
-    rests += ", clipped" if clipped else ""
     return Row(way, rests, budget_bytes, graph.us / 1e3, graph.peak.bytes, notes, lambda _: step(tokens), [])
 
 
@@ -152,7 +141,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mb-per-s", type=float, default=1000.0, help="rate of copies, each direction")
     parser.add_argument("--budgets", default="0.85,0.7,0.5", help="shares of the peak without a budget")
     parser.add_argument("--states", action="store_true", help="parameters and optimizer state rest on the host")
-    parser.add_argument("--delayed", action="store_true", help="the state rests on the host, updated in time or late")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     return parser.parse_args()
@@ -165,23 +153,18 @@ def main() -> None:
     rate = options.mb_per_s  # bytes per microsecond
     link = Link(latency_us=30.0, bytes_per_us=rate)
     hardware = replace(zgraph.Hardware.preset("cpu"), host_to_device=link, device_to_host=link)
-    if options.delayed:
-        hardware = replace(hardware, host_memory_bytes_per_us=update_bytes_per_us())
     config = ModelConfig(
         layers=options.layers, width=options.width, batch=options.batch, sequence=options.sequence, vocabulary=1024
     )
     lanes = lanes_of(torch.device("cpu"))
     assert isinstance(lanes, ThreadLanes)
     with lanes.limited(rate):
-        free = build(config, hardware, RECOMPUTE, None, stage=2 if options.delayed else 3)
+        free = build(config, hardware, RECOMPUTE, None)
         rows = [free]
-        if options.delayed:
-            late = [(rests, clipped) for clipped in (False, True) for rests in (DEVICE, UPDATED, LATE)]
-            rows += [build(config, hardware, PLANNED, None, rests, 2, clipped) for rests, clipped in late[1:]]
-        for rests in [rests for rests in RESTS if rests not in (DEVICE, LATE)] if options.states else ():
+        for rests in [rests for rests in RESTS if rests != DEVICE] if options.states else ():
             ways = (PLANNED, BY_RULES, AT_ONCE) if rests.startswith("all") else (PLANNED,)
             rows += [build(config, hardware, way, None, rests) for way in ways]
-        for share in () if options.states or options.delayed else map(float, options.budgets.split(",")):
+        for share in () if options.states else map(float, options.budgets.split(",")):
             budget = int(share * free.predicted_bytes)
             for way in (PLANNED, AT_ONCE, RECOMPUTE):
                 try:

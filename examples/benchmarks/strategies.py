@@ -27,7 +27,6 @@ from builders import (
     by_rules,
     compressed,
     compressed_with_means,
-    gathered_ahead,
     hook_bf16,
     hook_fp16,
     hook_powersgd,
@@ -198,14 +197,6 @@ def strategies() -> dict[str, Strategy]:
             (3, bf16, None, ours[7]),
         )
     ]
-    ours.append(
-        replace(
-            ours[2],
-            name="zgraph-2-step-ahead",
-            build=build_zgraph(2, fp32, gathered_ahead, whole_step=True),
-            peers=("zgraph-2-step", *ours[2].peers),
-        )
-    )
     coded = replace(stage_3, payload_limit=1.05, equal_loss=None)
     compressing_peers = ("ddp", "ddp-fp16", "ddp-bf16", *(f"ddp-powersgd-{rank}" for rank in POWERSGD_RANKS))
     ours += [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from torch import fx
 
@@ -85,13 +84,11 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[f
     updates = _updates(order, {alias for known in aliases.values() for alias in known})
     position = {node: place for place, node in enumerate(order)}
     begins = position | _gathers_of_copies(order, position)
-    computed = list(accumulate(map(is_computing, order)))
     visits = [visit for node in resting for visit in _visits_of(node, aliases[node], updates, apart)]
 
-    def place(visit: Visit) -> tuple[int, int, int]:
-        # A delayed update may stand between a copy and its gather: by gathers only where nothing computes in between.
+    def place(visit: Visit) -> tuple[int, int]:
         first = visit.uses[0]
-        return computed[position[first]], begins[first], position[visit.resting]
+        return begins[first], position[visit.resting]
 
     return sorted(visits, key=place)
 
@@ -130,8 +127,7 @@ def _visits_of(
     stored = False
     for use in uses:
         writes = any(argument in aliases for argument in overwritten(use))
-        is_update = use in updates or meta.delayed(use) is not None
-        kind = (meta.part(use), "gather" if _carries(use) else "update" if is_update else "read", use in apart)
+        kind = (meta.part(use), "gather" if _carries(use) else "update" if use in updates else "read", use in apart)
         if visit is None or kind != known:
             if visit is not None:
                 yield visit

@@ -215,7 +215,7 @@ def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: in
     output = nodes.output_of(graph)
     anchors: list[fx.Node] = []
     for number, one in enumerate(found):
-        is_last = number + in_flight >= len(found) or meta.delayed(one.update) is not None
+        is_last = number + in_flight >= len(found)
         anchors.append(min(one.deadline or output, output if is_last else found[number + in_flight].update.next))
     for number, one in enumerate(found):
         landed = min([one.deadline or output, *anchors[number + 1 : number + 2]])

@@ -111,6 +111,9 @@ class StreamStates(GraphPass):
         return self.updates == "planned"
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
+        if ctx.update is not None:
+            chosen = replace(self, updates="at_rest" if ctx.update == "host" else "streamed")
+            return chosen.run(gm, replace(ctx, update=None))
         graph = gm.graph
         if all(map(_is_on_device, graph.nodes)):  # most steps: spares them the analysis
             ctx.note(self, "everything rests on the device")
@@ -150,7 +153,6 @@ class StreamStates(GraphPass):
         for node in list(graph.nodes) if stays and is_elsewhere else ():
             if node not in on_device:
                 unscale_ahead(graph, node)
-        kept = _store_pending(graph)
         order = list(graph.nodes)
         placed = placements(graph)
         able = plan_host_updates(order) if stays and is_elsewhere else []
@@ -161,7 +163,7 @@ class StreamStates(GraphPass):
         joined = _join_updates(order, visits, self.prefetch, self.in_flight_bytes)
         visits, planned = ([visit for visit in some if visit not in joined] for some in (visits, planned))
         made = plan_new_state(order, placed)
-        if not planned and not made and not kept:
+        if not planned and not made:
             ctx.note(self, "everything rests on the device")
             return False
         for visit in visits:
@@ -169,7 +171,6 @@ class StreamStates(GraphPass):
         outgoing = [(visit.last_write, visit.store) for visit in visits if visit.last_write and visit.store]
         for value, last in made:
             outgoing.append((last, _move_out(graph, value, last, placed)))
-        outgoing += kept
         _prefetch(order, visits, joined, self.prefetch, self.in_flight_bytes)
         _write_behind(graph, outgoing, planned, self.stores_in_flight)
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
@@ -187,7 +188,7 @@ class StreamStates(GraphPass):
         if on_host:
             sent = sum(bytes_of(source) for one in on_host for source in one.brought)
             ctx.note(self, f"{sent} bytes go to the host for {len(on_host)} updates there")
-        return bool(visits or made or kept or beside)
+        return bool(visits or made or beside)
 
 
 def computes_elsewhere(order: Sequence[fx.Node], ctx: PassContext) -> bool:
@@ -212,28 +213,6 @@ def _stays(visit: Visit, on_host: Sequence[HostUpdate], on_device: Container[fx.
 
 def _is_on_device(node: fx.Node) -> bool:
     return meta.space(node) in (None, "device") and meta.rests_in(node) == "device"
-
-
-def _store_pending(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Let gradients that the next call applies be stored where they rest, over those that this one has applied.
-
-    Returns:
-        Each store behind what was computed last before it, which stores that stand together share.
-    """
-    found: list[tuple[fx.Node, fx.Node]] = []
-    for node in list(graph.nodes):
-        if meta.delayed(node) != "keep" or node.target is not aten.copy_.default or node.users:
-            continue
-        resting, fresh = cast("tuple[fx.Node, fx.Node]", node.args[:2])
-        if meta.space(resting) not in ("host", "disk"):
-            continue
-        with graph.inserting_before(node):
-            start = meta.create(graph, store_op(), (fresh, resting), like=node, name=f"store_{resting.name}")
-        meta.set_lane(start, DISK if meta.space(resting) == "disk" else DEVICE_TO_HOST)
-        graph.erase_node(node)
-        is_next = bool(found) and found[-1][1].next is start
-        found.append((found[-1][0] if is_next else start, start))
-    return found
 
 
 def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[fx.Node, fx.Node]]:

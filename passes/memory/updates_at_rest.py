@@ -148,7 +148,7 @@ def update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int, u
     later = sorted(updates)
     for number, update in enumerate(later):
         limit = later[number + in_flight] if number + in_flight < len(later) else nodes.output_of(graph)
-        if meta.delayed(update) or update in unlimited:  # the first hold no gradient of this call
+        if update in unlimited:
             limit = nodes.output_of(graph)
         written = list(dict.fromkeys(written_arguments(update)))
         read = [node for node in update.all_input_nodes if node not in written and _is_tensor(node)]

@@ -26,7 +26,6 @@ class UpdateAsReduced(GraphPass):
     name: ClassVar[str] = "update_as_reduced"
     requires: ClassVar[frozenset[str]] = frozenset({Fact.UPDATES_SPLIT, Fact.WAITS_SUNK})
     provides: ClassVar[frozenset[str]] = frozenset({Fact.UPDATES_MOVED})
-    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.GATHERED_AHEAD})
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         if ctx.direction != "step":

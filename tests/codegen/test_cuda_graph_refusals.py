@@ -66,10 +66,6 @@ def read(call: Any, shard: Any, handle: Any, count: Any, x: Any) -> Any:
     return call(aten._local_scalar_dense.default, call(aten.select.int, call(aten.select.int, shard, 0, 0), 0, 0))
 
 
-def compared(call: Any, shard: Any, handle: Any, count: Any, x: Any) -> Any:
-    return call(dialect.agree_ahead.default, [shard], [handle], "0")
-
-
 def gathered(call: Any, shard: Any, handle: Any, count: Any, x: Any) -> Any:
     return call(wait_op(), call(all_gather_op(), shard, 2, "0"))
 
@@ -84,7 +80,6 @@ def written(call: Any, shard: Any, handle: Any, count: Any, x: Any) -> Any:
         (counted_on_the_host, r"add_.* computes with a tensor on the host \(count\).*keep step counts on the GPU"),
         (copied_from_the_host, r"copy_.* computes with a tensor on the host \(count\)"),
         (read, r".* reads a tensor's value on the host in each call; take an optimizer with fused=True"),
-        (compared, r"agree_ahead.* decides on the host .*; leave GatherAhead out of the pipeline"),
         (gathered, r"all_gather.* communicates over fake, which passes through the host; initialise the group with"),
         (written, r"mul_.* writes to an argument, of which the graph has a copy; write to a copy of the argument"),
     ],

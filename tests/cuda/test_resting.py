@@ -149,13 +149,6 @@ def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> Non
         (Rest(offload=MIXED), MOMENTS, MOMENTS, 0, 8),
         (Rest(offload=STATE_ON_DISK, fused=False, zero_stage=1), MOMENTS, MOMENTS, 0, 8),
         (Rest(offload=SHARDS_ON_DISK, optimizer="SGD", zero_stage=2), 2 * PARAMETERS, PARAMETERS, 0, 0),
-        (
-            Rest(offload=replace(DISK, delayed_update_after=2)),
-            GATHERS[3] + 2 * PARAMETERS + MOMENTS,
-            4 * PARAMETERS,
-            0,
-            12,
-        ),
         (Rest(offload=DISK, lowering="inductor"), GATHERS[3] + PARAMETERS + MOMENTS, PARAMETERS + MOMENTS, 0, 8),
         (Rest(offload=replace(DISK, **ROUNDED)), GATHERS[3] + PARAMETERS + MOMENTS, PARAMETERS + MOMENTS, 0, 4),
         (
@@ -166,7 +159,7 @@ def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> Non
             4,
         ),
     ],
-    ids=["first", "mixed", "foreach", "sgd", "delayed", "inductor", "bf16 moments", "first, bf16 moments"],
+    ids=["first", "mixed", "foreach", "sgd", "inductor", "bf16 moments", "first, bf16 moments"],
 )
 def test_every_kind_of_step_copies_from_disk_and_to_it(
     case: Rest,
@@ -214,13 +207,10 @@ def test_moments_of_bf16_are_updated_where_others_are(case: Rest, updates: bool,
         (Rest(offload=HOST, param_dtype=torch.bfloat16), 0, PARAMETERS, 0),
         (Rest(offload=HOST, optimizer="SGD", zero_stage=2), 0, PARAMETERS, 0),
         (Rest(offload=HOST, fused=False), PARAMETERS + MOMENTS, 0, 0),
-        # What waits is updated by at rest, and fresh gradients are stored over it.
-        (Rest(offload=replace(HOST, delayed_update_after=2)), PARAMETERS, 0, 0),
-        (Rest(offload=replace(STATE, delayed_update_after=2), zero_stage=2), PARAMETERS, PARAMETERS, PARAMETERS),
         (Rest(offload=HOST, lowering="inductor"), 0, PARAMETERS, 0),
         (Rest(offload=STATE, lowering="inductor"), 0, 2 * PARAMETERS, PARAMETERS),
     ],
-    ids=["state", "shards", "bf16", "sgd", "foreach", "delayed", "delayed state", "inductor", "state, inductor"],
+    ids=["state", "shards", "bf16", "sgd", "foreach", "inductor", "state, inductor"],
 )
 def test_every_kind_of_step_only_copies_or_updates_there(
     case: Rest, stores: int, offloads: int, returns: int, on_gpu: Callable[..., Any]

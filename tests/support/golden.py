@@ -33,7 +33,6 @@ from zgraph.passes import (
     DedupeGathers,
     FuseAttention,
     FuseUpdates,
-    GatherAhead,
     HoistStarts,
     LoCo,
     LowerGathers,
@@ -47,7 +46,6 @@ from zgraph.passes import (
     ScheduleOverlap,
     SinkWaits,
     SplitUpdates,
-    StartDelayedUpdates,
     StreamStates,
     UpdateAsReduced,
 )
@@ -395,17 +393,6 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         foreach=False,
     ),
     OfStep(
-        about="the first weight is updated first, and gathered while others are updated",
-        graph_pass=GatherAhead(most_bytes=64),
-        before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts()),
-        clips=True,
-    ),
-    OfStep(
-        about="a bucket is larger than what may be held",
-        graph_pass=GatherAhead(most_bytes=64),
-        before=(*IN_ONE_BUCKET, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts()),
-    ),
-    OfStep(
         about="two weights rest on the host: each gather and each update reads a copy, which is written back",
         graph_pass=StreamStates(updates="streamed"),
         before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts(), UpdateAsReduced()),
@@ -431,22 +418,6 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         before=(*LOWERED, SplitUpdates(), ScheduleOverlap(), StreamStates()),
         build=one,
         target=zgraph.Target(hardware=SLOW_COPIES),
-    ),
-    OfStep(
-        about="updates of gradients that waited go behind the last gather of their weight",
-        graph_pass=StartDelayedUpdates(),
-        before=(*LOWERED, SplitUpdates(), SinkWaits(reductions_in_flight=1), HoistStarts()),
-        fused=True,
-        at_rest=zgraph.Offload(optimizer="host", delayed_update_after=0),
-        calls=2,
-    ),
-    OfStep(
-        about="an update that is not fused stays",
-        graph_pass=StartDelayedUpdates(),
-        before=(*LOWERED, SplitUpdates()),
-        build=one,
-        at_rest=zgraph.Offload(optimizer="host", delayed_update_after=0),
-        calls=2,
     ),
     Case(
         about="what forward saves leaves for the host where it is made",

@@ -254,7 +254,6 @@ class Finder:
             self._found.append(_Open(remaining, node, held=False, outlives=True))
         if traits.outlives_graph(node):
             self.keep([node])
-        self.keep(traits.held_by(node))
 
     def _shared(self, node: fx.Node) -> Sequence[_Open | None]:
         """For each result of a call, the storage that it lies in according to the schema.

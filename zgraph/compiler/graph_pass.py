@@ -39,7 +39,6 @@ class Fact(StrEnum):
     OVERLAP_SCHEDULED = "overlap_scheduled"
     UPDATES_SPLIT = "updates_split"
     UPDATES_MOVED = "updates_moved"
-    GATHERED_AHEAD = "gathered_ahead"
     STATES_STREAMED = "states_streamed"
     COPIES_SCHEDULED = "copies_scheduled"
 
@@ -65,6 +64,7 @@ class PassContext:
             that were planned for the budget itself hold more. None: no limit.
         host_budget_bytes: what a rank may keep on the host, at rest and in the step, as `zgraph.Offload` says, the same
             on all. None: no limit.
+        update: where `zgraph.Offload` says that state on the host is updated. None: as `StreamStates` says.
         machine: the preset that the ranks' GPUs are, the same on all; passes without other hardware look at its links.
             None: unknown.
         planned_backend: what the groups of a planned cluster stand for; a real group knows better.
@@ -83,6 +83,7 @@ class PassContext:
     search: Search = field(default_factory=Search)
     plan_bytes: int | None = None
     host_budget_bytes: int | None = None
+    update: Literal["host", "device"] | None = None
     machine: Hardware | None = None
     planned_backend: str = "gloo"
     notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])

@@ -1,7 +1,6 @@
 """The operators of zgraph's graphs, with eager kernels; importing the room registers all of them."""
 
 from zgraph.dialect import (
-    ahead,
     compressed,
     copies,
     dependence,
@@ -13,7 +12,6 @@ from zgraph.dialect import (
 )
 
 __all__ = [
-    "ahead",
     "compressed",
     "copies",
     "dependence",

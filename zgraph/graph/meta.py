@@ -32,7 +32,6 @@ _RESTS = "zgraph_rests"
 _LONGEST = "zgraph_longest"
 _KEPT = "zgraph_kept"
 _BESIDE = "zgraph_beside"
-_DELAYED = "zgraph_delayed"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
@@ -150,16 +149,6 @@ def beside(node: fx.Node) -> int | None:
 def set_beside(node: fx.Node, number: int) -> None:
     """Let an update run beside compute, until the wait with the same number."""
     node.meta[_BESIDE] = number
-
-
-def delayed(node: fx.Node) -> Literal["update", "keep"] | None:
-    """The part of a node in a delayed update: it applies gradients of the call before, or keeps those of this one."""
-    return cast('Literal["update", "keep"] | None', node.meta.get(_DELAYED))
-
-
-def set_delayed(node: fx.Node, part: Literal["update", "keep"]) -> None:
-    """Record that a node belongs to a delayed update."""
-    node.meta[_DELAYED] = part
 
 
 def module_path(node: fx.Node) -> str:

@@ -137,9 +137,7 @@ TABLE: Mapping[OpOverload, Traits] = MappingProxyType(
         ),
         dialect.add_accumulated.default: Traits(accumulates=True),
         dialect.accumulate_grad.default: Traits(accumulates=True, stays=True),
-        **_rows(
-            [dialect.wait_in_grad, dialect.agree_ahead, dialect.take_ahead, dialect.keep_ahead], Traits(stays=True)
-        ),
+        dialect.wait_in_grad.default: Traits(stays=True),
     }
 )
 NONE_LISTED = Traits()
@@ -220,11 +218,6 @@ def shared_arguments(node: fx.Node) -> tuple[int | None, ...]:
 def outlives_graph(node: fx.Node) -> bool:
     """Whether a parameter's state keeps the node's result, for the rest of a window."""
     return nodes.is_kept_gather(node) and OPEN in node.args
-
-
-def held_by(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a node that a parameter's state holds from then on: for the next step."""
-    return node.all_input_nodes[:1] if node.target is dialect.keep_ahead.default else []
 
 
 # --- what does it take? -----------------------------------------------------------------------------------------------

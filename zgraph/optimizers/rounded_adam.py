@@ -119,7 +119,7 @@ def rounded_step(
 
 
 def _begin(state: State, shard: Tensor) -> None:
-    """Make the entries of a shard that has none; what waits for a delayed update is none of the optimizer's own."""
+    """Make the entries of a shard that has none."""
     entries = state[shard]
     if "step" not in entries:
         entries["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)

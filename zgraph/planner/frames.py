@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -96,6 +96,7 @@ class FramePlanner:
         allocator: how sizes are rounded.
         axes: of the cluster; None: data parallelism alone.
         host_budget_bytes: what a rank may keep on the host; None: any number.
+        update: where state on the host is updated; None: as the passes say.
         prefix: of the frames' names.
         report: of everything that was compiled.
         frames: in the order in which they were compiled.
@@ -106,6 +107,7 @@ class FramePlanner:
     allocator: Allocator
     axes: Axes | None
     host_budget_bytes: int | None = None
+    update: Literal["host", "device"] | None = None
     prefix: str = ""
     report: Report = field(default_factory=lambda: Report(keep_passes=True))
     frames: list[PlannedFrame] = field(default_factory=list[PlannedFrame])
@@ -117,7 +119,10 @@ class FramePlanner:
         """The compiler of a frame, whose plan is kept. No lowering is needed; fx costs nothing, without values."""
         options = CompileOptions(lowering="fx", report=self.report, pipeline=self.pipeline)
         known = PassContext(
-            machine=self.machine, planned_backend=self.machine.backend, host_budget_bytes=self.host_budget_bytes
+            machine=self.machine,
+            planned_backend=self.machine.backend,
+            host_budget_bytes=self.host_budget_bytes,
+            update=self.update,
         )
 
         def keep(plan: FramePlan) -> None:

@@ -21,16 +21,13 @@ from zgraph.torch_compat.dtensor import local_of
 ADAM_MOMENTS = 2  # of each trained element
 
 
-def rest_on_paper(
-    model: nn.Module, offload: Offload | None, machine: Hardware, *, has_optimizer: bool
-) -> Resting | None:
+def rest_on_paper(model: nn.Module, offload: Offload | None, machine: Hardware) -> Resting | None:
     """Let a sharded model's parameters, which have no values, rest where they are to.
 
     Args:
         model: may have been sharded with an offload of its own.
         offload: None: the model's own, if it has one.
         machine: of each rank.
-        has_optimizer: whether its step is planned, too.
 
     Raises:
         ValueError: nothing is sharded, the model has another offload, or it is not available on such a machine yet; or
@@ -53,11 +50,6 @@ def rest_on_paper(
         raise ValueError(
             f"zgraph.plan: param_bits={options.param_bits} is for inference, and a plan is that of a training step; "
             "leave param_bits out."
-        )
-    if options.delayed_update_after is not None and not has_optimizer:
-        raise ValueError(
-            f"zgraph.plan: delayed_update_after={options.delayed_update_after}, and no optimizer whose updates would "
-            "be delayed; pass optimizer_fn, or leave delayed_update_after out."
         )
     resting = known or Resting.on_paper(options)
     resting.has_step = True  # or a stand-in for its state is planned

@@ -200,7 +200,7 @@ def _compiled(
     name: str,
 ) -> _Compiled:
     """Compile a stage for the positions that a micro-batch has in the window of a step, see `zgraph.PipelineStage`."""
-    if rest_on_paper(stage, None, template.machine, has_optimizer=False) is not None:
+    if rest_on_paper(stage, None, template.machine) is not None:
         raise ValueError(
             "zgraph.plan: shard_fn offloads, and only whole steps bring to the device what rests elsewhere, which a "
             "pipeline's are not; leave the offload out."

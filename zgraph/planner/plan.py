@@ -22,7 +22,7 @@ from zgraph.planner.memory import plan_ledger, rest_on_paper
 from zgraph.planner.pipeline import plan_pipeline
 from zgraph.planner.planned_step import Plan, PlannedGraph
 from zgraph.planner.schedules.axes import Axes
-from zgraph.planner.whole_step import StepMaker, delays_updates, loop_body, plan_whole_step
+from zgraph.planner.whole_step import StepMaker, loop_body, plan_whole_step
 from zgraph.sharding.resting.offload import Offload
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.sharding.shard import shard
@@ -77,8 +77,7 @@ def plan(
         pipeline: as given to torch.compile; None: `presets.default()`. A target of its own counts instead of hardware.
         allocator: how sizes are rounded.
         offload: where parameters and the optimizer's state rest between uses, as for `zgraph.shard`, for a shard_fn
-            that does not say so itself. No file is made. With delayed_update_after the step is one that applies the
-            gradients of the call before, which takes an optimizer_fn. None: on the device, or where shard_fn says.
+            that does not say so itself. No file is made. None: on the device, or where shard_fn says.
         optimizer_fn: makes the optimizer of the sharded model, such as
             `lambda model: torch.optim.AdamW(model.parameters())`. None: forward and backward are planned alone.
         step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
@@ -160,11 +159,10 @@ def plan(
                 "for a list of stages."
             )
         _shard(shard_fn, model, axes, mesh)
-        resting = rest_on_paper(model, offload, machine, has_optimizer=optimizer_fn is not None)
+        resting = rest_on_paper(model, offload, machine)
         update = None if resting is None else resting.options.update
-        streaming = presets.with_streams(pipeline, delays=delays_updates(resting), update=update)
         host_budget_bytes = None if resting is None else resting.options.host_budget_bytes
-        planner = FramePlanner(machine, streaming, allocator, axes, host_budget_bytes)
+        planner = FramePlanner(machine, presets.with_streams(pipeline), allocator, axes, host_budget_bytes, update)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
             if resting is not None and machine.backend == "nccl":

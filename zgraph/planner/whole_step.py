@@ -12,7 +12,6 @@ from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
 from zgraph.optimizers.rounded_adam import check_rounded
-from zgraph.sharding.resting.memory import Resting
 from zgraph.step.capture.capture import Captured, capture
 from zgraph.step.capture.lifted import Lifted
 from zgraph.step.lines.refusals import check_function, check_optimizer
@@ -47,7 +46,7 @@ def plan_whole_step(
     inputs: Sequence[Any],
     compiler_of: Callable[[Frame], FrameCompiler],
 ) -> None:
-    """Capture and plan the step that later calls are: with the optimizer's state, and with gradients that wait.
+    """Capture and plan the step that later calls are, with the optimizer's state.
 
     Args:
         function: the lines of the loop.
@@ -63,22 +62,13 @@ def plan_whole_step(
     captured = capture(function, lifted, inputs, {})
     if not captured.steps:
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")
-    # The first call makes the optimizer's state; the first that delays its update, gradients that wait.
-    for delays in (True, True) if delays_updates(lifted.resting) else (False,):
-        if captured.state:
-            _put_state(captured, lifted)
-            lifted.settle()
-            lifted = Lifted.of(model, [optimizer])
-        elif not delays:
-            break
-        captured = capture(function, lifted, inputs, {}, delays=delays)
+    if captured.state:
+        _put_state(captured, lifted)
+        lifted.settle()
+        lifted = Lifted.of(model, [optimizer])
+        captured = capture(function, lifted, inputs, {})
     frame = Frame(name="step/0", reason="", inputs=lifted.tensors(), is_step=True)
     compiler_of(frame).compile_step(captured.gm)
-
-
-def delays_updates(resting: Resting | None) -> bool:
-    """Whether steps apply the gradients of the call before, from some call on."""
-    return resting is not None and resting.options.delayed_update_after is not None
 
 
 def _put_state(captured: Captured, lifted: Lifted) -> None:

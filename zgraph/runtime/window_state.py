@@ -130,7 +130,6 @@ class ParameterState:
         backward: number of the last one.
         tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
         feedbacks: error feedback of its compressed reductions.
-        ahead: the gathered bucket that begins with the parameter, as the last training step has left it.
         defer: takes what yields gradients of weights out of a compiled backward; None: the backward runs whole.
     """
 
@@ -149,7 +148,6 @@ class ParameterState:
     backward: int = -1
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
-    ahead: Tensor | None = None
     defer: Defer | None = None
 
     def keep(self, unsharded: Tensor) -> None:

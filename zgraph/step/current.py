@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from zgraph.optimizers import pending_gradients, rounded_adam
+from zgraph.optimizers import rounded_adam
 from zgraph.runtime.exchanges.steps import check_all_sharded
 from zgraph.step import guards
 from zgraph.step.capture import parameter_hooks
@@ -65,10 +65,6 @@ class Current:
             found += tensors
         return found
 
-    def gradients_wait(self) -> bool:
-        """Whether the state that was last read holds gradients of the call before, which are still to be applied."""
-        return any(pending_gradients.GRADIENT in layout.keys for layout in self._states)
-
     def conditions(
         self,
         leaves: list[Any],
@@ -76,13 +72,10 @@ class Current:
         options: OptionInputs,
         outside: Outside,
         tensors: list[Tensor],
-        *,
-        delays: bool,
     ) -> guards.Conditions:
         """What a graph for this call is captured under."""
         lifted = self.lifted
         return guards.Conditions(
-            updates=("one call late" if delays else "at once",),
             arguments=guards.of_arguments(leaves, tree),
             modes=self._modules.conditions(),
             trainable=tuple(requires_grad_of(lifted.held)),

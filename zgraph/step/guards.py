@@ -33,7 +33,6 @@ class Conditions:
         layouts: shapes and dtypes of parameters and buffers.
         outside: names and layouts of tensors that the function reads from outside.
         variables: numbers among what the function reads from outside.
-        updates: whether optimizers step on gradients of the call before.
         spaces: memory spaces in which inputs rest; () if all are on the device.
         ambient: grad mode, autocast, default dtype.
     """
@@ -47,7 +46,6 @@ class Conditions:
     layouts: tuple[Any, ...]
     outside: tuple[Any, ...]
     variables: tuple[Any, ...]
-    updates: tuple[Any, ...]
     spaces: tuple[Any, ...]
     ambient: tuple[Any, ...]
 

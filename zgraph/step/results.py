@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
-from zgraph.optimizers import pending_gradients
 from zgraph.sharding.model.sharded_tensor import sharded_like
 from zgraph.step.capture.capture import Captured
 from zgraph.step.capture.lifted import Lifted, local
@@ -47,16 +46,11 @@ def hand_back(lifted: Lifted, captured: Captured, outputs: Sequence[Any]) -> Any
     makers = dict.fromkeys(number for number, *_ in (*captured.state, *captured.constants))
     skipped = {number for number in makers if flags.get(number)}
     for number, parameter, key, value in made:
-        if number not in skipped or key in pending_gradients.KEYS:
+        if number not in skipped:
             states[number][parameter][key] = value
     for number, position, key, constant in captured.constants:
         if number not in skipped:
             states[number][parameters[position].tensor][key] = constant
-    for number, position, key in captured.applied:
-        parameter = parameters[position].tensor
-        del states[number][parameter][key]
-        if not states[number][parameter]:
-            del states[number][parameter]
     for number in captured.steps:
         note_step(optimizers[number])
     return tree_unflatten(leaves, captured.tree)

@@ -23,7 +23,7 @@ from zgraph.compiler.pipeline import Pipeline
 from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.driver.options import CompileOptions
 from zgraph.errors import ZgraphError
-from zgraph.optimizers import pending_gradients, rounded_adam
+from zgraph.optimizers import rounded_adam
 from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
@@ -108,8 +108,6 @@ def training_step(
         for one in optimizers:
             if resting.computes_elsewhere:
                 resting.options.check_updates(one)
-            if resting.options.delayed_update_after is not None:
-                pending_gradients.guard(one)
             if resting.options.moments_dtype is not None:
                 rounded_adam.check_rounded(one)
                 resting.rounding.add(one)
@@ -153,7 +151,7 @@ def _check_comparable(pipeline: Pipeline | None, *, offloads: bool) -> None:
     lossy = [entry.name for entry in passes if isinstance(entry, CompressGradients | QuantizeGathers)]
     what = f"the pass {lossy[0]}, which these do not have" if lossy else ""
     if offloads:
-        what = "zgraph.Offload, whose state and delayed updates these would move as well"
+        what = "zgraph.Offload, whose state these would move as well"
     if what:
         raise ValueError(
             f'zgraph.training_step: options["check"] compares all bits with the plain lines, and there is {what}; '
@@ -166,7 +164,6 @@ class TrainingStep(Generic[P, R]):
 
     Attributes:
         function: the function as it was written, which may be called in between.
-        calls: how many calls have returned; `zgraph.Offload.delayed_update_after` counts them.
 
     Args:
         recorder: of the device; None: each step runs operator by operator.
@@ -187,34 +184,7 @@ class TrainingStep(Generic[P, R]):
         self._limit, self._recorder = recompile_limit, recorder
         self._variants: list[guards.Variant] = []
         self._known: Current | None = None
-        self.calls = self._begun = 0
-        self._may_be_half_applied = False
-
-    def flush(self) -> None:
-        """Apply the gradients of the last call if updates are delayed, as before the weights are exported.
-
-        The next call then applies none. Every rank calls it. Without pending gradients it does nothing.
-
-        Raises:
-            ZgraphError: the last call failed while it may have been applying gradients.
-        """
-        self._check_applied()
-        for optimizer in self._optimizers:
-            pending_gradients.apply_pending(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed training needs besides model and optimizer: {"calls": int}. Gradients are the optimizer's.
-
-        Raises:
-            ZgraphError: the last call failed while it may have been applying gradients.
-        """
-        self._check_applied()
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting where the saved training was, whose model and optimizer have been loaded."""
-        self.calls = int(state_dict["calls"])
-        self._may_be_half_applied = False
+        self._begun = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(Any, self)._call(args, kwargs)
@@ -239,7 +209,6 @@ class TrainingStep(Generic[P, R]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str) -> Any:
         """Run the step as a graph."""
-        self._check_applied()
         current = self._current()
         lifted = current.lifted
         leaves, tree = tree_flatten((list(args), kwargs))
@@ -257,7 +226,7 @@ class TrainingStep(Generic[P, R]):
         options = OptionInputs.of(self._optimizers)
         outside = self._outside(current)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
-        conditions = current.conditions(leaves, tree, options, outside, tensors, delays=self._delays(current))
+        conditions = current.conditions(leaves, tree, options, outside, tensors)
         known = (one for one in reversed(self._variants) if one.lowering == lowering or one.captured.state)
         variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
         if variant is None:
@@ -281,7 +250,6 @@ class TrainingStep(Generic[P, R]):
             with torch.no_grad():
                 outputs = list(variant.program(inputs))
         except BaseException:
-            self._may_be_half_applied = current.gradients_wait()
             if lifted.resting is not None:  # what was started goes on, and would write over what is loaded next
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
@@ -302,7 +270,6 @@ class TrainingStep(Generic[P, R]):
         result = hand_back(lifted, variant.captured, outputs)
         if variant.captured.state:
             lifted.settle()
-        self.calls += 1
         return result
 
     def _current(self) -> Current:
@@ -314,32 +281,6 @@ class TrainingStep(Generic[P, R]):
     def _outside(self, current: Current) -> Outside:
         hooks = parameter_hooks.functions(current.lifted.held)
         return Outside.of(self.function, self._model, current.own, current.device, hooks)
-
-    def _delays(self, current: Current) -> bool:
-        """Whether this call applies the gradients of the one before.
-
-        Raises:
-            ZgraphError: there are such gradients, and updates are not to be delayed.
-        """
-        resting, waits = current.lifted.resting, current.gradients_wait()
-        after = None if resting is None else resting.options.delayed_update_after
-        if after is None and waits:
-            raise ZgraphError(
-                "zgraph.training_step: gradients wait in the optimizer's state, left by a training with "
-                "delayed_update_after, and this model's zgraph.Offload has none; call flush() of this step, which "
-                "applies them, or write the option."
-            )
-        return waits or (after is not None and self.calls >= after)
-
-    def _check_applied(self) -> None:
-        # Updates of the call before run beside its forward: a call that fails has applied some of them, nobody knows
-        # which, and their gradients still wait.
-        if self._may_be_half_applied:
-            raise ZgraphError(
-                "zgraph.training_step: the last call failed while it was applying gradients of the one before "
-                "(zgraph.Offload, delayed_update_after), and would apply some of them twice; load model and optimizer "
-                "from a checkpoint, and then the state of this step by its load_state_dict."
-            )
 
     # --- compile ------------------------------------------------------------------------------------------------------
 
@@ -354,7 +295,7 @@ class TrainingStep(Generic[P, R]):
         kwargs: dict[str, Any],
         lowering: str,
     ) -> guards.Variant:
-        lifted, delays = current.lifted, self._delays(current)
+        lifted = current.lifted
         others = [one for one in self._variants if one.lowering == lowering or one.captured.state]
         reason = guards.why_another(others, conditions, inputs, tensors)
         if len(others) >= self._limit:
@@ -366,14 +307,12 @@ class TrainingStep(Generic[P, R]):
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
         options = replace(self._options, lowering=lowering)
         if lifted.resting is not None:
-            update = lifted.resting.options.update
-            streaming = presets.with_streams(options.pipeline, delays=delays, update=update)
-            options = replace(options, pipeline=streaming)
+            options = replace(options, pipeline=presets.with_streams(options.pipeline))
         values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
-        take = partial(capture, self.function, lifted, args, kwargs, outside, values=values, delays=delays)
+        take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
         captured = take(decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":
-            # The step that makes the optimizer's state, or whose gradients are the first to wait, runs once.
+            # The step that makes the optimizer's state runs once.
             options = replace(options, lowering="fx")
             captured = take()
         check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
@@ -381,9 +320,12 @@ class TrainingStep(Generic[P, R]):
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
         recorder = None if captured.state else self._recorder  # what makes state runs once
         recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
-        check = partial(lifted.check_host, delays=delays)
-        known = PassContext(machine=frame.machine, host_budget_bytes=lifted.host_budget_bytes(delays=delays))
-        program = FrameCompiler(frame, options, known=known, on_plan=check).compile_step(captured.gm, recorded)
+        known = PassContext(machine=frame.machine)
+        if lifted.resting is not None:
+            offload = lifted.resting.options
+            known = replace(known, host_budget_bytes=offload.host_budget_bytes, update=offload.update)
+        compiler = FrameCompiler(frame, options, known=known, on_plan=lifted.check_host)
+        program = compiler.compile_step(captured.gm, recorded)
         variant = guards.Variant(conditions, captured, program, options.lowering, values.of_what_ran())
         self._variants.append(variant)
         return variant

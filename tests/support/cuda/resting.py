@@ -72,7 +72,7 @@ class Rest:
         if self.hardware is not None:
             passes = presets.planned(bucket_bytes=4 * WIDTH * WIDTH)
             found = zgraph.Pipeline(passes, target=zgraph.Target(hardware=self.hardware))
-        return presets.with_streams(found, update=self.offload.update)
+        return presets.with_streams(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,8 @@ def compile_resting(case: Rest) -> list[Copies]:
     triton_driver.pretend()
 
     def compiler_of(frame: Frame, options: CompileOptions = options) -> FrameCompiler:
-        return CompilesOnly(frame, options, known=zgraph.PassContext(planned_backend="nccl"), on_plan=keep)
+        known = zgraph.PassContext(planned_backend="nccl", update=case.offload.update)
+        return CompilesOnly(frame, options, known=known, on_plan=keep)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return compiler_of(Frame.of_dynamo(gm)).compile(gm, inputs)

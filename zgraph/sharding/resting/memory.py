@@ -130,9 +130,8 @@ class Resting:
         return cls(options, HostPool(), planned={})
 
     def lacks_step(self) -> bool:
-        """Whether updates are to be delayed, or moments rounded, and nothing has been made that does."""
-        options = self.options
-        return not self.has_step and (options.delayed_update_after is not None or options.moments_dtype is not None)
+        """Whether moments are rounded, and no training step has been made that rounds them."""
+        return not self.has_step and self.options.moments_dtype is not None
 
     def forbids_gradients(self) -> str | None:
         """What forbids to compute gradients here; None: nothing does."""
@@ -142,12 +141,10 @@ class Resting:
                 "rest as codes, which are for inference; run it under torch.no_grad(), or leave param_bits out."
             )
         if self.lacks_step():
-            option, can = f"delayed_update_after={self.options.delayed_update_after}", "delay updates"
-            if self.options.delayed_update_after is None:
-                option, can = f"moments_dtype={self.options.moments_dtype}", "round moments"
             return (
-                f"zgraph.Offload: {option}, but the model trains without zgraph.training_step, which alone can {can}; "
-                f"decorate the lines of the loop first, or leave {option.split('=')[0]} out."
+                f"zgraph.Offload: moments_dtype={self.options.moments_dtype}, but the model trains without "
+                "zgraph.training_step, which alone can round moments; decorate the lines of the loop first, or leave "
+                "moments_dtype out."
             )
         return None
 

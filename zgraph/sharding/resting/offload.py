@@ -28,9 +28,6 @@ class Offload:
             state then come, and from which they go back. None: fused calls where `presets.planned` finds the step
             fastest, which may be some here and some there, and by rules on the host; what is not fused runs on the
             device if that is a GPU. A GPU and its host round an update differently.
-        delayed_update_after: after how many calls of a `zgraph.training_step` the optimizer steps one call late:
-            forward and backward then compute with parameters that lack the latest update, so that it may run beside
-            them. This changes results. None: each call applies its own gradients.
         moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, in half of the memory, of which a disk
             reads and writes half as much. Updates compute in fp32, and round moments stochastically. This changes
             results. For `zgraph.training_step`. None: moments have the parameter's dtype.
@@ -42,8 +39,8 @@ class Offload:
     Raises:
         ValueError: an option, or a combination, cannot be honoured.
 
-    Source of delayed updates: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, section 5.2. Of weights at rest that
-    are read layer by layer: Aminabadi et al. 2022, "DeepSpeed Inference", arXiv 2207.00032, section 6.
+    Sources: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840; for weights at rest that are read layer by layer,
+    Aminabadi et al. 2022, "DeepSpeed Inference", arXiv 2207.00032, section 6.
     """
 
     params: Tier | None = None
@@ -51,7 +48,6 @@ class Offload:
     path: str | os.PathLike[str] | None = None
     host_budget_bytes: int | None = None
     update: Literal["host", "device"] | None = None
-    delayed_update_after: int | None = None
     moments_dtype: torch.dtype | None = None
     param_bits: Bits | None = None
     full_precision: tuple[str, ...] = ()
@@ -83,7 +79,6 @@ class Offload:
                 "bytes, or leave it out."
             )
         self._check_update()
-        self._check_delay()
         self._check_moments()
         self._check_bits()
 
@@ -110,21 +105,6 @@ class Offload:
             raise ValueError(
                 f'zgraph.Offload: update="host", but {name} is not fused: its updates are many small calls, which run '
                 f"on the GPU; write torch.optim.{name}(..., fused=True), if it has that, or leave update out."
-            )
-
-    def _check_delay(self) -> None:
-        after = self.delayed_update_after
-        if after is None:
-            return
-        if type(after) is not int or after < 0:
-            raise ValueError(
-                f"zgraph.Offload: delayed_update_after={after!r} is not a number of calls; write how many are to "
-                "update at once before the first that does not: 40, for example, or 0."
-            )
-        if self.optimizer is None:
-            raise ValueError(
-                f"zgraph.Offload: delayed_update_after={after} without an optimizer that rests elsewhere, beside whose "
-                'step nothing would run; write optimizer="host", or leave delayed_update_after out.'
             )
 
     def _check_moments(self) -> None:

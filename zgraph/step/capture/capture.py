@@ -68,8 +68,6 @@ class Captured:
         skips: numbers of optimizers for which a flag is returned at the end that is set where the step was skipped.
         cleared: positions of parameters whose gradients from before the step do not matter.
         steps: numbers of the optimizers that step.
-        applied: (number, position, key) of entries of the optimizers' state that were gradients of the call before, and
-            that no others have replaced.
         own_numbers: how many numbers of this rank are returned behind everything else, see `return_own_numbers`.
     """
 
@@ -88,7 +86,6 @@ class Captured:
     skips: tuple[int, ...]
     cleared: frozenset[int]
     steps: tuple[int, ...]
-    applied: tuple[tuple[int, int, str], ...]
     own_numbers: int
 
 
@@ -101,7 +98,6 @@ def capture(
     *,
     values: PythonValues | None = None,
     decompose: bool = False,
-    delays: bool = False,
 ) -> Captured:
     """Run a step on fake values and return it as a graph; model, optimizers and arguments stay as they are.
 
@@ -112,21 +108,20 @@ def capture(
         outside: what it reads from outside; its tensors may be written, too.
         values: of Python, which it may read.
         decompose: take operators apart as Inductor needs it.
-        delays: let optimizers step on the gradients of the call before, and keep those of this one.
 
     Raises:
         ZgraphError: the function does what a graph cannot hold; says where and what to write.
     """
     outside = outside or Outside([], [], {})
     values = values or PythonValues([function], [lifted.model])
-    tracer = _Tracer(function, lifted, args, kwargs, outside, values, delays=delays)
+    tracer = _Tracer(function, lifted, args, kwargs, outside, values)
     try:
         try:
             gm = tracer.trace(decompose)
         except data_dependent_errors():
             values.effects()  # puts back what the first try has changed
             # Optimizers such as RAdam decide by the number of the step, which is then looked at before each call.
-            tracer = _Tracer(function, lifted, args, kwargs, outside, values, asks=True, delays=delays)
+            tracer = _Tracer(function, lifted, args, kwargs, outside, values, asks=True)
             gm = tracer.trace(decompose)
     except data_dependent_errors() as error:
         reader = tracer.watch.reader
@@ -207,9 +202,8 @@ class _Tracer:
         values: PythonValues,
         *,
         asks: bool = False,
-        delays: bool = False,
     ) -> None:
-        self.function, self.lifted, self.outside, self.delays = function, lifted, outside, delays
+        self.function, self.lifted, self.outside = function, lifted, outside
         self.values, self.bindings = values, list[Binding]()
         self.shared: set[int] = set()
         self.present: list[Tensor] = []
@@ -273,7 +267,7 @@ class _Tracer:
         outside = [pair for place, pair in enumerate(every) if len(held) + place not in self.shared]
         options = [next(given) for _ in self.options.values]
         self.watch.known.begin(self.present, [*held, *(traced for _, traced in every)])
-        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside, delays=self.delays)
+        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside)
         self.watch.stand_ins = stand_ins.by_id()
         self.watch.gathered.names = {id(handle): param.name for param, handle in stand_ins.handles.items()}
         scopes = self.lifted.scopes()
@@ -373,9 +367,6 @@ class _Tracer:
             "bound": tuple(value if isinstance(value, DTensor) else None for value in bound),
             "cleared": frozenset(stand_ins.cleared),
             "steps": tuple(number for number, one in enumerate(stand_ins.optimizers) if one.stepped),
-            "applied": tuple(
-                (number, *place) for number, one in enumerate(stand_ins.optimizers) for place in one.applied
-            ),
         }
         return outputs
 

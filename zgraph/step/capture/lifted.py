@@ -19,7 +19,6 @@ from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.rounded_adam import Drawn
-from zgraph.runtime.offload.pinned_pool import pinned_bytes
 from zgraph.sharding.resting.memory import Resting
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.torch_compat.dtensor import local_of, locals_of
@@ -231,12 +230,11 @@ class Lifted:
                 self.resting.settle(one.optimizer, names)
                 self.resting.settle_counts(one.optimizer)
 
-    def check_host(self, plan: FramePlan, *, delays: bool = False) -> None:
+    def check_host(self, plan: FramePlan) -> None:
         """Refuse a step, before it has run, that keeps more on the host than it may.
 
         Args:
             plan: of the step.
-            delays: whether gradients wait for the next call in it, as they may in later steps.
 
         Raises:
             ValueError: says what would make it fit.
@@ -244,27 +242,7 @@ class Lifted:
         if self.resting is None or self.resting.options.host_budget_bytes is None:
             return
         host = next(line for line in ledger_of(plan.curve) if line.space == "host")
-        self.resting.check_budget(host.parameters, host.state + self._waiting_bytes(delays), host.step, host.staging)
-
-    def host_budget_bytes(self, *, delays: bool = False) -> int | None:
-        """Bytes of the host left for a step and what rests there; None without a limit.
-
-        Args:
-            delays: as for `check_host`.
-        """
-        budget = None if self.resting is None else self.resting.options.host_budget_bytes
-        return None if budget is None else budget - self._waiting_bytes(delays)
-
-    def _waiting_bytes(self, delays: bool) -> int:
-        """Bytes on the host of gradients that will wait for the next call, but do not yet."""
-        options = None if self.resting is None else self.resting.options
-        if options is None or options.optimizer != "host" or options.delayed_update_after is None or delays:
-            return 0
-        stepped = (position for one in self.optimizers for position in dict.fromkeys(one.positions()))
-        trained = [position for position in stepped if self.parameters[position].tensor.requires_grad]
-        shards = ((position, local(self.parameters[position].tensor)) for position in trained)
-        sizes = [self.longest_bytes(position, shard) for position, shard in shards if shard.ndim]
-        return sum(map(pinned_bytes, sizes) if self.resting is not None and self.resting.computes_elsewhere else sizes)
+        self.resting.check_budget(host.parameters, host.state, host.step, host.staging)
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.

@@ -56,14 +56,11 @@ class StandIns:
         tensors: Sequence[Tensor],
         options: Sequence[Any],
         outside: Sequence[tuple[Tensor, Tensor]],
-        *,
-        delays: bool = False,
     ) -> StandIns:
         """Make them from the traced inputs, which are in the order of `Lifted.tensors` and of `OptionInputs`.
 
         Args:
             outside: tensors from outside, each with its traced input.
-            delays: whether optimizers step on the gradients of the call before.
         """
         given = iter(tensors)
         shards = [next(given) for _ in lifted.parameters]
@@ -73,8 +70,7 @@ class StandIns:
         numbers = iter(options)
         drawn = lifted.drawn()
         optimizers = [
-            TracedOptimizer.of(one, watch, parameters, shards, given, numbers, delays=delays, drawn=drawn)
-            for one in lifted.optimizers
+            TracedOptimizer.of(one, watch, parameters, shards, given, numbers, drawn=drawn) for one in lifted.optimizers
         ]
         others = [
             (tensor, _leaf(traced, tensor) if isinstance(tensor, DTensor) or tensor.requires_grad else traced)

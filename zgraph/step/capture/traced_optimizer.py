@@ -6,7 +6,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
-from zgraph.graph import meta
-from zgraph.optimizers import pending_gradients
 from zgraph.optimizers.local_step import SCALARS
 from zgraph.optimizers.rounded_adam import Drawn, rounded_step
 from zgraph.step.capture.lifted import LiftedOptimizer, local
@@ -23,7 +20,6 @@ from zgraph.step.capture.option_inputs import with_inputs
 from zgraph.step.lines.redirect import with_numbers
 from zgraph.step.lines.refusals import ELEMENT_WISE, refusal, user_line
 from zgraph.step.lines.watch import Watch
-from zgraph.torch_compat.aot import newest_node, nodes_after
 from zgraph.torch_compat.dtensor import dtensor_like, local_of, own_placements
 from zgraph.torch_compat.modules import plain_step
 
@@ -39,10 +35,6 @@ class TracedOptimizer:
         state: by what it steps on, see `stepped_on`; what the step adds is new.
         stepped: whether it has taken a step.
         skip: [] bool, whether that step changes nothing; None if it is always taken.
-        delays: whether a step applies the gradients of the call before, and keeps its own for the next one.
-        waiting: what is kept of these, by position and key, see `pending_gradients`.
-        kept: the same for the next call, where it is new.
-        applied: (position, key) of what waits no longer.
         drawn: what moments are rounded by, by position; None: they are not rounded.
     """
 
@@ -54,10 +46,6 @@ class TracedOptimizer:
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     stepped: bool = False
     skip: Tensor | None = None
-    delays: bool = False
-    waiting: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
-    kept: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
-    applied: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     drawn: Mapping[int, Drawn] | None = None
 
     @classmethod
@@ -70,7 +58,6 @@ class TracedOptimizer:
         state: Iterator[Tensor],
         options: Iterator[Any],
         *,
-        delays: bool = False,
         drawn: Mapping[int, Drawn] | None = None,
     ) -> TracedOptimizer:
         """Make it from traced tensors: the next ones of the state, and the next options."""
@@ -78,14 +65,11 @@ class TracedOptimizer:
             {**with_inputs(group, options), "params": [parameters[position] for position in positions]}
             for group, positions in zip(lifted.optimizer.param_groups, lifted.groups, strict=True)
         ]
-        found = cls(lifted, watch, parameters, shards, groups, delays=delays, drawn=drawn)
+        found = cls(lifted, watch, parameters, shards, groups, drawn=drawn)
         for position, key, value in lifted.state_entries():
             entry = next(state) if isinstance(value, Tensor) else value
             if isinstance(value, DTensor) and not found.is_element_wise:
                 entry = dtensor_like(entry, value)
-            if key in pending_gradients.KEYS:
-                found.waiting[position, key] = entry
-                continue
             found.state[found.stepped_on[position]][key] = entry
         found.known = {one: dict(entries) for one, entries in found.state.items()}
         return found
@@ -139,7 +123,6 @@ class TracedOptimizer:
             ZgraphError: it has changed a number there, which would stay what it is now.
         """
         known = {(position, key): value for position, key, value in self.lifted.state_entries()}
-        waits = [(position, key, value) for (position, key), value in self.kept.items()]
         before = {id(value) for entries in self.known.values() for value in entries.values()}
         found: list[tuple[int, str, Any]] = []
         for position in self.own:
@@ -150,15 +133,14 @@ class TracedOptimizer:
                     raise _counts(
                         self.lifted.optimizer, f'state["{key}"]', "state as a tensor, such as torch.zeros(())"
                     )
-        return [*found, *waits]
+        return found
 
     def layout_of(self, position: int, key: str, value: Tensor) -> DTensor | None:
         """How a new entry of the optimizer's state lies: like this DTensor, or whole on each rank."""
         if not self.is_element_wise:
             return value if isinstance(value, DTensor) else None
         parameter = self.parameters[position]
-        is_scalar = key in SCALARS or key == pending_gradients.SKIP
-        return parameter if isinstance(parameter, DTensor) and not is_scalar else None
+        return parameter if isinstance(parameter, DTensor) and key not in SCALARS else None
 
     def step_unless(self, found_inf: Tensor) -> None:
         """Let the optimizer step, and undo it where an inf was found.
@@ -168,7 +150,7 @@ class TracedOptimizer:
         """
         if self.stepped:
             raise refusal("calls scaler.step() a second time for an optimizer", "write one step per call")
-        self._take_step(found_inf)
+        self._step_or_skip(self._gradients(), found_inf)
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own step, on local shards."""
@@ -177,45 +159,9 @@ class TracedOptimizer:
             raise refusal(
                 f"passes {given} to optimizer.step()", "compute the loss before the step, and call it without arguments"
             )
-        if self.skip is not None or (self.stepped and self.delays):
-            why = "after scaler.step()" if self.skip is not None else "twice, and its updates are delayed"
-            raise refusal(f"calls optimizer.step() {why}", "write one of the two")
-        self._take_step(None)
-
-    def _take_step(self, found_inf: Tensor | None) -> None:
-        """Step on the gradients of this call, or, late, on those of the call before.
-
-        Args:
-            found_inf: [] of this call's gradients, not 0 where the step is to change nothing; None: nobody asks.
-        """
-        fresh = self._gradients()
-        if self.delays:
-            self._step_late(fresh, found_inf)
-        elif found_inf is None:
-            self._step_on(self.stepped_on, fresh)
-        else:
-            self._step_or_skip(fresh, found_inf)
-
-    def _step_late(self, fresh: dict[int, Tensor], found_inf: Tensor | None) -> None:
-        """Step on the gradients that wait, and let those of this call take their place."""
-        # A scaler leaves it to fused optimizers to divide out its scale, and to skip a step.
-        scaling = {key: self.lifted.optimizer.__dict__.get(key) for key in ("grad_scale", "found_inf")}
-        is_scaled_by_kernel = scaling["found_inf"] is not None
-        before = newest_node()
-        waiting = {position: one for (position, key), one in self.waiting.items() if key == pending_gradients.GRADIENT}
-        skips = [one for (_, key), one in self.waiting.items() if key == pending_gradients.SKIP]
-        if waiting and (not skips or is_scaled_by_kernel):
-            own = {"grad_scale": None, "found_inf": skips[0].float() if skips else None} if is_scaled_by_kernel else {}
-            self._step_on(self.stepped_on, waiting, own)
-        elif waiting:
-            self._step_or_skip(waiting, skips[0])
-        for node in nodes_after(before):
-            meta.set_delayed(node, "update")
-        with torch.no_grad():
-            if scaling["grad_scale"] is not None:
-                fresh = {position: grad / scaling["grad_scale"] for position, grad in fresh.items()}
-            self._keep(fresh, scaling["found_inf"] if is_scaled_by_kernel else found_inf)
-        self.stepped = True
+        if self.skip is not None:
+            raise refusal("calls optimizer.step() after scaler.step()", "write one of the two")
+        self._step_on(self.stepped_on, self._gradients())
 
     def _gradients(self) -> dict[int, Tensor]:
         """The gradients of this call by position, as the optimizer steps on them."""
@@ -227,23 +173,6 @@ class TracedOptimizer:
                 found[position] = _local_grad(parameter, parameter.grad) if is_local else parameter.grad
         return found
 
-    def _keep(self, fresh: Mapping[int, Tensor], found_inf: Tensor | None) -> None:
-        """Let gradients, and the flag of a scaler, wait for the next call; those that waited have been applied."""
-        wait = {(position, pending_gradients.GRADIENT): grad for position, grad in fresh.items()}
-        if found_inf is not None and fresh:
-            position = next((one for one in fresh if self.parameters[one].ndim), next(iter(fresh)))
-            # A load gives floating-point state the parameter's dtype.
-            wait[position, pending_gradients.SKIP] = found_inf.to(self.parameters[position].dtype).reshape(())
-        for place, value in wait.items():
-            if place not in self.waiting:
-                self.kept[place] = value.detach().clone()
-                continue
-            before = newest_node()
-            _part_of(self.waiting[place]).copy_(_part_of(value))
-            for node in nodes_after(before):
-                meta.set_delayed(node, "keep")
-        self.applied += [place for place in self.waiting if place not in wait]
-
     def _step_or_skip(self, grads: Mapping[int, Tensor], found_inf: Tensor) -> None:
         self.skip = found_inf != 0
         with torch.no_grad():
@@ -252,10 +181,8 @@ class TracedOptimizer:
                 given[position] = given[position].detach().clone()
             self._step_on(given, grads)
 
-    def _step_on(
-        self, given: Sequence[Tensor], grads: Mapping[int, Tensor], own: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        """Step on tensors by gradients, as an optimizer whose attributes are its own but for these."""
+    def _step_on(self, given: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
+        """Run the optimizer's own step on these tensors, by position, and these gradients."""
         optimizer, state = self.lifted.optimizer, self._state_of(given)
         held = {position: given[position].grad for position in self.own}
         for position in self.own:
@@ -266,8 +193,8 @@ class TracedOptimizer:
         ]
         before = [_options(group) for group in groups]
         stand_in: optim.Optimizer = object.__new__(type(optimizer))
-        stand_in.__dict__ = {**optimizer.__dict__, **own, "param_groups": groups, "state": state}
-        attributes = {**optimizer.__dict__, **own}
+        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
+        attributes = dict(optimizer.__dict__)
         with (
             self.watch.reading_values(optimizer),
             contextlib.nullcontext() if self.is_element_wise else own_placements(),

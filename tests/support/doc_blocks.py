@@ -363,22 +363,6 @@ def _both_stepped(names: dict[str, Any]) -> None:
         assert all(int(state["step"]) == 2 for state in optimizer.state.values())
 
 
-def _gathered_ahead(names: dict[str, Any]) -> None:
-    model, opt, report = names["model"], names["opt"], zgraph.Report()
-
-    @zgraph.training_step(model, opt, options={"lowering": "fx", "pipeline": names["pipeline"], "report": report})
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = model(x, y)
-        loss.backward()
-        zgraph.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
-
-    assert all(step(x, y).isfinite() for x, y in names["batches"])
-    assert any("held for the next step" in note for note in report.notes)
-
-
 def _generated(names: dict[str, Any]) -> None:
     assert names["tokens"].shape == (1, 3 + 6)
 
@@ -490,7 +474,6 @@ SETTINGS = [
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),
     Setting("opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(", _sharded_on_gpu, _replayed, on="a GPU"),
-    Setting("pipeline = zgraph.Pipeline([*zgraph.passes.presets", _sharded, _gathered_ahead),
     # compression.md
     Setting("P      = zgraph.passes\npasses", _sharded, _compressed),
     Setting("P      = zgraph.passes\nchosen", dict, _chosen, on="one process"),

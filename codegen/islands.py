@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zgraph.graph import meta, nodes, traits
+from zgraph.tiers.tier import HOST
 from zgraph.torch_compat.fake_values import unknown_number
 from zgraph.torch_compat.operators import OpOverload, written_arguments
 
@@ -73,7 +74,7 @@ def is_compute(node: fx.Node) -> bool:
         node.op == "call_function"
         and isinstance(node.target, OpOverload)
         and not (nodes.is_communication(node) and _is_on_cpu(node))
-        and meta.space(node) != "host"
+        and meta.space(node) != HOST
         and node.target.namespace in ("aten", "prims")
         and not traits.is_random(node)
         and not written_arguments(node)

@@ -21,8 +21,10 @@ from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.exchanges.collectives import bind, finish_group
 from zgraph.runtime.exchanges.identity import CalledFor
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.offload.copy_lanes import Copy, CopyLanes, StreamLanes, lanes_of
 from zgraph.runtime.profiler import Probe, Program, Runner
+from zgraph.tiers.copy_lanes import CopyLanes, lanes_of
+from zgraph.tiers.stream_lanes import StreamLanes
+from zgraph.tiers.tier import Copy, is_offloaded
 from zgraph.torch_compat.aot import BoxedCodeGen, boxed
 from zgraph.torch_compat.modules import generate_code, lazy_graph_module
 
@@ -177,7 +179,7 @@ def _device_of(start: fx.Node) -> torch.device:
 def _touches_resting(start: fx.Node) -> bool:
     """Whether a copy reads or writes what outlives the step on the host or on disk; activations do not."""
     touched = (start, *start.all_input_nodes)
-    return any(meta.kept_as(node) is not None and meta.space(node) in ("host", "disk") for node in touched)
+    return any(meta.kept_as(node) is not None and is_offloaded(meta.space(node)) for node in touched)
 
 
 def _update_beside_compute(graph: fx.Graph) -> None:

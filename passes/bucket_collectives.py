@@ -15,12 +15,12 @@ from zgraph.analysis.liveness import curve_of
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.graph import dataflow, edits, meta, nodes, traits
-from zgraph.graph.lanes import COMPUTE
 from zgraph.graph.traffic import transfers_of
 from zgraph.passes.common.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
 from zgraph.passes.common.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
 from zgraph.passes.common.replicated_gradients import ReplicatedReduction
 from zgraph.runtime.chunks import MIB
+from zgraph.tiers.lanes import COMPUTE
 
 Gathers = Literal["auto", Mode]
 ETHERNET_BYTES = 2 * MIB  # large enough that latency on Ethernet is a small part

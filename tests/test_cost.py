@@ -18,9 +18,10 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.compression.low_rank import orthonormalize_work
 from zgraph.compression.method_text import to_text
 from zgraph.graph import meta, nodes, operator_arguments
-from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, Lane
 from zgraph.graph.traffic import transfers
 from zgraph.passes import LoCo, LowerGathers, LowerReductions, NoFeedback, presets
+from zgraph.tiers.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, Lane
+from zgraph.tiers.tier import HOST, Disk, Transit
 from zgraph.torch_compat.collectives import reduce_scatter_op
 
 aten = torch.ops.aten
@@ -159,13 +160,18 @@ def test_experts_count_each_token_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lane", "us"), [(HOST_TO_DEVICE, 3 + 400 / 20), (DEVICE_TO_HOST, 4 + 400 / 25), (DISK, 7 + 400 / 5)]
+    ("transit", "us"),
+    [
+        (Transit(HOST, to_device=True), 3 + 400 / 20),
+        (Transit(HOST, to_device=False), 4 + 400 / 25),
+        (Transit(Disk(), to_device=True), 7 + 400 / 5),
+    ],
 )
-def test_copies_that_a_pass_has_put_on_a_lane(lane: Any, us: float) -> None:
+def test_copies_between_tiers_cost_by_their_link(transit: Transit, us: float) -> None:
     drawing = Drawing()
     copied = drawing.call(aten.clone.default, drawing.input("x", 100))
-    meta.set_lane(copied, lane)
-    assert cost(copied) == NodeCost(lane, us, 0, 400)
+    meta.set_transit(copied, transit.tier, to_device=transit.to_device)
+    assert cost(copied) == NodeCost(transit.lane, us, 0, 400)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +186,7 @@ def test_a_gpu_copies_from_disk_and_to_it_through_the_host(backend: str, read_us
     store = drawing.call(ops.store_start.default, read, x)
     spill = drawing.call(ops.spill_start.default, x, "folder")
     for node, us in ((read, read_us), (store, write_us), (spill, write_us)):
-        meta.set_lane(node, DISK)
+        meta.set_transit(node, Disk(), to_device=node is read)
         assert cost(node, hardware) == NodeCost(DISK, us, 0, 400)
 
 

@@ -13,11 +13,11 @@ from tests.support.graphs import Drawing, fake_world
 from tests.support.random_steps import draw_step
 from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.graph import nodes
-from zgraph.graph.lanes import Lane
 from zgraph.scheduling.dependencies import Dependencies
 from zgraph.scheduling.queues import Queues
 from zgraph.scheduling.simulate import Work
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import Lane
 
 aten = torch.ops.aten
 SEEDS = range(12)

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import zgraph
 from tests.support.slow_disk import slow_down
 from tests.support.torchrun import ROOT
-from zgraph.runtime.disk import transfer
-from zgraph.runtime.disk.buffers import Buffers
-from zgraph.runtime.disk.folder import DiskFolder
-from zgraph.runtime.disk.place import filesystem_of
-from zgraph.runtime.disk.system_calls import address_of
+from zgraph.tiers.disk import transfer
+from zgraph.tiers.disk.buffers import Buffers
+from zgraph.tiers.disk.folder import DiskFolder
+from zgraph.tiers.disk.place import filesystem_of
+from zgraph.tiers.disk.system_calls import address_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
@@ -493,7 +493,7 @@ def test_a_process_ends_without_close(tmp_path: Path) -> None:
     script = f"""
 import torch
 from tests.support.slow_disk import slow_down
-from zgraph.runtime.disk.folder import DiskFolder
+from zgraph.tiers.disk.folder import DiskFolder
 disk = DiskFolder({str(tmp_path)!r})
 slow_down(disk, 1e7)
 tensor = disk.empty((1000000,), torch.uint8, "weight")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import zgraph
-from zgraph.runtime.disk import transfer
-from zgraph.runtime.disk.folder import DiskFolder
+from zgraph.tiers.disk import transfer
+from zgraph.tiers.disk.folder import DiskFolder
 
 MIB = 2**20
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in memory:zgraph.ZgraphWarning")

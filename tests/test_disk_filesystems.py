@@ -14,7 +14,7 @@ from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, under
 from tests.support.tiers import slow
 from tests.support.whole_steps import Case, compare
-from zgraph.runtime.disk.folder import DiskFolder
+from zgraph.tiers.disk.folder import DiskFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in memory:zgraph.ZgraphWarning")
 

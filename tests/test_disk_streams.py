@@ -16,9 +16,10 @@ import zgraph
 from tests.support.judges.vector_clocks import ClockedLanes
 from tests.support.lazy_streams import LazyLanes
 from tests.support.slow_disk import slow_down
-from zgraph.runtime.disk.folder import DiskFolder
-from zgraph.runtime.disk.system_calls import BLOCK
-from zgraph.runtime.offload.staging import BUFFERS, PIECE_BYTES, buffer_bytes, staging_bytes
+from zgraph.tiers.disk.folder import DiskFolder
+from zgraph.tiers.disk.system_calls import BLOCK
+from zgraph.tiers.staging import BUFFERS, PIECE_BYTES, buffer_bytes, staging_bytes
+from zgraph.tiers.stores import OnDisk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in memory:zgraph.ZgraphWarning")
 
@@ -35,7 +36,7 @@ def slow(tmp_path: Path) -> Iterator[DiskFolder]:
 
 
 def known(lanes: Any, disk: DiskFolder) -> None:
-    lanes.disks.by_path["here"] = disk
+    lanes.stores.by_key["here"] = lanes.on_disk = OnDisk(disk)  # which lanes do not keep alive
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -113,7 +114,7 @@ def test_pinned_memory_is_bounded_and_used_again(slow: DiskFolder) -> None:
             lanes.store(lanes.reload(kept).wait(), kept).wait()
         size = BLOCK if numel == 1 else 2 * BLOCK
         assert [staging.nbytes for staging in lanes.staging(slow)] == [BUFFERS * size] * 2
-        assert lanes.host.in_use_bytes == staging_bytes([numel * 4], [numel * 4], 2 * BLOCK)
+        assert lanes.memory.in_use_bytes == staging_bytes([numel * 4], [numel * 4], 2 * BLOCK)
 
 
 def test_what_is_planned_for_pinned_memory() -> None:

@@ -11,10 +11,10 @@ from torch import fx
 from tests.support.graphs import Drawing, aten, fake_world, mlp, traced
 from zgraph.analysis.cost import NodeCost
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.scheduling.exposure import why_exposed
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.simulate import simulate
+from zgraph.tiers.lanes import COMPUTE, Lane
 from zgraph.torch_compat.collectives import wait_op
 
 

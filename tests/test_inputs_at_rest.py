@@ -10,6 +10,7 @@ from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
 from zgraph.dialect.copies import reload_op, wait_copy_op
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
+from zgraph.tiers.tier import HOST
 from zgraph.torch_compat.fake_values import fake_mode
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ def captured(*, dtype: torch.dtype | None = None) -> fx.GraphModule:
         shard, grad = graph.placeholder("shard"), graph.placeholder("grad")
         meta.set_value(shard, torch.empty(4))
         meta.set_value(grad, torch.empty(4, device=CUDA))
-        meta.set_space(shard, "host")
+        meta.set_space(shard, HOST)
         options = {"device": CUDA} if dtype is None else {"device": CUDA, "dtype": dtype}
         copies = [meta.create(graph, aten._to_copy.default, (shard,), options) for _ in range(2)]
         product = meta.create(graph, aten.mul.Tensor, copies)
@@ -46,7 +47,7 @@ def test_the_copies_of_modules_become_those_of_the_plan() -> None:
     names = [node.name for node in nodes.call_functions(gm.graph, lambda node: True)]
     assert names == ["mul_tensor", "neg_default", "offload_grad", "kept_offload_grad"], "gradients leave at the end"
     kept = nodes.returned_by(gm.graph)[1]
-    assert isinstance(kept, fx.Node) and meta.space(kept) == "host"
+    assert isinstance(kept, fx.Node) and meta.space(kept) == HOST
     assert meta.tensor_value(kept).device.type == "cpu"
     assert not take_to_device(gm.graph), "nothing is left to do"
 
@@ -78,6 +79,6 @@ def test_what_rests_beside_a_cpu_may_be_read_there() -> None:
     with fake_mode():
         shard = graph.placeholder("shard")
         meta.set_value(shard, torch.empty(4))
-        meta.set_space(shard, "host")
+        meta.set_space(shard, HOST)
         graph.output((meta.create(graph, aten.neg.default, (shard,)),))
     check_only_copied(graph)

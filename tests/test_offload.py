@@ -24,7 +24,8 @@ from tests.support.whole_steps import Case, assert_same, train
 from zgraph import codegen
 from zgraph.analysis.hardware import Link
 from zgraph.passes import OffloadActivations, presets
-from zgraph.runtime.offload.copy_lanes import StreamLanes, ThreadLanes
+from zgraph.tiers.stream_lanes import StreamLanes
+from zgraph.tiers.thread_lanes import ThreadLanes
 from zgraph.torch_compat.fake_values import fake_mode
 
 # Every two of these features stand together in some row, with stages 0 to 3.

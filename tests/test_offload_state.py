@@ -307,7 +307,7 @@ def held_by(at_rest: zgraph.Offload | None) -> Held:
     shards = sum(local(parameter).nbytes for parameter in model.parameters())
     peak = report.graphs[-1].peak
     assert peak is not None
-    return Held(built.end_bytes + trained.rise_bytes, 2 * shards, shards, peak.host_bytes)
+    return Held(built.end_bytes + trained.rise_bytes, 2 * shards, shards, dict(peak.elsewhere)["host"])
 
 
 @worlds(2)
@@ -336,7 +336,7 @@ def materialized(at_rest: zgraph.Offload | None) -> list[torch.Tensor]:
     assert resting is not None
     if at_rest is not None:
         assert resting.scope.resting is not None
-        assert {resting.scope.resting.space_of(shard) for shard in shards if shard.numel()} <= {at_rest.params}
+        assert {resting.scope.resting.space_of(shard).name for shard in shards if shard.numel()} <= {at_rest.params}
     return [shard.clone() for shard in shards]
 
 

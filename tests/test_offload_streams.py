@@ -32,8 +32,10 @@ from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
 from zgraph.passes import presets
 from zgraph.passes.memory import stream_states
-from zgraph.runtime.disk.folder import DiskFolder
-from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
+from zgraph.tiers.copy_lanes import lanes_of
+from zgraph.tiers.disk.folder import DiskFolder
+from zgraph.tiers.stores import OnDisk
+from zgraph.tiers.thread_lanes import ThreadLanes
 
 # Updates run on copies, on the GPU.
 CASES = {
@@ -99,7 +101,8 @@ def slow_disk(at_rest: zgraph.Offload | None) -> Generator[None]:
     with warnings.catch_warnings(category=zgraph.ZgraphWarning, action="ignore"):  # the folder may be in memory
         slow = DiskFolder(at_rest.path, rank=dist.get_rank())
     slow_down(slow, 2e7)
-    lanes.disks.by_path[os.fspath(at_rest.path)] = slow
+    store = OnDisk(slow)  # which lanes do not keep alive
+    lanes.stores.by_key[os.fspath(at_rest.path)] = store
     yield
 
 
@@ -333,8 +336,8 @@ def test_nothing_is_touched_while_the_host_updates_it(
 def test_the_host_waits_for_threads_that_copy_and_update(tmp_path: Path) -> None:
     """As after a step that failed: what it had started would write over what is loaded next."""
     lanes = ThreadLanes(bytes_per_us=1.0)  # copies of a tenth of a second
-    folder = lanes.disks.at(str(tmp_path))
-    source, kept, filed = torch.ones(25_000), torch.zeros(25_000), folder.empty((25_000,), torch.float32, "weight")
+    folder = lanes.stores.folder(str(tmp_path))
+    source, kept, filed = torch.ones(25_000), torch.zeros(25_000), folder.empty(torch.ones(25_000), "weight")
     begun = threading.Event()
 
     def update(moment: Tensor) -> None:

@@ -16,12 +16,12 @@ from tests.support.random_joint_graphs import draw_training, model_of
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import step_curve
 from zgraph.graph import edits
-from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.passes.choose_lifetimes import apply
 from zgraph.scheduling.lifetimes.lifetime_model import StepEstimate
 from zgraph.scheduling.lifetimes.partitioned_model import PartitionedModel
 from zgraph.scheduling.lifetimes.plan_lifetimes import greedy_frontier
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import COMPUTE, Lane
 from zgraph.torch_compat.aot import min_cut_partition
 
 aten = torch.ops.aten

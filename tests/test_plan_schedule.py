@@ -18,7 +18,6 @@ from tests.support.random_steps import Step, draw_step
 from zgraph.analysis.storages import Storage, storages_of
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import edits, nodes
-from zgraph.graph.lanes import Lane
 from zgraph.passes.schedule_overlap import order_by_rules
 from zgraph.runtime.chunks import MIB
 from zgraph.scheduling.beam_search import AHEAD, Bounds
@@ -28,6 +27,7 @@ from zgraph.scheduling.plan_schedule import FRUGAL, STYLES, Greedy, Search, Skyl
 from zgraph.scheduling.problem import Limits, Problem
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import Lane
 
 WITHIN, SHARE = 1.05, 0.95
 SEARCH_IS_WORSE = (20, 48)  # than the rules: holds more, takes longer

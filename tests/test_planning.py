@@ -16,10 +16,10 @@ from tests.support.ranks import Ranks
 from tests.support.tiers import slow
 from zgraph.analysis.cuda_workspace import COMMUNICATOR_BYTES
 from zgraph.graph import nodes
-from zgraph.graph.lanes import Lane
 from zgraph.passes import BucketCollectives, presets
 from zgraph.planner.planned_step import Plan
 from zgraph.reporting.tables import size
+from zgraph.tiers.lanes import Lane
 
 WIDTH, LAYERS = 64, 6
 PARAMETER_BYTES = LAYERS * WIDTH * WIDTH * 4

@@ -18,11 +18,11 @@ from zgraph import Hardware
 from zgraph.compiler.agreement import Signature
 from zgraph.compiler.target import sharing_of
 from zgraph.graph import dataflow, nodes
-from zgraph.graph.lanes import Lane
 from zgraph.graph.traffic import transfers
 from zgraph.passes import LowerGathers, LowerReductions
 from zgraph.runtime.groups import reduction_group
 from zgraph.scheduling.simulate import simulate
+from zgraph.tiers.lanes import Lane
 from zgraph.torch_compat.groups import find_group, resolve_group
 
 BESIDE = "0.reductions"

@@ -17,9 +17,9 @@ from tests.support.random_steps import draw_step
 from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.analysis.storages import storages_of
 from zgraph.graph import nodes
-from zgraph.graph.lanes import COMPUTE, DISK, HOST_TO_DEVICE, Lane
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Sharing, Timeline
+from zgraph.tiers.lanes import COMPUTE, DISK, HOST_TO_DEVICE, Lane
 from zgraph.torch_compat.collectives import wait_op
 
 aten = torch.ops.aten

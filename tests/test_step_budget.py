@@ -23,7 +23,6 @@ from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import memory_curve
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import edits, nodes
-from zgraph.graph.lanes import COMPUTE
 from zgraph.passes import DedupeGathers, presets
 from zgraph.passes.common.repeat_gathers import repeat_gathers
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
@@ -31,6 +30,7 @@ from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing
 from zgraph.step.capture.capture import capture
 from zgraph.step.capture.lifted import Lifted
+from zgraph.tiers.lanes import COMPUTE
 
 STEPS = 3
 PLENTY = 10**9

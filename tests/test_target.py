@@ -12,8 +12,8 @@ from tests.support.graphs import deep, fake_world, traced
 from zgraph import Hardware, PassContext, Pipeline, Target
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.target import sharing_of
-from zgraph.graph.lanes import Lane
 from zgraph.passes import StreamStates, presets
+from zgraph.tiers.lanes import Lane
 
 CPU = Hardware.preset("cpu")
 

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from zgraph.sharding.materialize import materialize
     from zgraph.sharding.no_sync import no_sync
     from zgraph.sharding.pipeline.stage import PipelineStage
-    from zgraph.sharding.resting.offload import Offload
     from zgraph.sharding.shard import shard
     from zgraph.sharding.state_dict import full_state_dict
     from zgraph.step.training_step import training_step
+    from zgraph.tiers.offload import Offload
 
 
 class _Checkout(Distribution):
@@ -106,7 +106,7 @@ _HOMES = MappingProxyType(
         "GraphPass": "zgraph.compiler.graph_pass",
         "Hardware": "zgraph.analysis.hardware",
         "Metrics": "zgraph.reporting.metrics.metrics",
-        "Offload": "zgraph.sharding.resting.offload",
+        "Offload": "zgraph.tiers.offload",
         "PassContext": "zgraph.compiler.graph_pass",
         "Pipeline": "zgraph.compiler.pipeline",
         "PipelineStage": "zgraph.sharding.pipeline.stage",

@@ -161,7 +161,8 @@ def transfer_alone(model: nn.Module) -> tuple[float, float]:
     A step reads each parameter for forward and for backward, whose copy the update writes to, and two moments; it
     writes the last three.
     """
-    from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
+    from zgraph.tiers.copy_lanes import lanes_of
+    from zgraph.tiers.thread_lanes import ThreadLanes
 
     lanes = lanes_of(torch.device("cpu"))
     assert isinstance(lanes, ThreadLanes)

@@ -60,7 +60,7 @@ def read_bytes() -> int:
 
 def disk_rate(folder: str, nbytes: int = 1 << 28) -> float:
     """Bytes per second of reading tensors of 16 MiB, one ahead, and nothing else."""
-    from zgraph.runtime.disk.folder import DiskFolder
+    from zgraph.tiers.disk.folder import DiskFolder
 
     with DiskFolder(folder) as disk:
         parts = [disk.empty((1 << 24,), torch.uint8, "probe") for _ in range(nbytes >> 24)]

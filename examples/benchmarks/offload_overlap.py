@@ -43,7 +43,8 @@ from workload import LanguageModel, ModelConfig
 import zgraph
 from zgraph.analysis.hardware import Link
 from zgraph.passes import ScheduleCopies, StreamStates, presets
-from zgraph.runtime.offload.copy_lanes import ThreadLanes, lanes_of
+from zgraph.tiers.copy_lanes import lanes_of
+from zgraph.tiers.thread_lanes import ThreadLanes
 
 WARM_UP_STEPS = 4
 PLANNED, AT_ONCE, RECOMPUTE, BY_RULES = "planned", "without prefetch", "recompute only", "by rules"

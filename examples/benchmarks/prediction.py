@@ -9,8 +9,8 @@ from torch import fx
 
 from zgraph import GraphPass, PassContext
 from zgraph.graph import nodes
-from zgraph.graph.lanes import COMPUTE
 from zgraph.scheduling.simulate import simulate
+from zgraph.tiers.lanes import COMPUTE
 
 
 @dataclass(frozen=True)

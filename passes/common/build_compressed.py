@@ -16,10 +16,10 @@ from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo, Two
 from zgraph.compression.payload import chunk_unit
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, traits
-from zgraph.graph.lanes import HOST_TO_DEVICE
 from zgraph.passes.common.build_reduction import ReductionBuilder
 from zgraph.runtime.chunks import Chunk, chunk_rows
 from zgraph.runtime.exchanges.collectives import hosts_of
+from zgraph.tiers.tier import HOST
 from zgraph.torch_compat.collectives import all_gather_op, all_to_all_op, wait_op
 from zgraph.torch_compat.groups import resolve_group
 
@@ -248,7 +248,7 @@ class CompressedReduction(ReductionBuilder):
                 *([self.args.handle], to_text(hop.method), hop.slot, [hop.numel], hop.chunks, device),
                 name=f"load_errors_{self.label}",
             )
-        meta.set_lane(loaded, HOST_TO_DEVICE)
+        meta.set_transit(loaded, HOST, to_device=True)
         return [
             self.node(operator.getitem, loaded, place) for place in range(len(hop.method.state(hop.numel, hop.chunks)))
         ]

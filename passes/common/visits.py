@@ -11,6 +11,7 @@ from zgraph.analysis.liveness import Placements
 from zgraph.analysis.storages import storage_bytes
 from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.passes.common.updates import Updates, lists_of
+from zgraph.tiers.tier import is_offloaded
 from zgraph.torch_compat.operators import is_fused_update, overwritten, written_arguments
 
 
@@ -51,7 +52,7 @@ def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
     groups: list[list[int]] = []
     held = 0
     for place, members in enumerate(zip(*lists_of(update), strict=True) if is_fused(update) else ()):
-        resting = [one for one in members if isinstance(one, fx.Node) and meta.space(one) in ("host", "disk")]
+        resting = [one for one in members if isinstance(one, fx.Node) and is_offloaded(meta.space(one))]
         size = sum(map(most_bytes_of, resting))
         if not groups or (held and held + size > most_bytes):
             groups.append([])
@@ -70,7 +71,7 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[f
     resting = [
         node
         for node in order
-        if node.op == "placeholder" and meta.space(node) in ("host", "disk") and placed.lies_in.get(node)
+        if node.op == "placeholder" and is_offloaded(meta.space(node)) and placed.lies_in.get(node)
     ]
     if not resting:
         return []

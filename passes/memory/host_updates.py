@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from zgraph.analysis.hazards import hazards
 from zgraph.dialect.copies import offload_op, return_op, wait_copy_op
 from zgraph.graph import edits, meta, nodes, traits
-from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE
 from zgraph.passes.common.updates import lists_of
 from zgraph.passes.common.visits import is_fused
+from zgraph.tiers.tier import DEVICE, HOST
 from zgraph.torch_compat.operators import argument_of, overwritten, written_arguments
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
         if followers[update] in able:  # a second step of the same parameters reads what the first returns, at once
             continue
         tensors = [node for node in update.all_input_nodes if isinstance(meta.value(node), Tensor)]
-        brought = [node for node in tensors if meta.space(node) != "host" and not _is_on_host(node, order)]
+        brought = [node for node in tensors if meta.space(node) != HOST and not _is_on_host(node, order)]
         found.append(HostUpdate(update, brought, [node for node in brought if node in written]))
     return found
 
@@ -117,12 +117,12 @@ def _updated(update: fx.Node) -> list[fx.Node]:
 
 def _can_leave(written: Sequence[object]) -> bool:
     given = [one for one in written if isinstance(one, fx.Node) and one.op == "placeholder" and _may_leave(one)]
-    return len(given) == len(written) and any(meta.space(one) == "host" for one in given)
+    return len(given) == len(written) and any(meta.space(one) == HOST for one in given)
 
 
 def _may_leave(given: fx.Node) -> bool:
-    space = meta.space(given) or "device"
-    return space == "host" or (space == "device" and meta.kept_as(given) == "parameters")
+    space = meta.space(given) or DEVICE
+    return space == HOST or (space == DEVICE and meta.kept_as(given) == "parameters")
 
 
 def _is_on_host(node: fx.Node, order: Sequence[fx.Node]) -> bool:
@@ -156,15 +156,15 @@ def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
                 anchor = found[number - 1].update
             with graph.inserting_before(anchor):
                 start = meta.create(graph, offload_op(), (source,), like=one.update, name=f"offload_{source.name}")
-            meta.set_lane(start, DEVICE_TO_HOST)
-            meta.set_space(start, "host")
+            meta.set_transit(start, HOST, to_device=False)
+            meta.set_space(start, HOST)
             if source in longest:
                 meta.set_longest_bytes(start, longest[source] * meta.tensor_value(source).dtype.itemsize)
             starts[source] = start
         for source, start in starts.items():
             with graph.inserting_before(one.update):
                 kept = meta.create(graph, wait_copy_op(), (start,), like=one.update, name=f"kept_{source.name}")
-            meta.set_space(kept, "host")
+            meta.set_space(kept, HOST)
             one.on_host[source] = kept
     for one in found:
         _read_on_host(graph, one)
@@ -199,14 +199,14 @@ def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
         for number, count in enumerate(_counts(found)):
             with graph.inserting_before(update):
                 view = meta.create(graph, aten.select.int, (kept, 0, number), like=update, name=f"kept_{count.name}")
-            meta.set_space(view, "host")
+            meta.set_space(view, HOST)
             found.prepared.append(view)
             found.on_host[count] = view
     for source, kept in found.on_host.items():
         update.replace_input_with(source, kept)
     for given in update.all_input_nodes:
         value = meta.value(given)
-        if given.op == "placeholder" and meta.space(given) == "host" and value.device.type != "cpu":
+        if given.op == "placeholder" and meta.space(given) == HOST and value.device.type != "cpu":
             meta.set_value(given, torch.empty_like(cast(Tensor, value), device="cpu"))
 
 
@@ -224,7 +224,7 @@ def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: in
             with graph.inserting_before(anchors[number]):
                 given = one.on_host[source], source
                 start = meta.create(graph, return_op(), given, like=one.update, name=f"return_{source.name}")
-            meta.set_lane(start, HOST_TO_DEVICE)
+            meta.set_transit(start, HOST, to_device=True)
             starts.append(start)
         for source, start in zip(one.returned, starts, strict=True):
             with graph.inserting_before(max(landed, anchors[number])):

@@ -15,10 +15,10 @@ from zgraph.analysis.storages import storage_bytes
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.dialect.copies import offload_op, reload_op, wait_copy_op
 from zgraph.graph import dataflow, meta, nodes, traits
-from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE
 from zgraph.runtime.chunks import MIB
 from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.tier import DEVICE, HOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def plan_saved(forward: fx.Graph, user_outputs: int, least_bytes: int | None) ->
             node.op == "call_function"
             and node not in gathered
             and numbers.isdisjoint(taken | others)
-            and not any(placed.storages[number].held or placed.storages[number].space != "device" for number in numbers)
+            and not any(placed.storages[number].held or placed.storages[number].space != DEVICE for number in numbers)
             and _is_wanted(node, least_bytes)
         ):
             found.append(node)
@@ -139,10 +139,10 @@ def _offload(graph: fx.Graph, node: fx.Node, wait_before: fx.Node) -> fx.Node:
     """Start copying a value to the host where it is made; returns the wait, before another node."""
     with graph.inserting_after(node):
         start = meta.create(graph, offload_op(), (node,), like=node, name=f"offload_{node.name}")
-    meta.set_lane(start, DEVICE_TO_HOST)
+    meta.set_transit(start, HOST, to_device=False)
     with graph.inserting_before(wait_before):
         kept = meta.create(graph, wait_copy_op(), (start,), like=node, name=f"kept_{node.name}")
-    meta.set_space(kept, "host")
+    meta.set_space(kept, HOST)
     return kept
 
 
@@ -150,7 +150,7 @@ def _reload(graph: fx.Graph, kept: fx.Node, device: torch.device, reader: fx.Nod
     """Copy a value of the host back just before its first reader."""
     with graph.inserting_before(reader):
         start = meta.create(graph, reload_op(), (kept, device), like=reader, name=f"reload_{name}")
-        meta.set_lane(start, HOST_TO_DEVICE)
+        meta.set_transit(start, HOST, to_device=True)
         return meta.create(graph, wait_copy_op(), (start,), like=reader, name=f"again_{name}")
 
 
@@ -172,7 +172,7 @@ def _reload_inputs(backward: fx.Graph, forward: fx.Graph) -> bool:
         device = meta.tensor_value(given).device
         given.meta = dict(given.meta)  # shared with the node of the joint graph
         meta.set_value(given, meta.value(start))
-        meta.set_space(given, "host")
+        meta.set_space(given, HOST)
         readers = sorted(given.users)  # nodes compare by their place in the graph
         if readers:
             back = _reload(backward, given, device, readers[0], given.name)

@@ -16,7 +16,6 @@ from zgraph.analysis.liveness import Placements, placements
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wait_copy_op
 from zgraph.graph import edits, meta, nodes, traits
-from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE
 from zgraph.passes.common.updates import split_call
 from zgraph.passes.common.visits import (
     Visit,
@@ -38,6 +37,7 @@ from zgraph.passes.memory.host_updates import (
 )
 from zgraph.passes.memory.updates_at_rest import Outcome, choose_updates, may_run_beside, predicted, update_beside
 from zgraph.runtime.chunks import MIB
+from zgraph.tiers.tier import DEVICE, HOST, is_offloaded
 from zgraph.torch_compat.operators import written_arguments
 
 aten = torch.ops.aten
@@ -205,14 +205,15 @@ def _able(order: Sequence[fx.Node], is_elsewhere: bool) -> list[fx.Node]:
 
 def _stays(visit: Visit, on_host: Sequence[HostUpdate], on_device: Container[fx.Node], is_elsewhere: bool) -> bool:
     """Whether an update runs where its tensors rest."""
-    if meta.space(visit.resting) != "host" or not visit.is_update or any(use in on_device for use in visit.uses):
+    tier = meta.space(visit.resting)
+    if tier is None or not tier.updates or not visit.is_update or any(use in on_device for use in visit.uses):
         return False
     there = {one.update for one in on_host}
     return not is_elsewhere or all(use in there or meta.beside(use) is not None for use in visit.uses)
 
 
 def _is_on_device(node: fx.Node) -> bool:
-    return meta.space(node) in (None, "device") and meta.rests_in(node) == "device"
+    return not is_offloaded(meta.space(node)) and meta.rests_in(node) == DEVICE
 
 
 def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[fx.Node, fx.Node]]:
@@ -221,7 +222,7 @@ def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[f
     for value in dict.fromkeys(order[-1].all_input_nodes):
         for number in placed.lies_in.get(value, ()):
             storage = placed.storages[number]
-            if meta.rests_in(storage.first) != "device":
+            if meta.rests_in(storage.first) != DEVICE:
                 readers = [node for node in storage.readers if node.op != "output"]
                 found.append((value, max([value, *readers])))
     return sorted(found, key=lambda entry: entry[1])
@@ -238,12 +239,12 @@ def _is_only_view(node: fx.Node, placed: Placements) -> bool:
 def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
     """Let the uses of a visit read a copy, and store it if they write to it."""
     resting, first = visit.resting, visit.uses[0]
-    is_on_disk = meta.space(resting) == "disk"
+    tier = meta.space(resting) or DEVICE
     device = meta.tensor_value(resting).device
     with graph.inserting_before(first):
         visit.reload = meta.create(graph, reload_op(), (resting, device), like=first, name=f"reload_{resting.name}")
-        meta.set_lane(visit.reload, DISK if is_on_disk else HOST_TO_DEVICE)
-        meta.set_space(visit.reload, "device")
+        meta.set_transit(visit.reload, tier, to_device=True)
+        meta.set_space(visit.reload, DEVICE)
         longest = meta.longest_bytes(resting)
         if longest is not None:
             meta.set_longest_bytes(visit.reload, longest)
@@ -258,7 +259,7 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
             visit.store = meta.create(
                 graph, store_op(), (visit.ready, resting), like=visit.last_write, name=f"store_{resting.name}"
             )
-        meta.set_lane(visit.store, DISK if is_on_disk else DEVICE_TO_HOST)
+        meta.set_transit(visit.store, tier, to_device=False)
 
 
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
@@ -278,19 +279,19 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
     """Start copying new state to where it rests once nothing here touches it, and return the copy from the graph."""
     output = nodes.output_of(graph)
     firsts = [placed.storages[number].first for number in placed.lies_in[value]]
-    is_to_disk = meta.rests_in(firsts[0]) == "disk"
-    operator, folder = (spill_op(), (meta.rest_folder(firsts[0]),)) if is_to_disk else (offload_op(), ())
+    tier = meta.rests_in(firsts[0])
+    operator, key = (offload_op(), ()) if tier == HOST else (spill_op(), (tier.key,))
     with graph.inserting_after(last):
-        start = meta.create(graph, operator, (value, *folder), like=last, name=f"offload_{value.name}")
-    meta.set_lane(start, DISK if is_to_disk else DEVICE_TO_HOST)
-    meta.set_space(start, "disk" if is_to_disk else "host")
+        start = meta.create(graph, operator, (value, *key), like=last, name=f"offload_{value.name}")
+    meta.set_transit(start, tier, to_device=False)
+    meta.set_space(start, tier)
     meta.set_kept(start, "state")
     longest = meta.longest_bytes(firsts[0])
     if longest is not None:
         meta.set_longest_bytes(start, longest)
     with graph.inserting_before(output):
         kept = meta.create(graph, wait_copy_op(), (start,), like=last, name=f"kept_{value.name}")
-    meta.set_space(kept, meta.space(start) or "host")
+    meta.set_space(kept, tier)
     for first in firsts:
         meta.clear_at_rest(first)
     output.replace_input_with(value, kept)

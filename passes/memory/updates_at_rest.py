@@ -14,11 +14,12 @@ from zgraph.analysis.storages import rows_of_its_own, storages_of
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.dialect.copies import wait_update_op
 from zgraph.graph import edits, meta, nodes
-from zgraph.graph.lanes import COMPUTE
 from zgraph.passes.common.visits import is_fused
 from zgraph.passes.memory.schedule_copies import plan_copies
 from zgraph.scheduling.problem import SAME
 from zgraph.scheduling.simulate import simulate
+from zgraph.tiers.lanes import COMPUTE
+from zgraph.tiers.tier import HOST
 from zgraph.torch_compat.operators import written_arguments
 
 PARTS = 8  # of a step's updates, of which a mixture runs some on the host
@@ -123,7 +124,7 @@ def predicted(graph: fx.Graph, ctx: PassContext, on_host: int, *, by_costs: bool
     if ctx.host_budget_bytes is not None:
         device_type = "cuda" if ctx.planned_backend == "nccl" else None
         curve = memory_curve(graph, device_type=device_type, agreed=True)
-        excess += max(0, curve.peak_in("host") - ctx.host_budget_bytes)
+        excess += max(0, curve.peak_in(HOST.name) - ctx.host_budget_bytes)
     compute_us = sum(cost.us for cost in costs.values() if cost.lane == COMPUTE)
     return Outcome(on_host=on_host, excess_bytes=excess, step_us=timeline.step_us, compute_us=compute_us)
 

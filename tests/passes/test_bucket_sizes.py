@@ -18,7 +18,6 @@ from zgraph.analysis.liveness import memory_curve
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compiler.target import Target
 from zgraph.graph import meta, nodes, traits
-from zgraph.graph.lanes import COMPUTE
 from zgraph.passes import (
     BucketCollectives,
     HoistStarts,
@@ -29,6 +28,7 @@ from zgraph.passes import (
     presets,
 )
 from zgraph.passes.common.bucket_costs import link_bytes
+from zgraph.tiers.lanes import COMPUTE
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())

@@ -26,7 +26,6 @@ from zgraph import PreconditionError
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compression.methods import RngKey
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import HOST_TO_DEVICE
 from zgraph.graph.traffic import transfers
 from zgraph.passes import (
     BucketCollectives,
@@ -42,6 +41,7 @@ from zgraph.passes import (
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.window_state import state_behind
 from zgraph.sharding.scope import state_of
+from zgraph.tiers.lanes import HOST_TO_DEVICE
 
 SMALL = LoCo(group=32)
 LEAST = 100  # elements of a compressed gradient here

@@ -23,11 +23,11 @@ from zgraph.analysis.hardware import Link
 from zgraph.analysis.liveness import curve_of
 from zgraph.analysis.storages import storages_of
 from zgraph.graph import edits, meta, nodes
-from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, HOST_UPDATES
 from zgraph.graph.text import graph_text
 from zgraph.passes import BucketCollectives, ScheduleCopies, StreamStates, presets
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Timeline
+from zgraph.tiers.lanes import DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, HOST_UPDATES
 from zgraph.torch_compat.operators import written_arguments
 
 CPU = zgraph.Hardware.preset("cpu")

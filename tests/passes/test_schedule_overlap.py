@@ -29,7 +29,6 @@ from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.graph import nodes
 from zgraph.graph.edits import copy_of
-from zgraph.graph.lanes import Lane
 from zgraph.graph.text import graph_text
 from zgraph.passes import (
     BucketCollectives,
@@ -43,6 +42,7 @@ from zgraph.passes import (
 from zgraph.scheduling.plan_overlap import plan_overlap
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import Lane
 
 aten = torch.ops.aten
 LOWERED = (LowerGathers(), LowerReductions())

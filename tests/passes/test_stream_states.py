@@ -21,6 +21,7 @@ from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import StreamStates, presets
 from zgraph.passes.memory import stream_states
+from zgraph.tiers.tier import HOST as ON_HOST
 from zgraph.torch_compat.operators import written_arguments
 
 STREAMED_BY_OPTION = zgraph.Offload(params="host", optimizer="host", update="device")
@@ -86,7 +87,7 @@ def test_each_update_reads_copies_that_are_stored_once(clips: bool) -> None:
     stored = [store.args[1] for store in nodes.call_functions(graph, nodes.is_store)]
     assert len(stored) == len(dict.fromkeys(stored)) == 3 * 3  # a weight and two moments of each layer
     for given in graph.find_nodes(op="placeholder"):
-        if meta.space(given) == "host":  # nothing else touches what rests
+        if meta.space(given) == ON_HOST:  # nothing else touches what rests
             assert all(nodes.is_reload(user) or nodes.is_store(user) for user in given.users)
     reloads = list(nodes.call_functions(graph, nodes.is_reload))
     assert len(reloads) == 3 + 2 + 3 * 3  # gathers of forward, and of backward, which needs no gradient of the input
@@ -239,7 +240,7 @@ def test_updates_on_the_host_of_a_gpu_read_copies_of_what_it_holds(
     for number, update in enumerate(updates):
         for given in update.all_input_nodes:
             if isinstance(meta.value(given), torch.Tensor):
-                assert meta.space(given) == "host", given
+                assert meta.space(given) == ON_HOST, given
         assert len(started[number]) == (2 if at_rest == HOST else 3)  # a gradient, its count, its parameter
         if number < 2:  # the device waits for no copy that has just begun
             assert max(started[number + 1]) < min(nodes.wait_of(one) for one in started[number])  # pyright: ignore
@@ -281,7 +282,7 @@ def test_updates_that_are_not_fused_run_at_rest_where_they_stand(foreach: bool) 
     assert not any(meta.beside(node) is not None or nodes.is_store(node) for node in graph.nodes)
     assert len(list(nodes.call_functions(graph, nodes.is_reload))) == 3 + 2  # of gathers alone
     written = {argument for node in graph.nodes for argument in written_arguments(node)}
-    at_rest = [node for node in graph.find_nodes(op="placeholder") if meta.space(node) == "host"]
+    at_rest = [node for node in graph.find_nodes(op="placeholder") if meta.space(node) == ON_HOST]
     assert len(at_rest) == 3 * 3 and written.issuperset(at_rest)
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from zgraph.analysis.cost import FREE, CostModel, NodeCost
 from zgraph.analysis.hardware import Hardware, Link
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import COMPUTE, Lane
+from zgraph.tiers.lanes import COMPUTE, Lane
 
 aten = torch.ops.aten
 

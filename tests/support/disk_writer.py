@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zgraph.runtime.disk.folder import DiskFolder
+from zgraph.tiers.disk.folder import DiskFolder
 
 NUMEL = 100_000
 

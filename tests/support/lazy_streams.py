@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zgraph.codegen import lower_fx
 from zgraph.passes.memory import stream_states
-from zgraph.runtime.disk.system_calls import BLOCK
-from zgraph.runtime.offload import copy_lanes
-from zgraph.runtime.offload.copy_lanes import StreamLanes
-from zgraph.runtime.offload.host_pool import HostPool
-from zgraph.runtime.offload.staging import PIECE_BYTES
+from zgraph.tiers import copy_lanes
+from zgraph.tiers.disk.system_calls import BLOCK
+from zgraph.tiers.host_pool import HostPool
+from zgraph.tiers.staging import PIECE_BYTES
+from zgraph.tiers.stream_lanes import StreamLanes
+from zgraph.tiers.thread_lanes import ThreadLanes
 from zgraph.torch_compat.operators import written_tensors
 
 
@@ -232,7 +233,7 @@ class LazyLanes(StreamLanes):
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self.lazy = LazyCuda()
-        self.host = HostPool()
+        self.memory = HostPool()
         super().__init__(torch.device("cpu"), self.lazy, piece_bytes)
         self.updates = self.late = LateUpdates()
 
@@ -253,7 +254,7 @@ class LazyLanes(StreamLanes):
         return super().update(late, args, kwargs)
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        return self.host.empty_like(tensor)
+        return self.memory.empty_like(tensor)
 
     @property
     def copies(self) -> tuple[int, int]:
@@ -265,8 +266,8 @@ class LazyLanes(StreamLanes):
 def late_gpu() -> Generator[LazyLanes]:
     """Let graphs that are compiled meanwhile be for a GPU with such streams; a disk's tensors pass in small pieces."""
     lanes, here = LazyLanes(piece_bytes=BLOCK), copy_lanes.lanes_of(torch.device("cpu"))
-    assert isinstance(here, copy_lanes.ThreadLanes)
-    lanes.disks = here.disks
+    assert isinstance(here, ThreadLanes)
+    lanes.stores = here.stores
     with (
         mock.patch.object(lower_fx, "lanes_of", lambda device: lanes),
         mock.patch.object(stream_states, "computes_elsewhere", lambda order, ctx: True),

@@ -10,9 +10,9 @@ from torch import fx
 from tests.support.graphs import Drawing
 from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.graph import dataflow, meta, nodes, traits
-from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.scheduling.lifetimes.partitioned_model import PartitionedModel
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import COMPUTE, Lane
 from zgraph.torch_compat.aot import min_cut_partition
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import fx
 from tests.support.graphs import Drawing
 from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.graph import nodes, traits
-from zgraph.graph.lanes import COMPUTE, Lane
+from zgraph.tiers.lanes import COMPUTE, Lane
 
 aten = torch.ops.aten
 

@@ -43,7 +43,7 @@ def check_rests(model: nn.Module, optimizers: Iterable[optim.Optimizer]) -> None
 
     def spaces(tensors: Iterable[object]) -> set[str]:
         parts = [local(one) for one in tensors if isinstance(one, Tensor) and one.ndim]
-        return {resting.space_of(part) for part in parts if part.numel()}
+        return {resting.space_of(part).name for part in parts if part.numel()}
 
     entries = [value for one in optimizers for kept in one.state.values() for value in kept.values()]
     assert spaces(model.parameters()) == {options.params or "device"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from zgraph.runtime.disk.folder import DiskFolder
+from zgraph.tiers.disk.folder import DiskFolder
 
 
 def slow_down(disk: DiskFolder, bytes_per_s: float) -> None:

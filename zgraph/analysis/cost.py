@@ -16,11 +16,12 @@ from zgraph.compression.low_rank import FACTOR_DTYPE, orthonormalize_work
 from zgraph.compression.method_text import from_text
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes, operator_arguments, traits
-from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, DISK, HOST_TO_DEVICE, HOST_UPDATES, Lane
 from zgraph.graph.sizes import size_hint, tensors_of
 from zgraph.graph.traffic import transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_stride
+from zgraph.tiers.lanes import COMPUTE, HOST_UPDATES, Lane
+from zgraph.tiers.tier import HOST, Transit
 from zgraph.torch_compat.fake_values import size_expression
 from zgraph.torch_compat.operators import flop_formula, overwritten, written_arguments
 
@@ -76,11 +77,11 @@ class CostModel:
         A gather that a window keeps has the cost of its first run. Each node is costed alone, although fused kernels
         move fewer bytes.
         """
-        if traits.is_free(node) and meta.lane(node) is None:
+        if traits.is_free(node) and meta.transit(node) is None:
             return FREE
         if nodes.is_collective(node) or nodes.is_marker(node):
             return self._communication(node)
-        where = meta.lane(node), meta.longest_bytes(node), meta.beside(node) is not None
+        where = meta.transit(node), meta.longest_bytes(node), meta.beside(node) is not None
         key = (node.target, self._key(node), self._key(node.args), self._key(node.kwargs), where)
         try:
             found = self.known.get(key)
@@ -137,15 +138,11 @@ class CostModel:
 
     def _local(self, node: fx.Node) -> NodeCost:
         results = tensors_of(node)
-        lane = meta.lane(node) or _copy_lane(node)
-        if lane is not None:
+        transit = meta.transit(node) or _crossing(node)
+        if transit is not None:
             moved = self._copied_bytes(node)
-            if lane == DISK:
-                us = self.hardware.disk_copy_us(moved, to_device=nodes.is_reload(node))
-            else:
-                links = {HOST_TO_DEVICE: self.hardware.host_to_device, DEVICE_TO_HOST: self.hardware.device_to_host}
-                us = links[lane].us(moved)
-            return NodeCost(lane, us, 0, moved)
+            us = transit.tier.copy_us(self.hardware, moved, to_device=transit.to_device)
+            return NodeCost(transit.lane, us, 0, moved)
         if meta.beside(node) is not None:
             moved = self._updated_bytes(node)
             return NodeCost(HOST_UPDATES, self.hardware.host_update_us(moved), 0, moved)
@@ -287,7 +284,8 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
-def _copy_lane(node: fx.Node) -> Lane | None:
+def _crossing(node: fx.Node) -> Transit | None:
+    """The way of an operator whose input and result are on a GPU and its host."""
     if not traits.of(node).crosses_devices:
         return None
     source, result = tensors_of(node.all_input_nodes[-1]), tensors_of(node)
@@ -296,4 +294,4 @@ def _copy_lane(node: fx.Node) -> Lane | None:
     kinds = source[0].device.type, result[0].device.type
     if kinds[0] == kinds[1] or "cpu" not in kinds:
         return None
-    return HOST_TO_DEVICE if kinds[0] == "cpu" else DEVICE_TO_HOST
+    return Transit(HOST, to_device=kinds[0] == "cpu")

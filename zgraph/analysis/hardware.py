@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from zgraph.runtime.offload.staging import PIECE_BYTES
+from zgraph.tiers.staging import PIECE_BYTES
 
 GB = 10**9  # data sheets count in powers of ten
 GIB = 2**30
@@ -125,7 +125,7 @@ class Hardware:
     def disk_copy_us(self, moved_bytes: float, *, to_device: bool) -> float:
         """Microseconds of a copy between a disk and the device, alone.
 
-        On a GPU it passes through pinned memory piece by piece (`zgraph.runtime.offload.staging`): while one piece is
+        On a GPU it passes through pinned memory piece by piece (`zgraph.tiers.staging`): while one piece is
         read, the one before is copied. With equal pieces that is the slower way's time for all of them, and the faster
         one's for a single piece; a copy of one piece goes both ways in full.
 

@@ -15,8 +15,8 @@ from torch import fx
 from zgraph.analysis.storages import Finder, Storage, as_all_ranks_count
 from zgraph.analysis.workspace import computes_elsewhere, disk_staging_bytes, transient_bytes
 from zgraph.graph import nodes
-from zgraph.graph.lanes import MemorySpace
-from zgraph.runtime.offload.pinned_pool import pinned_bytes
+from zgraph.tiers.pinned_pool import pinned_bytes
+from zgraph.tiers.tier import DEVICE, HOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class LiveRange:
     first: int
     last: int
     held: bool = False
-    space: MemorySpace = "device"
+    space: str = DEVICE.name
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,18 @@ class MemoryCurve:
 
     def alive_at(self, position: int) -> list[LiveRange]:
         """Live ranges on the device while the node at this position runs, the largest first."""
-        own = [entry for entry in self.ranges if not entry.held and entry.space == "device"]
+        own = [entry for entry in self.ranges if not entry.held and entry.space == DEVICE.name]
         alive = [entry for entry in own if entry.first <= position <= entry.last]
         return sorted(alive, key=lambda entry: (-entry.bytes, entry.first))
 
-    def bytes_in(self, space: MemorySpace) -> list[int]:
+    def bytes_in(self, space: str) -> list[int]:
         """Bytes in one memory space while each node runs: storages, and on the host `staging_bytes`."""
         sizes = [entry.bytes if entry.space == space and not entry.held else 0 for entry in self.ranges]
         first, last = [entry.first for entry in self.ranges], [entry.last for entry in self.ranges]
-        staged = self.staging_bytes if space == "host" else 0
+        staged = self.staging_bytes if space == HOST.name else 0
         return [staged + alive for alive in _alive_bytes(sizes, first, last, len(self.nodes))]
 
-    def peak_in(self, space: MemorySpace) -> int:
+    def peak_in(self, space: str) -> int:
         """Most bytes in one memory space, with those of inputs that rest there."""
         held = sum(entry.bytes for entry in self.ranges if entry.held and entry.space == space)
         return held + max(self.bytes_in(space), default=0)
@@ -257,8 +257,8 @@ def _curve(
     storages = found.storages()
     if agreed:
         storages = as_all_ranks_count(storages, order)
-    if any(one.space == "host" for one in storages) and computes_elsewhere(order, device_type):
-        storages = [replace(one, nbytes=pinned_bytes(one.nbytes)) if one.space == "host" else one for one in storages]
+    if any(one.space == HOST for one in storages) and computes_elsewhere(order, device_type):
+        storages = [replace(one, nbytes=pinned_bytes(one.nbytes)) if one.space == HOST else one for one in storages]
     if allocator is not EXACT:
         storages = [replace(one, nbytes=allocator.allocated_bytes(one.nbytes)) for one in storages]
     return _over(order, storages, transient, tuple(found.unknown))
@@ -278,17 +278,17 @@ def _over(
         bytes_during=tuple(alive.bytes_during()),
         bytes_after=tuple(alive.bytes_after()),
         ranges=tuple(
-            LiveRange(one.first, one.nbytes, first, min(last, len(order) - 1), one.held, one.space)
+            LiveRange(one.first, one.nbytes, first, min(last, len(order) - 1), one.held, one.space.name)
             for one, first, last in zip(storages, alive.first, alive.last, strict=True)
         ),
-        held_bytes=sum(one.nbytes for one in storages if one.held and one.space == "device"),
+        held_bytes=sum(one.nbytes for one in storages if one.held and one.space == DEVICE),
         unknown=unknown,
     )
 
 
 def _counts(storage: Storage) -> bool:
     """Whether a storage takes device memory that the program frees."""
-    return storage.space == "device" and not storage.held
+    return storage.space == DEVICE and not storage.held
 
 
 def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tuple[list[list[int]], list[list[int]]]:

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from zgraph.analysis.workspace import remaining_bytes
 from zgraph.graph import dataflow, meta, nodes, traits
-from zgraph.graph.lanes import DEVICE_TO_HOST, DISK, MemorySpace
 from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.runtime.chunks import payload_bytes
+from zgraph.tiers.tier import DEVICE, HOST, Tier
 from zgraph.torch_compat.fake_values import fake_storage_key, hint_of
 
 
@@ -35,7 +35,7 @@ class Storage:
     readers: tuple[fx.Node, ...]
     outlives: bool = False
     held: bool = False
-    space: MemorySpace = "device"
+    space: Tier = DEVICE
 
 
 def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False, agreed: bool = False) -> list[Storage]:
@@ -233,7 +233,7 @@ class Finder:
         return [
             Storage(
                 *(one.nbytes, one.first, tuple(one.readers), one.outlives, one.held),
-                space=_copied_to(one.first) or ("host" if has_accelerator and one.device_type == "cpu" else "device"),
+                space=_copied_to(one.first) or (HOST if has_accelerator and one.device_type == "cpu" else DEVICE),
             )
             for one in self._found
         ]
@@ -304,14 +304,12 @@ class Finder:
         return known[key]
 
 
-def _copied_to(node: fx.Node) -> MemorySpace | None:
-    """The memory space that a copy on its own lane writes to, or that was recorded; None for any other node."""
-    lane = meta.lane(node)
-    if lane is None or meta.space(node) is not None:
+def _copied_to(node: fx.Node) -> Tier | None:
+    """The tier that a copy writes to, or that was recorded; None for any other node."""
+    transit = meta.transit(node)
+    if transit is None or meta.space(node) is not None:
         return meta.space(node)
-    if lane == DISK:  # from where the way leads to the host
-        return "host" if any(meta.lane(source) == DISK for source in node.all_input_nodes) else "disk"
-    return "host" if lane == DEVICE_TO_HOST else "device"
+    return DEVICE if transit.to_device else transit.tier
 
 
 def storage_bytes(value: Tensor) -> int | None:

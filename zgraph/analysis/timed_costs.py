@@ -18,9 +18,9 @@ from torch.fx.node import map_arg
 from zgraph.analysis.cost import CostModel, NodeCost
 from zgraph.analysis.hardware import Hardware
 from zgraph.graph import meta, nodes, operator_arguments
-from zgraph.graph.lanes import COMPUTE, HOST_UPDATES
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import attach_state
+from zgraph.tiers.lanes import COMPUTE, HOST_UPDATES
 from zgraph.torch_compat.fake_values import hint_of, without_fake_mode
 from zgraph.torch_compat.groups import default_store, is_distributed_ready, is_fake_world
 from zgraph.torch_compat.operators import arguments_by_name

@@ -19,9 +19,8 @@ from torch import Tensor, fx
 from zgraph.analysis.cuda_workspace import workspace_on_cuda
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import DISK
 from zgraph.runtime.groups import group_backend
-from zgraph.runtime.offload.staging import staging_bytes as pinned_bytes
+from zgraph.tiers.staging import staging_bytes as pinned_bytes
 from zgraph.torch_compat.fake_values import hint_of
 from zgraph.torch_compat.operators import OpOverload, is_binary, written_arguments
 
@@ -77,7 +76,8 @@ def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None)
     """
     sizes: dict[bool, list[int]] = {True: [], False: []}  # of what is read, and of what is written
     for start in order:
-        if not nodes.is_copy_start(start) or meta.lane(start) != DISK:
+        transit = meta.transit(start)
+        if transit is None or not transit.tier.is_staged or not nodes.is_copy_start(start):
             continue
         is_read = nodes.is_reload(start)
         on_device = start if is_read else cast(fx.Node, start.args[0])

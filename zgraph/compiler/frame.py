@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.hardware import Hardware
 from zgraph.errors import ZgraphError, ZgraphWarning
-from zgraph.graph.lanes import MemorySpace
 from zgraph.runtime.handle import name_of
 from zgraph.sharding.scope import Scope, scope_behind
+from zgraph.tiers.tier import DEVICE, Tier
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.dynamo import compile_id, dynamo_example, raise_through_dynamo, recompile_reason
 from zgraph.torch_compat.groups import is_distributed_ready
@@ -47,14 +47,14 @@ class Frame:
         """Scopes of the models whose parameters the frame reads."""
         return list(dict.fromkeys(scope for scope in map(scope_behind, self.inputs) if scope is not None))
 
-    def spaces(self) -> dict[int, MemorySpace]:
+    def spaces(self) -> dict[int, Tier]:
         """Where those shards among the inputs rest that do not on the device, by their positions."""
         resting = next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
         if resting is None:
             return {}
         shards = {place: local_of(value) for place, value in enumerate(self.inputs) if isinstance(value, DTensor)}
-        found: dict[int, MemorySpace] = {place: resting.space_of(shard) for place, shard in shards.items()}
-        return {place: space for place, space in found.items() if space != "device"}
+        found: dict[int, Tier] = {place: resting.space_of(shard) for place, shard in shards.items()}
+        return {place: space for place, space in found.items() if space != DEVICE}
 
     @property
     def machine(self) -> Hardware | None:

@@ -19,7 +19,7 @@ from torch import fx
 from zgraph.dialect.copies import offload_op, wait_copy_op
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import DEVICE_TO_HOST
+from zgraph.tiers.tier import HOST
 
 _MOVES = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
 
@@ -80,14 +80,14 @@ def _return_beside_compute(graph: fx.Graph) -> None:
         source = cast(fx.Node, copy.args[0])
         with graph.inserting_before(output):
             start = meta.create(graph, offload_op(), (source,), like=copy, name=f"offload_{source.name}")
-        meta.set_lane(start, DEVICE_TO_HOST)
-        meta.set_space(start, "host")
+        meta.set_transit(start, HOST, to_device=False)
+        meta.set_space(start, HOST)
         meta.set_kept(start, "state")
         starts.append(start)
     for copy, start in zip(returned, starts, strict=True):
         with graph.inserting_before(output):
             kept = meta.create(graph, wait_copy_op(), (start,), like=copy, name=f"kept_{start.name}")
-        meta.set_space(kept, "host")
+        meta.set_space(kept, HOST)
         copy.replace_all_uses_with(kept)
     _erase(graph, returned)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from zgraph.analysis.liveness import MemoryCurve
 from zgraph.graph import meta
-from zgraph.graph.lanes import MemorySpace
-
-SPACES: tuple[MemorySpace, ...] = get_args(MemorySpace)
+from zgraph.tiers.tier import DEVICE, HOST, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +14,14 @@ class SpaceUse:
     """Bytes of one rank in one memory space.
 
     Attributes:
-        space: "device", "host" or "disk".
+        space: name of the tier.
         parameters: at rest there, buffers included.
         state: of optimizers, at rest there.
         step: most that the step holds there beside them.
         staging: that part of it through which tensors pass between a disk and a GPU.
     """
 
-    space: MemorySpace
+    space: str
     parameters: int = 0
     state: int = 0
     step: int = 0
@@ -41,11 +38,11 @@ def ledger_of(curve: MemoryCurve) -> tuple[SpaceUse, ...]:
     State that the first step makes counts as state where it will rest.
     """
     lines: list[SpaceUse] = []
-    for space in SPACES:
-        found = [entry for entry in curve.ranges if entry.space == space and (entry.held or space != "device")]
+    for space in listed(entry.space for entry in curve.ranges):
+        found = [entry for entry in curve.ranges if entry.space == space and (entry.held or space != DEVICE.name)]
         parameters = sum(entry.bytes for entry in found if meta.kept_as(entry.node) == "parameters")
         state = sum(entry.bytes for entry in found if meta.kept_as(entry.node) == "state")
-        step = curve.peak_bytes if space == "device" else curve.peak_in(space) - parameters - state
-        staging = curve.staging_bytes if space == "host" else 0
+        step = curve.peak_bytes if space == DEVICE.name else curve.peak_in(space) - parameters - state
+        staging = curve.staging_bytes if space == HOST.name else 0
         lines.append(SpaceUse(space=space, parameters=parameters, state=state, step=step, staging=staging))
     return tuple(lines)

@@ -11,10 +11,10 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.timed_costs import TimedCosts
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import nodes
-from zgraph.graph.lanes import Lane
 from zgraph.graph.operator_arguments import layout_of
 from zgraph.runtime.groups import group_stride
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import Lane
 
 
 @dataclass(frozen=True, kw_only=True)

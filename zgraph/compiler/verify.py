@@ -14,6 +14,7 @@ from zgraph.compiler.graph_pass import Direction, Fact
 from zgraph.errors import VerifyError
 from zgraph.graph import dataflow, meta, nodes, operator_arguments, traits
 from zgraph.graph.text import neighbourhood
+from zgraph.tiers.tier import is_offloaded
 from zgraph.torch_compat.operators import is_higher_order, overwritten, written_arguments
 
 
@@ -123,7 +124,7 @@ def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
         raise where.error(f"the graph returned {len(before.outputs)} values and now returns {len(outputs)}; keep them.")
     for position, (out, expected) in enumerate(zip(outputs, before.outputs, strict=True)):
         found = meta.value(out) if isinstance(out, fx.Node) else out
-        moved = isinstance(out, fx.Node) and meta.space(out) in ("host", "disk")  # its reader knows, and copies it back
+        moved = isinstance(out, fx.Node) and is_offloaded(meta.space(out))  # its reader knows, and copies it back
         if isinstance(expected, torch.Tensor) and not moved and not _same_output(expected, found):
             raise where.error(
                 f"output {position} was {_shown(expected)} and is now {_shown(found)}; outputs keep shape and dtype.",

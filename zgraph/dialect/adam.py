@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # entries of the optimizer's state that are rounded
 _SCHEMA = (
     "(Tensor(a!)[] self, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor[] state_steps, "
     "int[] salts, int[] firsts, *, {lr} lr, float beta1, float beta2, float weight_decay, float eps, bool decoupled, "

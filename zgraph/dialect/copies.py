@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.runtime.offload.copy_lanes import lanes_of
+from zgraph.tiers.copy_lanes import lanes_of
 
 
 @torch.library.custom_op("zgraph::offload_start", mutates_args=())

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zgraph.graph.lanes import Lane, MemorySpace
+from zgraph.tiers.lanes import Lane
+from zgraph.tiers.tier import DEVICE, Tier, Transit
 from zgraph.torch_compat.fake_values import fake_mode_of, replaying
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _REGION = "ac_graph_id"
 _SAVED = "zgraph_saved"
 _PLANNED = "zgraph_planned"
 _CHUNKS = "zgraph_chunks"
-_LANE = "zgraph_lane"
+_TRANSIT = "zgraph_transit"
 _SPACE = "zgraph_space"
 _RESTS = "zgraph_rests"
 _LONGEST = "zgraph_longest"
@@ -86,39 +87,40 @@ def set_chunks(start: fx.Node, found: Sequence[Chunk]) -> None:
     start.meta[_CHUNKS] = tuple(found)
 
 
+def transit(node: fx.Node) -> Transit | None:
+    """The tier that a copy comes from or goes to, if it was recorded; None: devices and operator tell."""
+    return cast("Transit | None", node.meta.get(_TRANSIT))
+
+
+def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
+    """Record that a node copies between the device and a tier, which fake CPU tensors of a planned GPU do not show."""
+    node.meta[_TRANSIT] = Transit(tier, to_device)
+
+
 def lane(node: fx.Node) -> Lane | None:
-    """The copy engine that a node occupies, if it was recorded; None: devices and operator tell."""
-    return cast("Lane | None", node.meta.get(_LANE))
+    """The lane of a copy, if it was recorded; None: devices and operator tell."""
+    found = transit(node)
+    return None if found is None else found.lane
 
 
-def set_lane(node: fx.Node, occupied: Lane) -> None:
-    """Record that a node copies between device, host and disk, which fake CPU tensors of a planned GPU do not show."""
-    node.meta[_LANE] = occupied
-
-
-def space(node: fx.Node) -> MemorySpace | None:
+def space(node: fx.Node) -> Tier | None:
     """The memory space of a node's value, if it was recorded; None: devices and the lane tell."""
-    return cast("MemorySpace | None", node.meta.get(_SPACE))
+    return cast("Tier | None", node.meta.get(_SPACE))
 
 
-def set_space(node: fx.Node, found: MemorySpace) -> None:
+def set_space(node: fx.Node, found: Tier) -> None:
     """Record where a value lies; it stays with the value where that becomes an input of another graph."""
     node.meta[_SPACE] = found
 
 
-def rests_in(node: fx.Node) -> MemorySpace:
-    """The memory space in which what the node allocates is to lie after the step."""
-    return cast("tuple[MemorySpace, str]", node.meta.get(_RESTS, ("device", "")))[0]
+def rests_in(node: fx.Node) -> Tier:
+    """The tier in which what the node allocates will be after the step."""
+    return cast("Tier", node.meta.get(_RESTS, DEVICE))
 
 
-def rest_folder(node: fx.Node) -> str:
-    """The folder of what is to lie on disk after the step."""
-    return cast("tuple[MemorySpace, str]", node.meta.get(_RESTS, ("device", "")))[1]
-
-
-def set_rest(node: fx.Node, space: MemorySpace, folder: str = "") -> None:
-    """Record where what the node allocates is to lie after the step, as new state of the optimizer does."""
-    node.meta[_RESTS] = (space, folder)
+def set_rest(node: fx.Node, tier: Tier) -> None:
+    """Record where what the node allocates will be after the step, such as new state of the optimizer."""
+    node.meta[_RESTS] = tier
 
 
 def kept_as(node: fx.Node) -> Kept | None:

@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, optim
 
-from zgraph.dialect.adam import MOMENTS, fused_adam_op
+from zgraph.dialect.adam import fused_adam_op
 from zgraph.errors import ZgraphError
 from zgraph.optimizers.local_step import shards_of, take_over
+from zgraph.tiers.offload import MOMENTS
 from zgraph.torch_compat.modules import step_hooks
 
 aten = torch.ops.aten

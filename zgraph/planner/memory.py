@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve
-from zgraph.compiler.memory_ledger import SPACES, SpaceUse
-from zgraph.graph.lanes import MemorySpace
-from zgraph.runtime.offload.pinned_pool import pinned_bytes
-from zgraph.sharding.resting.memory import Resting
-from zgraph.sharding.resting.offload import Offload
+from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.sharding.scope import state_of
+from zgraph.tiers.offload import Offload
+from zgraph.tiers.pinned_pool import pinned_bytes
+from zgraph.tiers.placement import Resting
+from zgraph.tiers.tier import DEVICE, HOST, listed
 from zgraph.torch_compat.dtensor import local_of
 
 ADAM_MOMENTS = 2  # of each trained element
@@ -78,24 +78,24 @@ def plan_ledger(
         curves: of the step's frames.
         pinned: whether memory of the host is pinned, as where the device is a GPU.
     """
-    found: dict[tuple[MemorySpace, bool], int] = {}  # by space, and whether it is state
-    tier = "device" if resting is None else resting.options.optimizer or "device"
+    found: dict[tuple[str, bool], int] = {}  # by space, and whether it is state
+    tier = DEVICE if resting is None else resting.options.optimizer_tier or DEVICE
     for value in map(_local, (*model.parameters(), *model.buffers())):
-        space = "device" if resting is None else resting.space_of(value)
-        found[space, False] = found.get((space, False), 0) + _bytes(value, pinned and space == "host")
+        space = DEVICE if resting is None else resting.space_of(value)
+        found[space.name, False] = found.get((space.name, False), 0) + _bytes(value, pinned and space == HOST)
     dtype = None if resting is None else resting.options.moments_dtype
     for value, count in _state_of(model, optimizer, dtype):
-        space = tier if value.ndim else "device"
-        found[space, True] = found.get((space, True), 0) + count * _bytes(value, pinned and space == "host")
+        space = tier if value.ndim else DEVICE
+        found[space.name, True] = found.get((space.name, True), 0) + count * _bytes(value, pinned and space == HOST)
     return tuple(
         SpaceUse(
             space=space,
             parameters=found.get((space, False), 0),
             state=found.get((space, True), 0),
             step=max((max(_alive(curve, space), default=0) for curve in curves), default=0),
-            staging=max((curve.staging_bytes for curve in curves), default=0) if space == "host" else 0,
+            staging=max((curve.staging_bytes for curve in curves), default=0) if space == HOST.name else 0,
         )
-        for space in SPACES
+        for space in listed(name for name, _ in found)
     )
 
 
@@ -107,7 +107,7 @@ def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Ha
         libraries_bytes: what libraries hold on the device besides.
         machine: of the rank. Where the device is a CPU, what rests on the host takes its memory, too.
     """
-    device, host, _ = ledger
+    device, host = (next(line for line in ledger if line.space == tier.name) for tier in (DEVICE, HOST))
     in_memory = [device] if machine.backend == "nccl" else [device, host]
     used = sum(line.together for line in in_memory) + libraries_bytes
     too_much = used - machine.memory_bytes
@@ -128,8 +128,8 @@ def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Ha
     return f"does not fit, by {too_much} bytes; what would help: {', or '.join(ways)}"
 
 
-def _alive(curve: MemoryCurve, space: MemorySpace) -> Sequence[int]:
-    return curve.bytes_during if space == "device" else curve.bytes_in(space)
+def _alive(curve: MemoryCurve, space: str) -> Sequence[int]:
+    return curve.bytes_during if space == DEVICE.name else curve.bytes_in(space)
 
 
 def _state_of(

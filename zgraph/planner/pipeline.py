@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.graph_pass import Direction
-from zgraph.compiler.memory_ledger import SPACES, SpaceUse
+from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.errors import BudgetError, ZgraphError
 from zgraph.planner.frames import FramePlanner, PlannedFrame, peak_of
 from zgraph.planner.memory import plan_ledger, rest_on_paper
@@ -29,6 +29,7 @@ from zgraph.reporting.summary import Report
 from zgraph.runtime.window_state import CLOSING, OPEN
 from zgraph.sharding.pipeline.kept_parameters import gathered_bytes, keep_gathered, may_be_kept
 from zgraph.sharding.scope import sharded_parameters, state_of
+from zgraph.tiers.tier import DEVICE, NAMES
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_on_cpu
 from zgraph.torch_compat.groups import stages_hold_messages
@@ -61,8 +62,8 @@ class PlannedPipeline:
         parameters = sum(stage.parameter_bytes for stage in self.plan.stages_of(rank))
         state = sum(stage.state_bytes for stage in self.plan.stages_of(rank))
         step = peaks[rank] - parameters - state
-        device = SpaceUse(space="device", parameters=parameters, state=state, step=step)
-        return device, *(SpaceUse(space=space) for space in SPACES[1:])
+        device = SpaceUse(space=DEVICE.name, parameters=parameters, state=state, step=step)
+        return device, *(SpaceUse(space=name) for name in NAMES)
 
 
 def plan_pipeline(

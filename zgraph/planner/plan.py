@@ -23,9 +23,10 @@ from zgraph.planner.pipeline import plan_pipeline
 from zgraph.planner.planned_step import Plan, PlannedGraph
 from zgraph.planner.schedules.axes import Axes
 from zgraph.planner.whole_step import StepMaker, loop_body, plan_whole_step
-from zgraph.sharding.resting.offload import Offload
 from zgraph.sharding.scope import sharded_parameters
 from zgraph.sharding.shard import shard
+from zgraph.tiers.offload import Offload
+from zgraph.tiers.tier import HOST
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world, groups_of_ranks, is_distributed_ready
 
@@ -177,7 +178,8 @@ def plan(
     if axes is not None:
         _check_tensor_parallel(axes, planner.graphs)
     if resting is not None:
-        resting.check_budget(ledger[1].parameters, ledger[1].state, ledger[1].step, ledger[1].staging)
+        host = next(line for line in ledger if line.space == HOST.name)
+        resting.check_budget(host.parameters, host.state, host.step, host.staging)
     return Plan(
         world_size=ranks,
         hardware=machine,

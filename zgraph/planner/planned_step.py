@@ -19,6 +19,7 @@ from zgraph.reporting.export.folder import write_pipeline, write_report
 from zgraph.reporting.summary import Report
 from zgraph.reporting.tables import Table, as_html, duration, size
 from zgraph.scheduling.timeline import Timeline
+from zgraph.tiers.tier import DEVICE, HOST
 
 GIB = 2**30
 LARGEST = 3  # storages that tables name at each frame's peak
@@ -115,11 +116,11 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        return self.ledger[1].together
+        return self._line(HOST.name).together
 
     @property
     def disk_bytes(self) -> int:
-        return self.ledger[2].together
+        return self._line("disk").together
 
     @property
     def fits(self) -> bool:
@@ -128,7 +129,10 @@ class Plan:
 
     @property
     def _device(self) -> SpaceUse:
-        return self.ledger[0]
+        return self._line(DEVICE.name)
+
+    def _line(self, space: str) -> SpaceUse:
+        return next(line for line in self.ledger if line.space == space)
 
     @property
     def _libraries(self) -> int:
@@ -275,7 +279,7 @@ class Plan:
 
     def _elsewhere(self, line: SpaceUse) -> str:
         kinds = {"parameters": line.parameters, self._state: line.state, "the step beside them": line.step}
-        limit = f" of host_budget_bytes={self.host_budget_bytes}" if line.space == "host" else ""
+        limit = f" of host_budget_bytes={self.host_budget_bytes}" if line.space == HOST.name else ""
         return (
             f"on {'the host' if line.space == 'host' else line.space}: "
             f"{', '.join(f'{kind} {size(count)}' for kind, count in kinds.items() if count)}; together "

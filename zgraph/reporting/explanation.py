@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zgraph.compiler.memory_ledger import SpaceUse
-from zgraph.graph.lanes import HOST_UPDATES
 from zgraph.graph.text import dtype_text
 from zgraph.reporting.of_graph import Collective, GraphReport, LaneCopies
 from zgraph.reporting.tables import Table, as_html, counted, duration, size
 from zgraph.runtime.profiler import Measured
+from zgraph.tiers.lanes import HOST_UPDATES
 
 NAMES = 4  # of parameters that one line spells out
 NO_COSTS = (
@@ -187,7 +187,7 @@ class Explanation:
         if graph.peak is not None:
             largest = ", ".join(f"{name} {size(count)}" for name, count in graph.peak.largest)
             lines.append(f"  predicted peak {size(graph.peak.bytes)} at {graph.peak.node}: {largest}")
-            others = (("host", graph.peak.host_bytes), ("disk", graph.peak.disk_bytes))
+            others = graph.peak.elsewhere
             lines += [f"    and {size(count)} on the {name}" for name, count in others if count and not graph.ledger]
             if graph.peak.unknown:
                 lines.append(f"    without {', '.join(graph.peak.unknown)}, whose size depends on data")

@@ -15,7 +15,6 @@ from zgraph.analysis.liveness import MemoryCurve, memory_curve, owned_inputs
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.memory_ledger import SpaceUse, ledger_of
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import HOST_UPDATES
 from zgraph.graph.sizes import tensor_bytes
 from zgraph.graph.traffic import Transfer, transfers_of
 from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
@@ -24,6 +23,8 @@ from zgraph.scheduling.exposure import why_exposed
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.simulate import simulate
 from zgraph.scheduling.timeline import Timeline
+from zgraph.tiers.lanes import HOST_UPDATES
+from zgraph.tiers.tier import DEVICE, listed
 from zgraph.torch_compat.operators import written_arguments
 
 if TYPE_CHECKING:
@@ -74,28 +75,26 @@ class Peak:
         node: node that runs at the peak.
         largest: names and bytes of the largest storages alive there.
         unknown: nodes whose size depends on data, counted as 0.
-        host_bytes, disk_bytes: most bytes on the host, if the device is a GPU or something rests there, and on disk,
-            with what rests there between calls.
+        elsewhere: most bytes in each other tier, by name, with those kept there between calls.
     """
 
     bytes: int
     node: str
     largest: tuple[tuple[str, int], ...]
     unknown: tuple[str, ...] = ()
-    host_bytes: int = 0
-    disk_bytes: int = 0
+    elsewhere: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, curve: MemoryCurve) -> Peak:
         alive = curve.alive_at(curve.peak_position)[:LARGEST]
         node = curve.nodes[curve.peak_position].name if curve.nodes else ""
+        names = listed(entry.space for entry in curve.ranges)
         return cls(
             bytes=curve.peak_bytes,
             node=node,
             largest=tuple((entry.node.name, entry.bytes) for entry in alive),
             unknown=curve.unknown,
-            host_bytes=curve.peak_in("host"),
-            disk_bytes=curve.peak_in("disk"),
+            elsewhere=tuple((name, curve.peak_in(name)) for name in names if name != DEVICE.name),
         )
 
 

@@ -24,8 +24,8 @@ from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.analysis.liveness import MemoryCurve, curve_of
 from zgraph.analysis.storages import Storage, storages_of
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.scheduling.timeline import Sharing, Span, Timeline
+from zgraph.tiers.lanes import COMPUTE, Lane
 
 
 def simulate(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zgraph.analysis.liveness import MemoryCurve
-from zgraph.graph.lanes import Lane
+from zgraph.tiers.lanes import Lane
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.collective_error import collective_error
-from zgraph.sharding.resting.codes import Codes
-from zgraph.sharding.resting.memory import Resting
+from zgraph.sharding.model.codes import Codes
 from zgraph.sharding.scope import state_of
+from zgraph.tiers.placement import Resting
 from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.memory import storage_key
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter

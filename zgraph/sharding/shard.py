@@ -25,15 +25,15 @@ from zgraph.sharding.meshes.same_machine import agreed_machine
 from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, placements_at_rest, tensor_axis
 from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
+from zgraph.sharding.model.codes import Codes
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.sharded_tensor import Sharded, as_sharded, put_in_model
-from zgraph.sharding.resting.codes import Codes
-from zgraph.sharding.resting.memory import Resting
-from zgraph.sharding.resting.offload import Offload
 from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
 from zgraph.sharding.whole_read import attach_read
+from zgraph.tiers.offload import Offload
+from zgraph.tiers.placement import Resting
 from zgraph.torch_compat.autograd import share_hooks
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake

@@ -29,7 +29,6 @@ from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.runtime.exchanges.changes import hash_of
 from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter
-from zgraph.runtime.offload.copy_lanes import lanes_of
 from zgraph.step import guards
 from zgraph.step.capture import parameter_hooks
 from zgraph.step.capture.capture import capture
@@ -41,6 +40,7 @@ from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
 from zgraph.step.results import check_gradients, hand_back
+from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.torch_compat.dtensor import gradients_of
 from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.modules import tree_flatten

@@ -27,13 +27,13 @@ from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.driver.options import CompileOptions
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import DISK
 from zgraph.passes import presets
 from zgraph.planner.whole_step import plan_whole_step
-from zgraph.runtime.offload.copy_lanes import StreamLanes
 from zgraph.sharding.scope import state_of
 from zgraph.step.capture.capture import capture
 from zgraph.step.capture.lifted import Lifted
+from zgraph.tiers.lanes import DISK
+from zgraph.tiers.stream_lanes import StreamLanes
 from zgraph.torch_compat.aot import boxed
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import fake_mode

@@ -16,8 +16,8 @@ from torch import fx
 from zgraph.analysis.cost import FREE, NodeCost
 from zgraph.analysis.storages import Storage
 from zgraph.graph import nodes
-from zgraph.graph.lanes import COMPUTE, Lane
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import COMPUTE, Lane
 
 
 @dataclass

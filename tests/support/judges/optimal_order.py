@@ -18,7 +18,7 @@ from torch import fx
 from tests.support.random_steps import Step
 from zgraph.analysis.storages import Storage
 from zgraph.graph import nodes
-from zgraph.graph.lanes import COMPUTE, Lane
+from zgraph.tiers.lanes import COMPUTE, Lane
 
 
 class Model:

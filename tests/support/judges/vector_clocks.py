@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zgraph.runtime.offload.copy_lanes import Copy, StreamLanes
-from zgraph.runtime.offload.host_pool import HostPool
-from zgraph.runtime.offload.staging import Staging
+from zgraph.tiers.host_pool import HostPool
+from zgraph.tiers.staging import Staging
+from zgraph.tiers.stream_lanes import StreamLanes
+from zgraph.tiers.tier import Copy
 
 COMPUTE = "compute"
 PROGRAM = "MainThread"
@@ -187,7 +188,7 @@ class ClockedLanes(StreamLanes):
     """The lanes of a GPU whose every access is judged; what a program computes it tells itself, by `compute`."""
 
     def __init__(self, piece_bytes: int) -> None:
-        self.host = HostPool()
+        self.memory = HostPool()
         cuda = ClockedCuda()
         self.clocks, self.stream = cuda.clocks, cuda.compute
         super().__init__(torch.device("cpu"), cuda, piece_bytes)
@@ -202,7 +203,7 @@ class ClockedLanes(StreamLanes):
         return values
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        return self.host.empty_like(tensor)
+        return self.memory.empty_like(tensor)
 
     def reload(self, kept: Tensor) -> Copy:
         with _Allocations(self):

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import tests.support.preloaded  # noqa: F401  # before the forks, each of which would import it anew
 import zgraph
 from tests.support.memory.live_tensors import local
-from zgraph.runtime.disk.system_calls import BLOCK
+from zgraph.tiers.disk.system_calls import BLOCK
 
 RANKS = 2
 SAVE_EVERY = 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import get_args
 
 import torch
 from torch import fx
@@ -14,8 +13,8 @@ from zgraph.analysis.liveness import LiveRange, MemoryCurve
 from zgraph.analysis.workspace import remaining_bytes
 from zgraph.compiler.graph_pass import Direction
 from zgraph.graph import meta, nodes, traits
-from zgraph.graph.lanes import MemorySpace
 from zgraph.reporting.data.frame import MemoryData, StorageColumns
+from zgraph.tiers.tier import DEVICE, listed
 
 PARAMETERS, GATHERED, ACTIVATIONS, GRADIENTS, OPTIMIZER, FEEDBACK, BUFFERS, INPUTS = CLASSES = (
     "parameters",
@@ -27,7 +26,8 @@ PARAMETERS, GATHERED, ACTIVATIONS, GRADIENTS, OPTIMIZER, FEEDBACK, BUFFERS, INPU
     "communication buffers",
     "inputs",
 )
-SPACES: tuple[MemorySpace, ...] = get_args(MemorySpace)
+OTHER = "other"  # a tier of the user's
+SPACES = (*listed(()), OTHER)
 LARGEST = 20  # storages that are listed at the peak
 
 
@@ -180,7 +180,7 @@ def memory_data(
         columns.first.append(entry.first)
         columns.last.append(entry.last)
         columns.kind.append(CLASSES.index(_class_of_range(entry, number, curve.ranges, found)))
-        columns.space.append(SPACES.index(entry.space))
+        columns.space.append(SPACES.index(entry.space if entry.space in SPACES else OTHER))
         columns.held.append(int(entry.held))
     position = curve.peak_position
     number_of = {id(entry): number for number, entry in enumerate(curve.ranges)}
@@ -209,7 +209,7 @@ def _beside_storages(curve: MemoryCurve) -> list[int]:
     """What each call takes beside storages: the curve without them."""
     change = [0] * (len(curve.nodes) + 1)
     for entry in curve.ranges:
-        if not entry.held and entry.space == "device" and entry.first >= 0:
+        if not entry.held and entry.space == DEVICE.name and entry.first >= 0:
             change[entry.first] += entry.bytes
             change[entry.last + 1] -= entry.bytes
     return [during - alive for during, alive in zip(curve.bytes_during, accumulate(change), strict=False)]

@@ -17,6 +17,7 @@ from zgraph.graph.sizes import size_hint, tensor_bytes
 from zgraph.graph.text import dtype_text
 from zgraph.reporting.data.frame import GraphData, ParameterColumns, Strings
 from zgraph.reporting.of_graph import GraphReport
+from zgraph.tiers.tier import DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def _rests(at_rest: fx.Node) -> str:
     """The memory of the input that a marker reads, which a module on a GPU may have copied or cast before."""
     while at_rest.op != "placeholder" and at_rest.all_input_nodes:
         at_rest = at_rest.all_input_nodes[0]
-    return meta.space(at_rest) or "device"
+    return str(meta.space(at_rest) or DEVICE)
 
 
 def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:

@@ -15,9 +15,10 @@ from zgraph.analysis.hardware import Link
 from zgraph.analysis.liveness import placements
 from zgraph.analysis.storages import Storage
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
+from zgraph.tiers.tier import DEVICE
 from zgraph.torch_compat.aot import is_tangent
 
 
@@ -202,7 +203,7 @@ def clock_us(costs: Iterable[NodeCost]) -> list[float]:
 
 def _bytes_when_lowered(storage: Storage) -> int:
     """Bytes of a storage on the device once gathers are lowered; 0 for a shard that is neither gathered nor cast."""
-    if storage.space != "device" or (storage.held and not is_tangent(storage.first)):
+    if storage.space != DEVICE or (storage.held and not is_tangent(storage.first)):
         return 0
     if not nodes.is_unshard(storage.first):
         return storage.nbytes

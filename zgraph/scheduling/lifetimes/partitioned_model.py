@@ -13,7 +13,6 @@ from torch import fx
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import LiveRanges
 from zgraph.graph import meta, nodes, traits
-from zgraph.graph.lanes import Lane
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.scheduling.lifetimes.lifetime_model import (
     NONE_OFFLOADED,
@@ -25,6 +24,7 @@ from zgraph.scheduling.lifetimes.lifetime_model import (
     clock_us,
 )
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.lanes import Lane
 from zgraph.torch_compat.aot import is_tangent, mutated_inputs
 from zgraph.torch_compat.operators import written_arguments
 

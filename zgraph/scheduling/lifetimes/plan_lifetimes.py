@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zgraph.graph.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
 from zgraph.scheduling.lifetimes.lifetime_model import LifetimeModel, StepEstimate, Value, busy_us
+from zgraph.tiers.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
 
 MAX_ESTIMATES = 64  # of whole steps along a frontier; with more values, several are dropped between two estimates
 

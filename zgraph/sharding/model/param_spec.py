@@ -8,7 +8,7 @@ import torch
 
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.sharding.meshes.tensor_split import TensorSplit
-from zgraph.sharding.resting.codes import Codes
+from zgraph.sharding.model.codes import Codes
 
 
 @dataclass(frozen=True, kw_only=True)

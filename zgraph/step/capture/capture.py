@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.liveness import placements
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
-from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.gradients import GradScaler
 from zgraph.step.capture.clean import clean, number_parts
 from zgraph.step.capture.lifted import Lifted, local, name_part, overlapping
@@ -29,6 +28,7 @@ from zgraph.step.outside.places import Binding
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.random_numbers import same_random_numbers
 from zgraph.step.outside.variables import Outside
+from zgraph.tiers.tier import DEVICE, Tier
 from zgraph.torch_compat.aot import trace
 from zgraph.torch_compat.autograd import steps_decided_by
 from zgraph.torch_compat.dtensor import local_of, mixes_dtensors
@@ -149,11 +149,11 @@ def _kind(optimizer: object) -> str:
     return type(optimizer).__name__
 
 
-def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor], spaces: Sequence[MemorySpace]) -> None:
+def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> None:
     """Mark inputs that rest elsewhere than on the device."""
     given, places = graph.find_nodes(op="placeholder"), lifted.places()
     for number, (node, space) in enumerate(zip(given, spaces, strict=False)):
-        if space != "device":
+        if space != DEVICE:
             meta.set_space(node, space)
             place = places[number] if number < len(places) else None
             if place is not None:
@@ -174,7 +174,7 @@ def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
     """Mark what allocates the optimizers' new state, which is there in all later steps, and where it will lie."""
     found = placements(graph)
     resting = lifted.resting
-    rests_in = resting.options.optimizer if resting is not None else None
+    rests_in = resting.options.optimizer_tier if resting is not None else None
     begin = len(captured.likes)
     returned = nodes.returned_by(graph)[begin : begin + len(captured.state)]
     for node, (_, position, _) in zip(returned, captured.state, strict=True):
@@ -185,7 +185,7 @@ def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
             if first.op == "call_function":
                 meta.set_kept(first, "state")
             if rests_in is not None and value.ndim and first.op == "call_function":
-                meta.set_rest(first, rests_in, resting.folder if resting is not None else "")
+                meta.set_rest(first, rests_in)
                 meta.set_longest_bytes(first, lifted.longest_bytes(position, value))
 
 
@@ -250,13 +250,13 @@ class _Tracer:
         _tag_kept(gm.graph, self.lifted)
         return gm
 
-    def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[MemorySpace]) -> list[Any]:
+    def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
         """Stand-ins of inputs; on a GPU also of what rests on its host, as copies are all that will read it there."""
         resting = self.lifted.resting
         if resting is None or not resting.computes_elsewhere:
             return [fake_of(self.mode, tensor) for tensor in inputs]
         return [
-            fake_of(self.mode, tensor, None if space == "device" else resting.device)
+            fake_of(self.mode, tensor, None if space == DEVICE else resting.device)
             for tensor, space in zip(inputs, spaces, strict=True)
         ]
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.memory_ledger import ledger_of
-from zgraph.graph.lanes import MemorySpace
 from zgraph.optimizers.rounded_adam import Drawn
-from zgraph.sharding.resting.memory import Resting
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
+from zgraph.tiers.placement import Resting
+from zgraph.tiers.tier import DEVICE, HOST, Tier
 from zgraph.torch_compat.dtensor import local_of, locals_of
 from zgraph.torch_compat.modules import local_buffers, local_parameters
 
@@ -163,7 +163,7 @@ class Lifted:
         """The memory of what the model offloads."""
         return next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
 
-    def spaces(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> tuple[MemorySpace, ...]:
+    def spaces(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> tuple[Tier, ...]:
         """The memory spaces in which inputs of the graph rest; () if the model offloads nothing.
 
         Args:
@@ -175,19 +175,19 @@ class Lifted:
         if resting is None:
             return ()
         parts, last = [*tensors], [*outside]
-        found: list[MemorySpace] = [resting.space_of(part) for part in parts]
+        found: list[Tier] = [resting.space_of(part) for part in parts]
         begin = len(self.parameters)
         state = begin + len(self.handles) + len(self.buffers)
         for place in (*range(begin), *range(state, len(parts) - len(last))):
-            if found[place] == "device" and parts[place].ndim and not parts[place].numel():
+            if found[place] == DEVICE and parts[place].ndim and not parts[place].numel():
                 # A rank without rows has the graph of the others. Nothing of it lies on disk.
-                tier = resting.options.params if place < begin else resting.options.optimizer
-                found[place] = "host" if tier == "host" else "device"
+                tier = resting.options.params_tier if place < begin else resting.options.optimizer_tier
+                found[place] = HOST if tier == HOST else DEVICE
         if resting.computes_elsewhere:
             for place in range(begin, state):
-                found[place] = "device"
+                found[place] = DEVICE
             for place, tensor in enumerate(last, len(found) - len(last)):
-                found[place] = found[place] if isinstance(tensor, DTensor) else "device"
+                found[place] = found[place] if isinstance(tensor, DTensor) else DEVICE
         return tuple(found)
 
     def longest_bytes(self, position: int, part: Tensor) -> int:
@@ -241,7 +241,7 @@ class Lifted:
         """
         if self.resting is None or self.resting.options.host_budget_bytes is None:
             return
-        host = next(line for line in ledger_of(plan.curve) if line.space == "host")
+        host = next(line for line in ledger_of(plan.curve) if line.space == HOST.name)
         self.resting.check_budget(host.parameters, host.state, host.step, host.staging)
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:

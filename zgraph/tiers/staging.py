@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.runtime.disk.system_calls import blocks
+from zgraph.tiers.disk.system_calls import blocks
 
 BUFFERS = 2  # each way
 PIECE_BYTES = 16 * 2**20  # a multiple of blocks; half of it is as much as a disk takes at once to be fast

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from zgraph.errors import DiskError
-from zgraph.runtime.disk.place import free_bytes, open_anonymous
-from zgraph.runtime.disk.system_calls import blocks, map_shared, punch_hole, unmap, view
+from zgraph.tiers.disk.place import free_bytes, open_anonymous
+from zgraph.tiers.disk.system_calls import blocks, map_shared, punch_hole, unmap, view
 
 
 @dataclass(eq=False)

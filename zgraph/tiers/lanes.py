@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-# Memory spaces: the device that computes, which may be a CPU; the host's memory, if the device is a GPU, or what was
-# copied there; a file.
-MemorySpace = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +10,11 @@ class Lane:
     """One lane; `str` is its name in dumps and reports, such as "compute", "group:0" or "host_to_device".
 
     Attributes:
-        kind: "group" where collectives of a process group run, and
-        group_name: its name.
+        kind: "group" for collectives of a process group, else the lane's name.
+        group_name: name of the group, for that kind.
     """
 
-    kind: Literal["compute", "group", "host_to_device", "device_to_host", "disk", "host_updates"]
+    kind: str
     group_name: str = ""
 
     @classmethod

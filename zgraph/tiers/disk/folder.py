@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from zgraph.errors import DiskError, ZgraphWarning
-from zgraph.runtime.disk.access import open_access
-from zgraph.runtime.disk.place import filesystem_of
-from zgraph.runtime.disk.space import Slot, Space
-from zgraph.runtime.disk.transfer import Mover, Part
+from zgraph.tiers.disk.access import open_access
+from zgraph.tiers.disk.place import filesystem_of
+from zgraph.tiers.disk.space import Slot, Space
+from zgraph.tiers.disk.transfer import Mover, Part
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zgraph.runtime.disk.system_calls import HUGE_PAGE, address_of, blocks, take_huge_pages, view
+from zgraph.tiers.disk.system_calls import HUGE_PAGE, address_of, blocks, take_huge_pages, view
 
 KEPT_BYTES = 2**27  # of memory that nobody uses: an update's three tensors of 11 M elements
 MOST_SPARE = 1.5  # times the memory that a tensor needs may be used again for it

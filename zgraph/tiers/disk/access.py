@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zgraph.runtime.disk.buffers import Buffers
-from zgraph.runtime.disk.space import Space
-from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, view
+from zgraph.tiers.disk.buffers import Buffers
+from zgraph.tiers.disk.space import Space
+from zgraph.tiers.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, view
 
 # Memory that devices transfer from: torch allocates at multiples of 64 bytes, old kernels and many devices ask for 512.
 _ALIGNMENTS = (64, 512, BLOCK)

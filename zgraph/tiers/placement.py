@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -14,15 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zgraph.dialect.adam import MOMENTS
 from zgraph.errors import ZgraphError
-from zgraph.graph.lanes import MemorySpace
-from zgraph.runtime.disk.folder import DiskFolder
-from zgraph.runtime.offload.copy_lanes import StreamLanes, ThreadLanes, lanes_of
-from zgraph.runtime.offload.host_pool import HostPool
-from zgraph.runtime.offload.pinned_pool import PinnedPool
-from zgraph.runtime.offload.staging import MOST_STAGING_BYTES
-from zgraph.sharding.resting.offload import Offload, Tier
+from zgraph.tiers.copy_lanes import lanes_of
+from zgraph.tiers.offload import MOMENTS, Offload
+from zgraph.tiers.staging import MOST_STAGING_BYTES
+from zgraph.tiers.tier import DEVICE, HOST, Store, Tier
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.fake_values import fake_storage_key, is_fake
 
@@ -35,10 +30,10 @@ class Resting:
 
     Attributes:
         options: the user's.
-        pool: host memory.
-        disk: what rests on disk; None: nothing does.
+        stores: the memory of each tier in use, the host's last.
         planned: where tensors without values are to rest, by their storages, which it keeps; None: there are values.
-        traced: tensors without values that stand for some on disk, by their storages.
+        traced: tiers of tensors without values that stand for some of other tiers than the host, by their storages,
+            which it keeps.
         roots: what was sharded, by calls of `zgraph.shard`.
         has_step: whether a `zgraph.training_step` has been made for the model.
         rounding: optimizers whose steps round their moments.
@@ -46,10 +41,9 @@ class Resting:
     """
 
     options: Offload
-    pool: HostPool | PinnedPool
-    disk: DiskFolder | None = None
-    planned: dict[int, tuple[MemorySpace, Tensor]] | None = None
-    traced: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    stores: dict[Tier, Store] = field(default_factory=dict[Tier, Store])
+    planned: dict[int, tuple[Tier, Tensor]] | None = None
+    traced: dict[int, tuple[Tier, Tensor]] = field(default_factory=dict[int, tuple[Tier, Tensor]])
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
     has_step: bool = False
     rounding: weakref.WeakSet[optim.Optimizer] = field(default_factory=weakref.WeakSet[optim.Optimizer])
@@ -75,9 +69,11 @@ class Resting:
             )
         device = torch.device("cuda", torch.accelerator.current_device_index()) if is_gpu else torch.device("cpu")
         lanes = lanes_of(device)
-        assert isinstance(lanes, ThreadLanes | StreamLanes)
-        disk = None if options.path is None else lanes.disks.at(os.fspath(options.path), mesh.get_rank())
-        found = cls(options, lanes.pool, disk, device=device)
+        stores = {tier: tier.open(lanes, mesh.get_rank()) for tier in options.tiers}
+        for tier, store in stores.items():
+            if store is not lanes.host:
+                lanes.stores.by_key[tier.key] = store
+        found = cls(options, stores, device=device)
         if options.optimizer is not None or is_gpu:
             found._follow_steps()
         return found
@@ -127,7 +123,7 @@ class Resting:
     @classmethod
     def on_paper(cls, options: Offload) -> Resting:
         """Where the tensors of a plan, which have no values, are to rest: nothing is allocated, and no file made."""
-        return cls(options, HostPool(), planned={})
+        return cls(options, planned={})
 
     def lacks_step(self) -> bool:
         """Whether moments are rounded, and no training step has been made that rounds them."""
@@ -148,32 +144,27 @@ class Resting:
             )
         return None
 
-    @property
-    def folder(self) -> str:
-        """The folder of what rests on disk."""
-        return "" if self.options.path is None else os.fspath(self.options.path)
-
-    def space_of(self, tensor: Tensor) -> MemorySpace:  # asked in each call for every input
-        """The memory space in which a local tensor lies."""
+    def space_of(self, tensor: Tensor) -> Tier:  # asked in each call for every input
+        """The tier in which a local tensor is."""
         if self.planned is not None:
-            space, _ = self.planned.get(fake_storage_key(tensor), ("device", None))
-            return space
+            tier, _ = self.planned.get(fake_storage_key(tensor), (DEVICE, None))
+            return tier
         if not tensor.ndim:
-            return "device"
-        if self.disk is not None and self._is_on_disk(self.disk, tensor):
-            return "disk"
-        return "host" if self.pool.holds(tensor) else "device"
-
-    def _is_on_disk(self, disk: DiskFolder, tensor: Tensor) -> bool:
-        return fake_storage_key(tensor) in self.traced if is_fake(tensor) else disk.is_on_disk(tensor)
+            return DEVICE
+        if self.traced and is_fake(tensor) and fake_storage_key(tensor) in self.traced:
+            return self.traced[fake_storage_key(tensor)][0]
+        for tier, store in self.stores.items():
+            if store.holds(tensor):
+                return tier
+        return DEVICE
 
     def place_shard(self, shard: Tensor, name: str) -> Tensor:
         """A rank's part of a parameter where it is to rest."""
-        return self._placed(shard, self.options.params, f"{name}.shard")
+        return self._placed(shard, self.options.params_tier, f"{name}.shard")
 
     def place_parameter(self, sharded: DTensor, name: str) -> DTensor:
         """The same shard where it is to rest."""
-        return self._placed(sharded, self.options.params, f"{name}.shard")
+        return self._placed(sharded, self.options.params_tier, f"{name}.shard")
 
     def settle(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
         """Move the state of an optimizer to where it is to rest, unless it is there already.
@@ -182,7 +173,7 @@ class Resting:
             optimizer: any; numbers, and tensors without dimensions, stay, as does state of other models.
             names: of the model's parameters, by their ids.
         """
-        tier = self.options.optimizer
+        tier = self.options.optimizer_tier
         if tier is None and not self.computes_elsewhere:
             return
         for parameter, entries in optimizer.state.items():
@@ -225,7 +216,7 @@ class Resting:
     def _is_pageable(self, local: Tensor) -> bool:
         """Whether a tensor of the host is not pinned, as what `load_state_dict` makes: copies of it wait."""
         has_values = bool(local.numel()) and not is_fake(local)
-        return self.computes_elsewhere and has_values and self.space_of(local) == "host" and not local.is_pinned()
+        return self.computes_elsewhere and has_values and self.space_of(local) == HOST and not local.is_pinned()
 
     def check_budget(self, params_bytes: int, state_bytes: int, step_bytes: int = 0, staging_bytes: int = 0) -> None:
         """Refuse a step that keeps more on the host than the budget allows.
@@ -271,22 +262,17 @@ class Resting:
         if self.planned is not None:
             self.planned[fake_storage_key(local)] = tier, local
             return tensor
-        if tier == "disk":
-            assert self.disk is not None
-            moved = self._on_disk(self.disk, local, name)
-        else:
-            moved = self.pool.empty_like(local)
-            moved.copy_(local)
-        return cast(Any, dtensor_like(moved, tensor) if isinstance(tensor, DTensor) else moved)
-
-    def _on_disk(self, disk: DiskFolder, local: Tensor, name: str) -> Tensor:
-        if is_fake(local):
+        if tier != HOST and is_fake(local):
             moved = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
-            self.traced[fake_storage_key(moved)] = moved
-            return moved
-        moved = disk.empty(local.shape, local.dtype, name)
-        disk.start_write(local.cpu().contiguous(), moved).wait()
-        return moved
+            self.traced[fake_storage_key(moved)] = tier, moved
+        else:
+            store = self.stores[tier]
+            moved = store.empty(local, name)
+            if tier == HOST:
+                moved.copy_(local)
+            else:
+                store.start_out(local.cpu().contiguous(), moved, lanes_of(self.device)).wait()
+        return cast(Any, dtensor_like(moved, tensor) if isinstance(tensor, DTensor) else moved)
 
 
 def _local(tensor: Tensor) -> Tensor:

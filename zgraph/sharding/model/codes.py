@@ -15,7 +15,7 @@ from zgraph.compression.methods import NoFeedback
 from zgraph.dialect.compressed import shard_bytes
 from zgraph.errors import ZgraphError
 from zgraph.runtime.shard_layout import ShardLayout
-from zgraph.sharding.resting.offload import Offload
+from zgraph.tiers.offload import Offload
 from zgraph.torch_compat.operators import has_kernel
 
 CODED = (torch.bfloat16, torch.float16, torch.float32)

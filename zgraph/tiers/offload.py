@@ -9,7 +9,10 @@ from typing import Literal, get_args
 import torch
 from torch import optim
 
-Tier = Literal["host", "disk"]
+from zgraph.tiers.tier import HOST, NAMES, Disk, Tier
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # entries of Adam's state that `moments_dtype` is for
+Place = Literal["host", "disk"] | Tier
 Bits = Literal[8, 4]
 
 
@@ -18,7 +21,7 @@ class Offload:
     """Where the shards of parameters and the state of their optimizers rest, for `zgraph.shard(offload=...)`.
 
     Attributes:
-        params: "host", "disk", or None for the device.
+        params: "host", "disk", a `zgraph.tiers.tier.Tier` of your own, or None for the device.
         optimizer: the same for the optimizer's state: moments, and whatever else it keeps for each element.
         path: folder for what rests on disk, made in a folder that exists; each rank writes to a file of its own in it,
             which is gone when the process is.
@@ -43,8 +46,8 @@ class Offload:
     Aminabadi et al. 2022, "DeepSpeed Inference", arXiv 2207.00032, section 6.
     """
 
-    params: Tier | None = None
-    optimizer: Tier | None = None
+    params: Place | None = None
+    optimizer: Place | None = None
     path: str | os.PathLike[str] | None = None
     host_budget_bytes: int | None = None
     update: Literal["host", "device"] | None = None
@@ -55,7 +58,7 @@ class Offload:
     def __post_init__(self) -> None:
         for name in ("params", "optimizer"):
             tier = getattr(self, name)
-            if tier is not None and tier not in get_args(Tier):
+            if not (tier is None or isinstance(tier, Tier) or tier in NAMES):
                 raise ValueError(f'zgraph.Offload: {name}={tier!r} is unknown; write "host", "disk" or None.')
         if self.params is None and self.optimizer is None:
             raise ValueError(
@@ -82,13 +85,35 @@ class Offload:
         self._check_moments()
         self._check_bits()
 
+    @property
+    def params_tier(self) -> Tier | None:
+        """The tier of parameters; None: the device."""
+        return self._tier(self.params)
+
+    @property
+    def optimizer_tier(self) -> Tier | None:
+        """The tier of the optimizer's state; None: the device."""
+        return self._tier(self.optimizer)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers in use, each once; the host always, and last: on a GPU all memory that no other tier has is its."""
+        used = [tier for tier in (self.params_tier, self.optimizer_tier) if tier is not None]
+        return (*dict.fromkeys(tier for tier in used if tier != HOST), HOST)
+
+    def _tier(self, place: Place | None) -> Tier | None:
+        if place == "disk":
+            return Disk(folder=os.fspath(self.path or ""))
+        return HOST if place == "host" else place
+
     def _check_update(self) -> None:
         if self.update is None:
             return
         if self.update not in ("host", "device"):
             raise ValueError(f'zgraph.Offload: update={self.update!r} is unknown; write "host", "device" or None.')
-        if self.optimizer != "host":
-            where = "the device" if self.optimizer is None else "disk, and comes to the device for each update"
+        tier = self.optimizer_tier
+        if tier is None or not tier.updates:
+            where = "the device" if tier is None else f"{tier}, and comes to the device for each update"
             raise ValueError(
                 f"zgraph.Offload: update={self.update!r}, but the optimizer's state rests on {where}; write "
                 'optimizer="host", or leave update out.'

@@ -14,9 +14,9 @@ from functools import partial
 from types import MappingProxyType
 
 from zgraph.errors import DiskError
-from zgraph.runtime.disk.access import Access
-from zgraph.runtime.disk.space import Slot, Space
-from zgraph.runtime.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, check_written, drop_pages, view
+from zgraph.tiers.disk.access import Access
+from zgraph.tiers.disk.space import Slot, Space
+from zgraph.tiers.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, check_written, drop_pages, view
 
 MIB = 2**20
 REQUEST_BYTES = 64 * MIB  # in place, which takes no memory: the larger the faster

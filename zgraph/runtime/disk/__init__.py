@@ -1,1 +1,0 @@
-"""Tensors that live in files: mapped for all code, read and written in the background by graphs."""

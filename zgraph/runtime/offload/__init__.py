@@ -1,1 +1,0 @@
-"""Copies between memory spaces that run beside compute: device, host and disk."""

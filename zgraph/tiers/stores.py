@@ -1,0 +1,90 @@
+"""The memory of tiers on this rank, by the lanes of one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from zgraph.tiers.disk.folder import DiskFolder
+from zgraph.tiers.tier import Copy, Store
+
+
+@dataclass
+class Stores:
+    """Memory of tiers other than the host's, as long as a model holds it.
+
+    Attributes:
+        by_key: stores by the keys of their tiers, which operators carry.
+    """
+
+    by_key: WeakValueDictionary[str, Store] = field(default_factory=WeakValueDictionary[str, Store])
+
+    def of(self, tensor: Tensor) -> Store | None:
+        """The memory that a tensor is in; None: the host's."""
+        return next((store for store in [*self.by_key.values()] if store.holds(tensor)), None)
+
+    def folder(self, path: str, rank: int = 0) -> Store:
+        """The files of this rank in a folder, made on first use.
+
+        Raises:
+            DiskError: the folder cannot be used.
+        """
+        found = self.by_key.get(path)
+        if found is None:
+            found = self.by_key[path] = OnDisk(DiskFolder(path, rank=rank))
+        return found
+
+
+@dataclass(eq=False)
+class OnDisk:
+    """The files of a folder."""
+
+    folder: DiskFolder
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.folder.is_on_disk(tensor)
+
+    def empty(self, like: Tensor, name: str) -> Tensor:
+        return self.folder.empty(like.shape, like.dtype, name)
+
+    def start_in(self, kept: Tensor, lanes: Any) -> Copy:
+        return lanes.from_disk(self.folder, kept)
+
+    def start_out(self, source: Tensor, kept: Tensor, lanes: Any) -> Copy:
+        return lanes.to_disk(self.folder, source, kept)
+
+    def finish(self) -> None:
+        self.folder.finish()
+
+
+class Pool(Protocol):
+    """Allocates host memory."""
+
+    def empty_like(self, tensor: Tensor) -> Tensor: ...
+
+    def holds(self, tensor: Tensor) -> bool: ...
+
+
+@dataclass(eq=False)
+class HostMemory:
+    """The host's memory: what is in no other tier. Its lanes wait for its copies themselves."""
+
+    pool: Pool
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.pool.holds(tensor)
+
+    def empty(self, like: Tensor, name: str) -> Tensor:
+        return self.pool.empty_like(like)
+
+    def start_in(self, kept: Tensor, lanes: Any) -> Copy:
+        return lanes.from_host(kept)
+
+    def start_out(self, source: Tensor, kept: Tensor, lanes: Any) -> Copy:
+        return lanes.to_host(source, kept)
+
+    def finish(self) -> None:
+        pass

@@ -1,0 +1,225 @@
+"""Copy lanes of a CUDA device: streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from zgraph.tiers.disk.folder import DiskFolder, Read, Write
+from zgraph.tiers.pinned_pool import PinnedPool
+from zgraph.tiers.staging import PIECE_BYTES, Staging
+from zgraph.tiers.stores import HostMemory, Stores
+from zgraph.tiers.thread_lanes import OnPaper, thread
+from zgraph.tiers.tier import Copy
+from zgraph.torch_compat.fake_values import is_fake
+from zgraph.torch_compat.modules import tree_flatten
+
+
+class _OnStream:
+    """A copy on a stream; what it reads lives until compute is ordered behind it."""
+
+    __slots__ = ("copied", "end", "lanes", "source")
+
+    def __init__(self, source: Tensor, copied: Tensor, end: Any, lanes: StreamLanes) -> None:
+        self.source, self.copied, self.lanes = source, copied, lanes
+        self.end: Any = end
+
+    def wait(self) -> Tensor:
+        self._order_compute()
+        return self.copied
+
+    def __del__(self) -> None:
+        """A program that fails lets go of copies under way: their memory is freed behind them all the same."""
+        self._order_compute()
+
+    def _order_compute(self) -> None:
+        end, self.end = self.end, None
+        if end is not None:
+            self.lanes.cuda.current_stream(self.lanes.device).wait_event(end)  # the host goes on
+
+
+class _FromDisk:
+    """A tensor on its way from a disk to the device, by a thread that reads and a stream behind it."""
+
+    __slots__ = ("copied", "ends", "lanes", "read")
+
+    def __init__(self, read: Read, copied: Tensor, ends: list[Any], lanes: StreamLanes) -> None:
+        self.read, self.copied, self.ends, self.lanes = read, copied, ends, lanes
+
+    def wait(self) -> Tensor:
+        """The host waits for the disk, and compute alone for the copies.
+
+        Raises:
+            DiskError: the tensor could not be read.
+        """
+        try:
+            self.read.wait()
+        finally:
+            self._order_compute()
+        return self.copied
+
+    def __del__(self) -> None:
+        """A program that fails lets go of it: the memory is freed behind the copies all the same."""
+        with contextlib.suppress(Exception):
+            self.read.wait()
+        self._order_compute()
+
+    def _order_compute(self) -> None:
+        while self.ends:
+            self.lanes.cuda.current_stream(self.lanes.device).wait_event(self.ends.pop())
+
+
+@dataclass(frozen=True, slots=True)
+class _ToDisk:
+    """A tensor on its way to a disk; the thread that writes holds what it reads."""
+
+    write: Write
+    copied: Tensor
+    lanes: StreamLanes
+
+    def wait(self) -> Tensor:
+        """The host waits: what is copied may be freed, or overwritten, once all of it is in the file.
+
+        Raises:
+            DiskError: the tensor could not be written.
+        """
+        self.lanes.writes.pop(self.write, None)
+        self.write.wait()
+        return self.copied
+
+
+class StreamLanes:
+    """Lanes of a CUDA device: a stream for each direction, pinned host memory, folders on disk, and an update thread.
+
+    Memory of the device is allocated and freed on the compute stream. A copy begins after that stream has come to where
+    it was started; what it reads is held until the compute stream waits for its end, so it cannot be given to others
+    before. Memory of the host is freed by torch's allocator of pinned memory, which asks the streams that used it. A
+    reload follows the offload or store before it because the compute stream, which it waits for, has waited for that
+    one. An update's thread waits until the compute stream has come to where it was started, by then the copies that the
+    stream has waited for have landed, or left. The host itself waits for nothing but in `finish`, for updates, and for
+    the disk.
+
+    What rests on disk passes through pinned memory of a bounded size, see `zgraph.runtime.offload.staging`. The disk's
+    own threads start those copies as they read and write; transfers of one tensor keep their order there.
+
+    Args:
+        device: of the copies.
+        cuda: module with streams, which a test without a GPU replaces.
+        piece_bytes: most bytes of a tensor that pass between a disk and the device at once.
+
+    Attributes:
+        stores: memory of other tiers than the host's.
+        writes: those of disks that nobody has waited for.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, piece_bytes: int = PIECE_BYTES) -> None:
+        self.device, self.cuda, self.piece_bytes = device, cuda, piece_bytes
+        self.pool, self.stores = PinnedPool(), Stores()
+        self.host = HostMemory(self.pool)
+        self.out, self.back = cuda.Stream(device), cuda.Stream(device)
+        self.updates: Executor = thread("update")
+        self.writes: dict[Write, None] = {}
+        self._staging = WeakKeyDictionary[DiskFolder, tuple[Staging, Staging]]()
+
+    def offload(self, tensor: Tensor) -> Copy:
+        return self.to_host(tensor.detach(), self.pinned_like(tensor))
+
+    def store(self, source: Tensor, kept: Tensor) -> Copy:
+        return (self.stores.of(kept) or self.host).start_out(source.detach(), kept, self)
+
+    def reload(self, kept: Tensor) -> Copy:
+        return (self.stores.of(kept) or self.host).start_in(kept, self)
+
+    def from_host(self, kept: Tensor) -> Copy:
+        return self._start(self.back, kept, torch.empty_like(kept, device=self.device))
+
+    def to_host(self, source: Tensor, kept: Tensor) -> Copy:
+        return self._start(self.out, source, kept)
+
+    def from_disk(self, disk: DiskFolder, kept: Tensor) -> Copy:
+        target = torch.empty_like(kept, device=self.device)
+        ends: list[Any] = []
+        pieces = self.staging(disk)[0].to_device(target, self._reached(), ends)
+        return _FromDisk(disk.start_read_in_pieces(kept, pieces), target, ends, self)
+
+    def to_disk(self, disk: DiskFolder, source: Tensor, kept: Tensor) -> Copy:
+        pieces = self.staging(disk)[1].from_device(source.contiguous(), self._reached())
+        write = disk.start_write_in_pieces(pieces, kept)
+        self.writes[write] = None
+        return _ToDisk(write, kept, self)
+
+    def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
+        return self._start(self.back, kept, tensor.detach())
+
+    def spill(self, tensor: Tensor, key: str) -> Copy:
+        if is_fake(tensor):
+            return OnPaper(tensor.new_empty(tensor.shape, device="cpu"))
+        store = self.stores.by_key[key]
+        return store.start_out(tensor.detach(), store.empty(tensor, "new state"), self)
+
+    def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        if any(isinstance(one, Tensor) and is_fake(one) for one in tree_flatten((args, kwargs))[0]):
+            done = Future[Any]()  # a fake mode is of one thread
+            done.set_result(operator(*args, **kwargs))
+            return done
+        reached = self._reached()
+
+        def run() -> None:
+            with self.cuda.device(self.device):  # a thread's own is the first GPU, which may be another rank's
+                reached.synchronize()
+            operator(*args, **kwargs)
+
+        return self.updates.submit(run)
+
+    def finish(self) -> None:
+        """Let the host wait for all copies: from then on it may read and write what rests there.
+
+        Raises:
+            DiskError: a write failed that nobody has waited for.
+        """
+        while self.writes:
+            write, _ = self.writes.popitem()
+            write.wait()
+        self.out.synchronize()
+        self.back.synchronize()
+
+    def drain(self) -> None:
+        self.updates.submit(int).result()
+        self.finish()
+
+    def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
+        """The pinned memory through which tensors of a folder pass, from it and to it."""
+        if disk not in self._staging:
+            self._staging[disk] = self.staging_on(self.back), self.staging_on(self.out)
+        return self._staging[disk]
+
+    def staging_on(self, lane: Any) -> Staging:
+        """Pinned memory, not yet allocated, for copies on one of the streams."""
+        return Staging(self.device, lane, self.cuda, self._pinned, self.piece_bytes)
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        return self.pool.empty_like(tensor)
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        return self.pinned_like(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+    def _reached(self) -> Any:
+        """Event of where compute is now."""
+        event = self.cuda.Event(blocking=True)  # a thread that spins would take the core of one that updates
+        event.record(self.cuda.current_stream(self.device))
+        return event
+
+    def _start(self, lane: Any, source: Tensor, copied: Tensor) -> Copy:
+        if is_fake(source):
+            return OnPaper(copied)
+        lane.wait_stream(self.cuda.current_stream(self.device))
+        with self.cuda.stream(lane):
+            copied.copy_(source, non_blocking=True)
+            return _OnStream(source, copied, lane.record_event(), self)

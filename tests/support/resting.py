@@ -46,5 +46,5 @@ def check_rests(model: nn.Module, optimizers: Iterable[optim.Optimizer]) -> None
         return {resting.space_of(part).name for part in parts if part.numel()}
 
     entries = [value for one in optimizers for kept in one.state.values() for value in kept.values()]
-    assert spaces(model.parameters()) == {options.params or "device"}
-    assert spaces(entries) in ({options.optimizer or "device"}, set())
+    assert spaces(model.parameters()) == {str(options.params or "device")}
+    assert spaces(entries) in ({str(options.optimizer or "device")}, set())

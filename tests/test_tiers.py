@@ -1,0 +1,78 @@
+"""Places of memory: one of the user's, from which a step trains as from those of zgraph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import optim
+
+import zgraph
+from tests.support.ranks import Ranks, worlds
+from tests.support.resting import HOST
+from tests.support.shared_memory import LANE, SharedFiles, SharedMemory
+from tests.support.step_scripts import LR, Script, Setting, compare
+from tests.support.tiers import slow
+from zgraph.sharding.scope import state_of
+from zgraph.tiers.tier import DEVICE, Disk, Transit, is_offloaded, listed
+from zgraph.tiers.tier import HOST as ON_HOST
+
+ALL = zgraph.Offload(params=SharedMemory(), optimizer=SharedMemory())
+STATE = zgraph.Offload(optimizer=SharedMemory())
+BESIDE_HOST = zgraph.Offload(params="host", optimizer=SharedMemory())
+CPU = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"))
+
+
+def fused(groups: Any) -> optim.Optimizer:
+    return optim.AdamW(groups, lr=LR, fused=True)
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(Script, fused, at_rest=ALL),
+        Setting(Script, fused, at_rest=STATE, stage=1, target=CPU),
+        *slow(
+            (Setting(Script, fused, at_rest=BESIDE_HOST, stage=2),),
+            (Setting(Script, fused, at_rest=ALL, target=CPU, activations=True),),
+            (Setting(Script, fused, at_rest=ALL, stage=0, preset={"compression": zgraph.passes.LoCo()}),),
+            (Setting(Script, fused, at_rest=ALL, close=True),),
+        ),
+    ],
+)
+def test_a_step_trains_from_a_tier_of_the_user(ranks: Ranks, setting: Setting) -> None:
+    ranks.run(compare, setting)
+
+
+def explained() -> tuple[str, int, set[str]]:
+    """The text, copies of the tier's lane, and names of ledger lines, after two steps."""
+    script, report = Script(Setting(Script, fused, at_rest=ALL)), zgraph.Report()
+    pipeline = zgraph.Pipeline(zgraph.passes.presets.planned(), target=CPU)
+    options = {"lowering": "fx", "report": report, "pipeline": pipeline}
+    step: Any = zgraph.training_step(script.model, script.opt, options=options)(script.step)
+    for number in range(2):
+        step(*script.arguments(number))
+    state = state_of(script.model)
+    assert state is not None and state.scope.resting is not None
+    store = state.scope.resting.stores[SharedMemory()]
+    assert isinstance(store, SharedFiles)
+    return str(zgraph.explain(script.model)), store.copies, {line.space for line in report.graphs[-1].ledger}
+
+
+@worlds(2)
+def test_reports_and_ledgers_name_a_tier_of_the_user(ranks: Ranks) -> None:
+    for text, copies, lines in ranks.run(explained):
+        assert copies > 0 and lines == {"device", "host", "disk", "shared memory"}
+        assert "memory of a rank, shared memory: parameters " in text and f"{LANE}" in text
+
+
+def test_tiers_answer_what_graphs_ask() -> None:
+    assert [is_offloaded(tier) for tier in (None, DEVICE, ON_HOST, Disk())] == [False, False, True, True]
+    assert listed(["shared memory", "host"]) == ("device", "host", "disk", "shared memory")
+    assert Transit(ON_HOST, to_device=True).lane != Transit(ON_HOST, to_device=False).lane
+    assert ALL.tiers == (SharedMemory(), ON_HOST) and HOST.tiers == (ON_HOST,)
+    with pytest.raises(ValueError, match="tier device has no lane"):
+        _ = Transit(DEVICE, to_device=True).lane
+    with pytest.raises(NotImplementedError, match=r"Tier\.open: return the store of this rank"):
+        DEVICE.open(None, 0)  # pyright: ignore[reportArgumentType]

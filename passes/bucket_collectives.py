@@ -20,6 +20,7 @@ from zgraph.passes.common.bucket_costs import GatherQueue, Member, ReductionQueu
 from zgraph.passes.common.merge_collectives import Bucket, Mode, is_compressed, merge, result_of
 from zgraph.passes.common.replicated_gradients import ReplicatedReduction
 from zgraph.runtime.chunks import MIB
+from zgraph.tiers.devices import kind_of_backend
 from zgraph.tiers.lanes import COMPUTE
 
 Gathers = Literal["auto", Mode]
@@ -124,7 +125,7 @@ class BucketCollectives(GraphPass):
         start = next(nodes.call_functions(graph, nodes.is_collective), None)
         sent = [] if start is None else nodes.sent_by(start)
         device = meta.tensor_value(sent[0]).device if sent else torch.device("cpu")
-        if start is None or ctx.group_backend(nodes.group_of(start), device) != "nccl":
+        if start is None or not kind_of_backend(ctx.group_backend(nodes.group_of(start), device)).is_gpu:
             return replace(self, bucket_bytes=ETHERNET_BYTES), ctx
         machine = ctx.hardware or ctx.machine
         if machine is None:
@@ -285,8 +286,9 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
         return "flat"  # codes are written to the flat buffer, and decoded from it, without copies
     if ctx.hardware is None:
         device = meta.tensor_value(nodes.sent_by(first)[0]).device
-        return "coalesced" if ctx.group_backend(nodes.group_of(first), device) == "nccl" else "flat"
-    more = 0 if ctx.hardware.backend == "nccl" else len(bucket.starts) - 1
+        backend = ctx.group_backend(nodes.group_of(first), device)
+        return "coalesced" if kind_of_backend(backend).groups_launches else "flat"
+    more = 0 if kind_of_backend(ctx.hardware.backend).groups_launches else len(bucket.starts) - 1
     launch_us = ctx.collective_us(next(transfers_of(first)).kind, 0, nodes.group_of(first)) + ctx.sharing.issue_us
     launches_us = more * launch_us
     dtype = meta.tensor_value(first).dtype

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import optim
+import torch
+from torch import nn, optim
 
 import zgraph
 from tests.support.ranks import Ranks, worlds
@@ -14,6 +16,9 @@ from tests.support.shared_memory import LANE, SharedFiles, SharedMemory
 from tests.support.step_scripts import LR, Script, Setting, compare
 from tests.support.tiers import slow
 from zgraph.sharding.scope import state_of
+from zgraph.tiers.copy_lanes import lanes_of
+from zgraph.tiers.devices import is_gpu
+from zgraph.tiers.thread_lanes import ThreadLanes
 from zgraph.tiers.tier import DEVICE, Disk, Transit, is_offloaded, listed
 from zgraph.tiers.tier import HOST as ON_HOST
 
@@ -43,6 +48,17 @@ def fused(groups: Any) -> optim.Optimizer:
 )
 def test_a_step_trains_from_a_tier_of_the_user(ranks: Ranks, setting: Setting) -> None:
     ranks.run(compare, setting)
+
+
+def summed(model: Any, optimizer: optim.Optimizer) -> Any:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def explained() -> tuple[str, int, set[str]]:
@@ -76,3 +92,24 @@ def test_tiers_answer_what_graphs_ask() -> None:
         _ = Transit(DEVICE, to_device=True).lane
     with pytest.raises(NotImplementedError, match=r"Tier\.open: return the store of this rank"):
         DEVICE.open(None, 0)  # pyright: ignore[reportArgumentType]
+
+
+def planned_on(backend: str) -> Any:
+    return zgraph.plan(
+        lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))),
+        world_size=4,
+        batch=lambda: (torch.zeros(8, 64),),
+        hardware=replace(zgraph.Hardware.preset("h100"), backend=backend),
+        offload=HOST,
+        optimizer_fn=lambda model: optim.AdamW(model.parameters(), fused=True),
+        step_fn=summed,
+    )
+
+
+def test_another_gpu_is_one_row() -> None:
+    """Intel's, as far as CPUs can tell: the ledger with pinned memory, and copies on lanes, are those of CUDA."""
+    xpu, cuda, cpu = map(planned_on, ("xccl", "nccl", "gloo"))
+    assert xpu.ledger == cuda.ledger != cpu.ledger
+    assert [one.lane for one in xpu.compiled.graphs[-1].copies] == [one.lane for one in cuda.compiled.graphs[-1].copies]
+    assert [is_gpu(kind) for kind in ("xpu", "cuda", "cpu", "meta")] == [True, True, False, False]
+    assert isinstance(lanes_of(torch.device("cpu")), ThreadLanes)

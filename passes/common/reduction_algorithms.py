@@ -10,6 +10,7 @@ import torch
 
 from zgraph.analysis.hardware import Hardware
 from zgraph.dialect.wire_dtypes import accumulate_dtype
+from zgraph.tiers.devices import kind_of_backend
 
 Algorithm = Literal["auto", "all_to_all", "reduce_scatter", "narrow_reduce_scatter", "all_reduce"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -50,7 +51,7 @@ def choose_algorithm(
         stride: distance of neighbours in global ranks.
         hardware: hardware of each rank, the same on all; None: unknown, so that NCCL uses a reduce_scatter.
     """
-    if backend != "nccl":
+    if not kind_of_backend(backend).is_gpu:
         return "all_to_all"
     if hardware is None:
         return "reduce_scatter"

@@ -21,6 +21,7 @@ from zgraph.dialect.copies import offload_op, return_op, wait_copy_op
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.passes.common.updates import lists_of
 from zgraph.passes.common.visits import is_fused
+from zgraph.tiers.devices import is_gpu
 from zgraph.tiers.tier import DEVICE, HOST
 from zgraph.torch_compat.operators import argument_of, overwritten, written_arguments
 
@@ -134,7 +135,7 @@ def _is_on_host(node: fx.Node, order: Sequence[fx.Node]) -> bool:
 def on_gpu(order: Sequence[fx.Node]) -> bool:
     """Whether inputs of a graph lie on a GPU, or rest on its host."""
     values = (meta.value(node) for node in order if node.op == "placeholder")
-    return any(isinstance(value, Tensor) and value.device.type == "cuda" for value in values)
+    return any(isinstance(value, Tensor) and is_gpu(value.device) for value in values)
 
 
 def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:

@@ -20,6 +20,7 @@ from zgraph.graph.sizes import size_hint, tensors_of
 from zgraph.graph.traffic import transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_stride
+from zgraph.tiers.devices import kind_of_backend
 from zgraph.tiers.lanes import COMPUTE, HOST_UPDATES, Lane
 from zgraph.tiers.tier import HOST, Transit
 from zgraph.torch_compat.fake_values import size_expression
@@ -117,7 +118,7 @@ class CostModel:
             sent_bytes = size_hint(transfer.sent_bytes)
             stride = self._stride(transfer.group_name)
             us += self.hardware.collective_us(transfer.kind, sent_bytes, transfer.group_size, stride)
-            if nodes.is_grouped_gather(node) and self.hardware.backend != "nccl":  # its members are launched one by one
+            if nodes.is_grouped_gather(node) and not kind_of_backend(self.hardware.backend).groups_launches:
                 launch_us = self.hardware.collective_us(transfer.kind, 0, transfer.group_size, stride)
                 us += (len(nodes.sent_by(node)) - 1) * launch_us
             sent += sent_bytes
@@ -211,7 +212,7 @@ class CostModel:
         The sum starts as a widened copy of the first piece or, if no widening is needed, as the sum of the first two.
         On CUDA a single kernel reads every piece and writes the result once.
         """
-        if self.hardware.backend == "nccl":
+        if self.hardware.is_gpu:
             return self._kernel(node)
         received, result = node.all_input_nodes[0], meta.tensor_value(node)
         wire = meta.tensor_value(received)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from zgraph.tiers.devices import kind_of_backend
 from zgraph.tiers.staging import PIECE_BYTES
 
 GB = 10**9  # data sheets count in powers of ten
@@ -122,6 +123,11 @@ class Hardware:
         """Microseconds of an update on the host, such as 28 bytes for each fp32 element that Adam steps."""
         return moved_bytes / (self.host_memory_bytes_per_us or self.memory_bytes_per_us)
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device has memory of its own."""
+        return kind_of_backend(self.backend).is_gpu
+
     def disk_copy_us(self, moved_bytes: float, *, to_device: bool) -> float:
         """Microseconds of a copy between a disk and the device, alone.
 
@@ -132,7 +138,7 @@ class Hardware:
             disk      [read 1][read 2][read 3]
             to device         [1]     [2]     [3]
         """
-        if self.backend != "nccl":
+        if not self.is_gpu:
             return self.disk.us(moved_bytes)
         way = self.host_to_device if to_device else self.device_to_host
         piece_bytes = min(moved_bytes, PIECE_BYTES)
@@ -175,7 +181,7 @@ class Hardware:
             if is_hierarchical and 1 < local < size and size % local == 0:
                 sent_bytes = sent_bytes / local  # crosses to each other host once: zgraph.runtime.exchanges.collectives
             return over(self.links[stride])
-        halves = self.backend == "nccl" and not kind.startswith("all_to_all")
+        halves = self.is_gpu and not kind.startswith("all_to_all")
         if local == 1:
             ring_us = (size - 1) * outside.latency_us
             latency_us = min(ring_us, _log2(size) * outside.latency_us) if halves else ring_us

@@ -25,6 +25,7 @@ from zgraph.runtime.exchanges.collectives import (
     start_all_to_all,
     uses_point_to_point,
 )
+from zgraph.tiers.devices import KINDS, kind_of_group
 from zgraph.torch_compat.collectives import all_gather, wait
 from zgraph.torch_compat.groups import backend_of
 
@@ -61,8 +62,7 @@ class MeasuringRanks:
             kind = given.device_type
         elif isinstance(given, ProcessGroup):
             groups = (given,)
-            on_cuda = torch.cuda.is_available() and backend_of(given, torch.device("cuda")) == "nccl"
-            kind = "cuda" if on_cuda else "cpu"
+            kind = kind_of_group(given).type
         else:
             raise ValueError(
                 f"zgraph.calibrate: {given!r} is a {type(given).__name__}; pass a DeviceMesh, a ProcessGroup or None."
@@ -81,7 +81,7 @@ class MeasuringRanks:
         """Backend of the groups; for a single process, the one that it would use."""
         if self.groups:
             return backend_of(self.groups[0], self.device)
-        return "gloo" if self.device.type == "cpu" else "nccl"
+        return KINDS[self.device.type].backend
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """The maximum of each value over all ranks, the same on all of them: along one axis after another."""

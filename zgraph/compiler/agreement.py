@@ -33,6 +33,7 @@ from zgraph.graph.traffic import Transfer
 from zgraph.runtime.exchanges.changes import ADVICE_ON_CHANGES
 from zgraph.runtime.exchanges.watch import ADVICE, Watch, watch_of
 from zgraph.runtime.groups import OF_GATHERS, OF_REDUCTIONS
+from zgraph.tiers.devices import is_gpu
 from zgraph.torch_compat.dynamo import raise_through_dynamo
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import default_store, is_fake_world, resolve_group
@@ -111,7 +112,7 @@ def places_of_updates(graph: fx.Graph) -> list[str]:
     No collective depends on it. But the two round an update differently, and replicas of a parameter must stay equal.
     """
     given = [meta.value(node) for node in graph.find_nodes(op="placeholder")]
-    if not any(isinstance(value, Tensor) and value.device.type == "cuda" for value in given):
+    if not any(isinstance(value, Tensor) and is_gpu(value.device) for value in given):
         return []
     updates = [node for node in graph.nodes if is_fused_update(node.target)]
     on_host = [str(number) for number, node in enumerate(updates) if meta.beside(node) is not None]

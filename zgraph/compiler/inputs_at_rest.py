@@ -19,6 +19,7 @@ from torch import fx
 from zgraph.dialect.copies import offload_op, wait_copy_op
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
+from zgraph.tiers.devices import is_gpu
 from zgraph.tiers.tier import HOST
 
 _MOVES = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
@@ -37,7 +38,7 @@ def take_to_device(graph: fx.Graph) -> bool:
     for resting in graph.find_nodes(op="placeholder"):
         if meta.space(resting) is None:
             continue
-        copies = [user for user in resting.users if _moves_to(user, "cuda")]
+        copies = [user for user in resting.users if _moves_to(user, gpu=True)]
         for copy in copies:
             meta.set_value(resting, meta.value(copy))
             copy.replace_all_uses_with(resting)
@@ -74,7 +75,7 @@ def check_only_copied(graph: fx.Graph) -> None:
 def _return_beside_compute(graph: fx.Graph) -> None:
     """Start all copies of results to the host at the end, where gradients have been reduced, and wait there."""
     output = nodes.output_of(graph)
-    returned = [node for node in dict.fromkeys(output.all_input_nodes) if _moves_to(node, "cpu")]
+    returned = [node for node in dict.fromkeys(output.all_input_nodes) if _moves_to(node, gpu=False)]
     starts: list[fx.Node] = []
     for copy in returned:
         source = cast(fx.Node, copy.args[0])
@@ -97,10 +98,9 @@ def _erase(graph: fx.Graph, unused: Iterable[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _moves_to(node: fx.Node, device_type: str) -> bool:
-    """Whether a node copies a tensor of another device to one of this type, and does nothing else."""
+def _moves_to(node: fx.Node, *, gpu: bool) -> bool:
+    """Whether a node copies a tensor between a GPU and its host, in this direction, and does nothing else."""
     if node.op != "call_function" or node.target not in _MOVES:
         return False
     source, result = meta.tensor_value(cast(fx.Node, node.args[0])), meta.tensor_value(node)
-    moves = source.device.type != device_type and result.device.type == device_type
-    return moves and source.dtype == result.dtype
+    return is_gpu(source.device) != gpu and is_gpu(result.device) == gpu and source.dtype == result.dtype

@@ -22,6 +22,7 @@ from zgraph.optimizers.local_norm import ShardedGradients
 from zgraph.runtime.collective_error import collective_error
 from zgraph.sharding.model.sharded_tensor import as_sharded, note_change
 from zgraph.sharding.scope import sharded_parameters
+from zgraph.tiers.devices import KINDS
 from zgraph.torch_compat.autograd import AgreeingGradScaler
 from zgraph.torch_compat.collectives import all_gather, all_reduce_op, wait
 from zgraph.torch_compat.dtensor import gradients_of, replicated_scalar
@@ -146,7 +147,7 @@ def clip_grad_norm_(
     note_change(found[:1], "zgraph.clip_grad_norm_", (max_norm, order))
     if order != math.inf or not everything:
         sharded = ShardedGradients.of(found) if math.isfinite(order) and order > 0 else None
-        if sharded is None or sharded.mesh.device_type not in ("cpu", "cuda"):
+        if sharded is None or sharded.mesh.device_type not in KINDS:
             return torch.nn.utils.clip_grad_norm_(everything, max_norm, norm_type, error_if_nonfinite, foreach)
         norm = sharded.norm(order, foreach)
         local_norm = norm.to_local()

@@ -27,6 +27,7 @@ from zgraph.planner.planned_step import PlannedGraph
 from zgraph.planner.schedules.axes import Axes, traffic_of
 from zgraph.reporting.summary import Report
 from zgraph.scheduling.simulate import simulate
+from zgraph.tiers.devices import kind_of_backend
 
 Graphs = dict[Direction, PlannedGraph]
 
@@ -228,7 +229,7 @@ class FramePlanner:
         return PlannedGraph(direction, len(order), sent, timeline, traffic)
 
     def _curve(self, plan: FramePlan) -> MemoryCurve:
-        device_type = "cuda" if self.machine.backend == "nccl" else "cpu"
+        device_type = kind_of_backend(self.machine.backend).type
         if "forward" not in plan.graphs:
             (whole,) = plan.graphs.values()
             return memory_curve(whole.graph, allocator=self.allocator, device_type=device_type)

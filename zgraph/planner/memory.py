@@ -108,7 +108,7 @@ def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Ha
         machine: of the rank. Where the device is a CPU, what rests on the host takes its memory, too.
     """
     device, host = (next(line for line in ledger if line.space == tier.name) for tier in (DEVICE, HOST))
-    in_memory = [device] if machine.backend == "nccl" else [device, host]
+    in_memory = [device] if machine.is_gpu else [device, host]
     used = sum(line.together for line in in_memory) + libraries_bytes
     too_much = used - machine.memory_bytes
     if too_much <= 0:
@@ -119,7 +119,7 @@ def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Ha
             f"a target with budget_bytes={device.step - too_much}, by which the step is planned, or refused if nothing "
             "is found"
         )
-    tier = "host" if machine.backend == "nccl" else "disk"
+    tier = "host" if machine.is_gpu else "disk"
     parameters = sum(line.parameters for line in in_memory)
     state = sum(line.state for line in in_memory)
     freed = {f'optimizer="{tier}"': state, f'params="{tier}"': parameters, f'both on "{tier}"': parameters + state}

@@ -166,13 +166,13 @@ def plan(
         planner = FramePlanner(machine, presets.with_streams(pipeline), allocator, axes, host_budget_bytes, update)
         optimizer = None if optimizer_fn is None else optimizer_fn(model)
         if optimizer is not None:
-            if resting is not None and machine.backend == "nccl":
+            if resting is not None and machine.is_gpu:
                 resting.options.check_updates(optimizer)
             plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, planner.compiler_of)
         else:
             planner.compile(model, inputs)  # forward and backward are planned at once
         cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
-        ledger = plan_ledger(model, optimizer, resting, planner.curves, pinned=machine.backend == "nccl")
+        ledger = plan_ledger(model, optimizer, resting, planner.curves, pinned=machine.is_gpu)
     if not planner.graphs:
         raise ZgraphError("zgraph.plan: nothing was compiled; the model's forward is disabled for torch.compile.")
     if axes is not None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from zgraph.tiers.devices import kind_of_backend
 from zgraph.torch_compat.groups import (
     backend_of,
     find_group,
@@ -64,7 +65,7 @@ def separate_reductions(group: ProcessGroup, device: torch.device | None = None)
     if dist.get_world_size(group) == 1:
         return group.group_name
     device = device or torch.device("cpu")
-    if backend_of(group, device) != "nccl":
+    if not kind_of_backend(backend_of(group, device)).is_gpu:
         if find_group(group.group_name + OF_REDUCTIONS) is None:
             make_sibling_group(group, group.group_name + OF_REDUCTIONS)
         return group.group_name

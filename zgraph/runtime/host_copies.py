@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zgraph.tiers.devices import is_gpu, module_of
+
 
 class Arrival(Protocol):
     """The end of a copy, as `torch.cuda.Event` has it."""
@@ -62,11 +64,12 @@ class OnTheHost:
 
 
 class OnStreams:
-    """Copies for CUDA: pinned memory, and a stream for each direction."""
+    """Copies for a GPU: pinned memory, and a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.to_device, self.to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.gpu = module_of(device)
+        self.to_device, self.to_host = self.gpu.Stream(device), self.gpu.Stream(device)
 
     def kept(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.is_pinned() else tensor.pin_memory()
@@ -74,21 +77,21 @@ class OnStreams:
     def fetch(self, kept: Sequence[Tensor], stored: Any) -> tuple[list[Tensor], Arrival]:
         # Allocated on the compute stream, where readers free them: memory of the copy stream could be reused early.
         fetched = [torch.empty_like(tensor, device=self.device) for tensor in kept]
-        self.to_device.wait_stream(torch.cuda.current_stream(self.device))
+        self.to_device.wait_stream(self.gpu.current_stream(self.device))
         if stored is not None:
             self.to_device.wait_event(stored)
-        with torch.cuda.stream(self.to_device):
+        with self.gpu.stream(self.to_device):
             for source, target in zip(kept, fetched, strict=True):
                 target.copy_(source, non_blocking=True)
             return fetched, self.to_device.record_event()
 
     def wait(self, fetched: Any) -> None:
         if fetched is not None:
-            torch.cuda.current_stream(self.device).wait_event(fetched)
+            self.gpu.current_stream(self.device).wait_event(fetched)
 
     def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival:
-        self.to_host.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.to_host):
+        self.to_host.wait_stream(self.gpu.current_stream(self.device))
+        with self.gpu.stream(self.to_host):
             for source, target in zip(computed, kept, strict=True):
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self.to_host)  # it is freed before the copy has read it
@@ -98,4 +101,4 @@ class OnStreams:
 @functools.cache
 def copies_of(device: torch.device) -> HostCopies:
     """Copy streams of a device, made on first use."""
-    return OnTheHost() if device.type == "cpu" else OnStreams(device)
+    return OnStreams(device) if is_gpu(device) else OnTheHost()

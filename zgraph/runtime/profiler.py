@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from zgraph.tiers.devices import is_gpu, module_of
 from zgraph.torch_compat.memory import allocation_events, holders, is_profiling, storage_key
 
 Program = Callable[[list[Any]], Any]
@@ -266,13 +267,13 @@ def elapsed_us(begin: Any, end: Any) -> float:
 
 
 def _begin_peak(device: torch.device | None) -> int:
-    if device is None or device.type != "cuda":
+    if device is None or not is_gpu(device):
         return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+    module_of(device).reset_peak_memory_stats(device)
+    return module_of(device).memory_allocated(device)
 
 
 def _end_peak(device: torch.device | None, before: int) -> int | None:
-    if device is None or device.type != "cuda":
+    if device is None or not is_gpu(device):
         return None
-    return torch.cuda.max_memory_allocated(device) - before
+    return module_of(device).max_memory_allocated(device) - before

@@ -32,6 +32,7 @@ from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
 from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
 from zgraph.sharding.whole_read import attach_read
+from zgraph.tiers.devices import kind_of_backend
 from zgraph.tiers.offload import Offload
 from zgraph.tiers.placement import Resting
 from zgraph.torch_compat.autograd import share_hooks
@@ -330,7 +331,7 @@ def _separate_reductions(mesh: DeviceMesh) -> str:
     group = mesh.get_group(mesh.ndim - 1)
     device = torch.device(mesh.device_type)
     # NCCL may split the new group off the default one, which takes every rank of the world.
-    if backend_of(group, device) == "nccl" and mesh.size() != dist.get_world_size():
+    if kind_of_backend(backend_of(group, device)).is_gpu and mesh.size() != dist.get_world_size():
         return group.group_name
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())

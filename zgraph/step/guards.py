@@ -15,6 +15,7 @@ from zgraph.step.capture.capture import Captured
 from zgraph.step.capture.option_inputs import OptionInputs
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
+from zgraph.tiers.devices import KINDS
 
 _NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -166,6 +167,5 @@ def of_tensors(outside: Outside) -> tuple[Any, ...]:
 
 def ambient() -> tuple[Any, ...]:
     """Settings of torch that a trace depends on."""
-    devices = ("cpu", "cuda")
-    autocast = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices]
+    autocast = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in KINDS]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zgraph.tiers.devices import is_gpu, module_of
 from zgraph.tiers.stores import Stores
 from zgraph.tiers.stream_lanes import StreamLanes
 from zgraph.tiers.thread_lanes import ThreadLanes
@@ -80,4 +81,4 @@ class CopyLanes(Protocol):
 @functools.cache
 def lanes_of(device: torch.device) -> CopyLanes:
     """The copy lanes of a device, made on first use."""
-    return ThreadLanes() if device.type == "cpu" else StreamLanes(device)
+    return StreamLanes(device, module_of(device)) if is_gpu(device) else ThreadLanes()

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zgraph.errors import ZgraphError
 from zgraph.tiers.copy_lanes import lanes_of
+from zgraph.tiers.devices import KINDS, is_gpu
 from zgraph.tiers.offload import MOMENTS, Offload
 from zgraph.tiers.staging import MOST_STAGING_BYTES
 from zgraph.tiers.tier import DEVICE, HOST, Store, Tier
@@ -56,25 +57,27 @@ class Resting:
         Raises:
             ValueError: what is asked for does not exist here.
         """
-        if mesh.device_type not in ("cpu", "cuda"):
+        if mesh.device_type not in KINDS:
             raise ValueError(
-                f"zgraph.shard: offload is not available on a mesh of {mesh.device_type} yet; use a mesh of CPUs or of "
-                "CUDA devices, or leave offload out."
+                f"zgraph.shard: offload is not available on a mesh of {mesh.device_type} yet; use a mesh of CPUs "
+                f"or of {', '.join(KINDS)}, or leave offload out."
             )
-        is_gpu = mesh.device_type == "cuda"
-        if is_gpu and options.moments_dtype is not None and importlib.util.find_spec("triton") is None:
+        on_gpu = is_gpu(mesh.device_type)
+        if on_gpu and options.moments_dtype is not None and importlib.util.find_spec("triton") is None:
             raise ValueError(
-                f"zgraph.shard: moments_dtype={options.moments_dtype} on a mesh of cuda takes Triton, in which its "
-                "update is written, and which is not installed; install zgraph[triton], or leave moments_dtype out."
+                f"zgraph.shard: moments_dtype={options.moments_dtype} on a mesh of {mesh.device_type} needs Triton "
+                "for its update, and Triton is not installed; install zgraph[triton], or leave moments_dtype out."
             )
-        device = torch.device("cuda", torch.accelerator.current_device_index()) if is_gpu else torch.device("cpu")
+        device = torch.device(mesh.device_type)
+        if on_gpu:
+            device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         lanes = lanes_of(device)
         stores = {tier: tier.open(lanes, mesh.get_rank()) for tier in options.tiers}
         for tier, store in stores.items():
             if store is not lanes.host:
                 lanes.stores.by_key[tier.key] = store
         found = cls(options, stores, device=device)
-        if options.optimizer is not None or is_gpu:
+        if options.optimizer is not None or on_gpu:
             found._follow_steps()
         return found
 
@@ -118,7 +121,7 @@ class Resting:
     @property
     def computes_elsewhere(self) -> bool:
         """Whether nothing computes with tensors of the host, as where the device is a GPU."""
-        return self.device.type != "cpu"
+        return is_gpu(self.device)
 
     @classmethod
     def on_paper(cls, options: Offload) -> Resting:

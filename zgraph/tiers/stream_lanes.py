@@ -111,7 +111,7 @@ class StreamLanes:
 
     Args:
         device: of the copies.
-        cuda: module with streams, which a test without a GPU replaces.
+        cuda: module with streams, such as torch.cuda.
         piece_bytes: most bytes of a tensor that pass between a disk and the device at once.
 
     Attributes:
@@ -119,7 +119,7 @@ class StreamLanes:
         writes: those of disks that nobody has waited for.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, device: torch.device, cuda: Any, piece_bytes: int = PIECE_BYTES) -> None:
         self.device, self.cuda, self.piece_bytes = device, cuda, piece_bytes
         self.pool, self.stores = PinnedPool(), Stores()
         self.host = HostMemory(self.pool)

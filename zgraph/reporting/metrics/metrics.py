@@ -23,6 +23,7 @@ from zgraph.reporting.summary import Report
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.profiler import elapsed_us, now
 from zgraph.sharding.scope import Scope, ShardedParam, compute_devices, sharded_parameters, state_of
+from zgraph.tiers.devices import is_gpu, module_of
 from zgraph.torch_compat.dynamo import without_compile
 
 _log = logging.getLogger(__name__)
@@ -208,9 +209,9 @@ class Metrics:
 
     def _take_peak(self, profiled: bool) -> int | None:
         """The allocator's peak since it was last taken; None where there is none, or somebody else resets it."""
-        if self._device is None or self._device.type != "cuda":
+        if self._device is None or not is_gpu(self._device):
             return None
-        peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self._device))
+        peak_bytes = max(self._peak_bytes, module_of(self._device).max_memory_allocated(self._device))
         self._peak_bytes = 0
         _reset_peak(self._device)
         return None if profiled else peak_bytes
@@ -341,5 +342,5 @@ def _split(
 
 
 def _reset_peak(device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device is not None and is_gpu(device):
+        module_of(device).reset_peak_memory_stats(device)

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from zgraph.runtime.exchanges.identity import About, tag_of
 from zgraph.runtime.exchanges.watch import Exchange
+from zgraph.tiers.devices import kind_of_backend
 from zgraph.torch_compat.collectives import (
     all_gather_into,
     all_gather_op,
@@ -203,10 +204,11 @@ def start_grouped_gather(
         world, group_name, number, about: as in `start_all_gather`.
     """
     route = route or Route.of(resolve_group(group_name), shards[0].device)
-    if route.backend not in ("gloo", "nccl"):
+    together = kind_of_backend(route.backend).groups_launches
+    if not together and route.backend != "gloo":
         return [start_all_gather(shard, world, group_name, route=route) for shard in shards]
     every = [shard.new_empty((world * shard.shape[0], *shard.shape[1:])) for shard in shards]
-    if route.backend == "nccl":
+    if together:
         register_work(every[0], gather_group(every, shards, route.group))
         return every
     for unsharded, shard in zip(every, shards, strict=True):
@@ -220,7 +222,7 @@ def start_grouped_gather(
 def finish_group(started: Sequence[Tensor], group_name: str, *, route: Route | None = None) -> list[Tensor]:
     """Wait for what `start_grouped_gather` has started; where possible the first result carries all of the work."""
     route = route or Route.of(resolve_group(group_name), started[0].device)
-    for one in started[: 1 if route.point_to_point or route.backend == "nccl" else None]:
+    for one in started[: 1 if route.point_to_point or kind_of_backend(route.backend).groups_launches else None]:
         wait(one)
     return list(started)
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from zgraph.torch_compat.groups import backend_of
-
-
-def _device_type_of(group: dist.ProcessGroup | None) -> str:
-    on_cuda = group is not None and torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
-    return "cuda" if on_cuda else "cpu"
+from zgraph.tiers.devices import kind_of_group
 
 
 def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
@@ -32,9 +26,10 @@ def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
         first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
         if isinstance(first, DTensor):  # sharded before, and may rest on another device
             device_type = first.device_mesh.device_type
-        else:
-            # With meta parameters only: the device on which the process group works.
-            device_type = first.device.type if first is not None else _device_type_of(dist.group.WORLD)
+        elif first is not None:
+            device_type = first.device.type
+        else:  # meta parameters only: the device on which the process group works
+            device_type = "cpu" if dist.group.WORLD is None else kind_of_group(dist.group.WORLD).type
         return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(

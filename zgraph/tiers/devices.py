@@ -1,0 +1,59 @@
+"""Kinds of devices, one row each: what differs between a CPU and a device with memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zgraph.torch_compat.groups import backend_of
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A kind of device.
+
+    Attributes:
+        type: as in `torch.device`.
+        backend: of process groups between such devices.
+        is_gpu: it has memory of its own, so that host memory is pinned, copies run on streams, and nothing computes
+            with tensors of the host.
+        groups_launches: the backend runs several collectives in one launch, as NCCL's group calls do.
+    """
+
+    type: str
+    backend: str
+    is_gpu: bool = True
+    groups_launches: bool = True
+
+
+CPU = DeviceKind("cpu", "gloo", is_gpu=False, groups_launches=False)
+KINDS: Mapping[str, DeviceKind] = MappingProxyType(
+    {one.type: one for one in (CPU, DeviceKind("cuda", "nccl"), DeviceKind("xpu", "xccl", groups_launches=False))}
+)
+
+
+def is_gpu(device: torch.device | str) -> bool:
+    """Whether a device, or one of this type, has memory of its own; "meta" and other devices have none."""
+    kind = KINDS.get(device if isinstance(device, str) else device.type)
+    return kind is not None and kind.is_gpu
+
+
+def kind_of_backend(backend: str) -> DeviceKind:
+    """The kind of device whose groups have a backend; a CPU for backends of no GPU, such as MPI's."""
+    return next((kind for kind in KINDS.values() if kind.backend == backend), CPU)
+
+
+def module_of(device: torch.device) -> Any:
+    """The module with a GPU's streams, events and memory statistics: `torch.cuda`, `torch.xpu`."""
+    return torch.get_device_module(device)
+
+
+def kind_of_group(group: dist.ProcessGroup) -> DeviceKind:
+    """The kind of device that a process group was made for; a CPU where no GPU with its backend is available."""
+    available = (kind for kind in KINDS.values() if kind.is_gpu and getattr(torch, kind.type).is_available())
+    return next((kind for kind in available if backend_of(group, torch.device(kind.type)) == kind.backend), CPU)

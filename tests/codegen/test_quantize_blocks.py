@@ -196,7 +196,7 @@ def test_strided_gradients_are_refused():
 
 def test_tensors_on_the_cpu_are_refused_where_triton_compiles():
     bucket = Bucket()
-    with pytest.raises(ValueError, match="quantize_blocks: the payload lies on the CPU"):
+    with pytest.raises(ValueError, match="quantize_blocks: the payload is on the CPU"):
         quantize_blocks.quantize_bucket(bucket.grads(0), bucket.states(), bucket.layout, RngKey(0), 0, bucket.payload())
 
 

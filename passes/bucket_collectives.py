@@ -55,7 +55,7 @@ class BucketCollectives(GraphPass):
             "sequential": not at all. Each is gathered at its reader and nothing is prefetched, so that hardly more than
             one is unsharded at a time. A parameter that is read twice stays unsharded in between.
             "auto": for each bucket the cheaper of the first two on the target's hardware if it fits the budget, else
-            the third; without a target, "coalesced" on NCCL and "flat" elsewhere.
+            the third; without a target, "coalesced" on NCCL and "flat" on other backends.
         latency_share: with bucket_bytes=None, a bucket is large enough if latency is this share of its transfer.
     """
 

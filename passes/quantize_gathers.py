@@ -95,8 +95,8 @@ def _check_stateless(method: object) -> None:
         )
     if method.residual_decay is not None:
         raise ValueError(
-            f"quantize_gathers: {type(method).__name__} adds to each gradient what the last one lost, which a "
-            f"parameter must not receive; write zgraph.passes.NoFeedback(bits={method.bits}, group={method.group})."
+            f"quantize_gathers: {type(method).__name__} uses error feedback, which is only for gradients and would "
+            f"change parameters; write zgraph.passes.NoFeedback(bits={method.bits}, group={method.group})."
         )
     to_text(method)
 

@@ -42,7 +42,7 @@ class SinkWaits(GraphPass):
     def __post_init__(self) -> None:
         for name in ("reductions_in_flight", "offloads_in_flight"):
             if getattr(self, name) < 1:
-                raise ValueError(f"sink_waits: {name}={getattr(self, name)}; at least one must be, write 1 or more.")
+                raise ValueError(f"sink_waits: {name}={getattr(self, name)}; write 1 or more.")
         if self.in_flight_bytes < 1:
             raise ValueError(
                 f"sink_waits: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of bytes."

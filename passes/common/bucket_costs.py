@@ -82,7 +82,7 @@ class GatherQueue:
         return max(self.compute_us + late_us, done_us + self._rest_us[self._next])
 
     def add(self, *, joins: bool) -> None:
-        """Go on behind the next member."""
+        """Advance past the next member."""
         member = self.members[self._next]
         if not joins:
             if self._next:
@@ -94,7 +94,7 @@ class GatherQueue:
 
 
 class ReductionQueue:
-    """Reductions of a graph in program order, each of which starts when its input is ready.
+    """Reductions of a graph in program order; each starts when its input is ready.
 
     Decides for each whether it joins the previous bucket, which then cannot start before the new member is ready. It
     stays out if joining would make the last reduction end later, counting all later reductions without latency.
@@ -130,7 +130,7 @@ class ReductionQueue:
         return max(self.compute_us, done_us + self._rest_us[self._next], self._earliest_us[self._next])
 
     def add(self, *, joins: bool) -> None:
-        """Go on behind the next member."""
+        """Advance past the next member."""
         member = self.members[self._next]
         if not joins:
             self._free_us, self._carried_us = self._closed_us(), 0.0

@@ -96,9 +96,7 @@ class StreamStates(GraphPass):
                 f'stream_states: updates={self.updates!r} is unknown; write "at_rest", "streamed" or "planned".'
             )
         if self.stores_in_flight < 1:
-            raise ValueError(
-                f"stream_states: stores_in_flight={self.stores_in_flight}; at least one must be, write 1 or more."
-            )
+            raise ValueError(f"stream_states: stores_in_flight={self.stores_in_flight}; write 1 or more.")
         if self.in_flight_bytes < 1:
             raise ValueError(
                 f"stream_states: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "

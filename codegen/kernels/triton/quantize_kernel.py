@@ -9,7 +9,7 @@ Specified by `zgraph.codegen.kernels.reference`; results are equal bit for bit, 
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# Triton reads these functions in a way of its own, and its types do not tell others what they are.
+# Triton parses these functions itself, and its types tell type checkers little.
 
 import triton
 import triton.language as tl
@@ -43,8 +43,8 @@ from zgraph.codegen.kernels.triton.blocks import (
 HUGE_BITS = tl.constexpr(reference.HUGE_BITS)
 NO_NUMBER = tl.constexpr(reference.NO_NUMBER)
 SIGN_BIT = tl.constexpr(-(2**31))
-# Adding LOW_HALF gives a number near 2^22 whose low bits are twice the 16 bits of four codes, each plus 8. HIGH_HALF does
-# the same for the upper half, and cancels the exponent bits of the lower one, which are shifted along with it.
+# Adding LOW_HALF gives a number near 2^22 whose low bits are twice the 16 bits of four codes, each plus 8. HIGH_HALF
+# does the same for the upper half, and cancels the exponent bits of the lower one, which are shifted along with it.
 LOW_HALF = tl.constexpr(4227071.5)
 HIGH_HALF = tl.constexpr(4227071.5 + 65536 - 0x2540)
 

@@ -1,4 +1,4 @@
-"""The kernels of `zgraph::fused_adam_`: moments of bf16 are updated on the host, or on the device that they come to."""
+"""The kernels of `zgraph::fused_adam_`, for bf16 moments on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zgraph.codegen.kernels.cpu.adam import update
 from zgraph.codegen.kernels.triton import launch_options, tables
 from zgraph.dialect import adam as adam
 
-# Of Triton:
-BLOCK = 1024  # elements of a program
+# Triton launches:
+BLOCK = 1024  # elements per program
 WARPS = 4
-RUN = 8  # elements that a thread reads at once, where tensors are aligned
-FACTORS = 16  # numbers of 4 bytes for each parameter
+RUN = 8  # elements that a thread reads at once if tensors are aligned
+FACTORS = 16  # 4-byte numbers per parameter
 
 
 def fused_adam_(
@@ -62,9 +62,9 @@ def update_on_gpu(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update tensors of one GPU as `zgraph::fused_adam_` says, by two launches in the order of its stream.
+    """Update tensors of one GPU as specified by `zgraph::fused_adam_`, with two launches in stream order.
 
-    Numbers that lie on the GPU are read there. A learning rate of the CPU is read by the host, which waits for nothing.
+    Scalars on the GPU are read there, and a learning rate on the CPU is read by the host: nothing waits for the GPU.
     """
     if not parameters:
         return
@@ -105,12 +105,12 @@ def update_on_gpu(
 
 
 def _number(tensor: Tensor, device: torch.device) -> Tensor:
-    """One fp32 number on a device; what lies elsewhere is copied there in stream order."""
+    """The number as fp32 on a device; copied there in stream order if necessary."""
     return tensor.to(device, torch.float32, non_blocking=True)
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[str, int]:
-    """The dtype of a learning rate on the device, and its address; "number" and the bits of one that the host knows."""
+    """Describe the learning rate: (dtype, address) for a device tensor, ("number", bits) otherwise."""
     if isinstance(lr, Tensor) and lr.device == device and lr.dtype in (torch.float32, torch.float64):
         return str(lr.dtype).removeprefix("torch."), lr.data_ptr()
     return "number", _bits(float(lr))

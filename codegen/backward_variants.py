@@ -1,6 +1,6 @@
 """Variants of a backward: by optimizer step, such as one without compression for warm-up, and in two halves.
 
-Where a pipeline's schedule wants the gradients of a stage's inputs first, a backward computes these, and leaves those
+If a pipeline schedule needs the gradients of a stage's inputs first, backward computes these and leaves the gradients
 of weights for later.
 """
 
@@ -28,10 +28,10 @@ class WeightGradients:
     """Which outputs of a backward are gradients of weights.
 
     Attributes:
-        handle: place among its inputs of the handle of a parameter.
-        late: places of these outputs.
-        tensors: of each output, the place of its tensor among those that the compiled function was given; None: it
-            belongs to a number.
+        handle: place of a parameter's handle among the inputs of backward.
+        late: places of the outputs that are gradients of weights.
+        tensors: for each output, the place of its tensor among the inputs of the compiled function; None: its input is
+            a number.
     """
 
     handle: int
@@ -39,16 +39,16 @@ class WeightGradients:
     tensors: tuple[int | None, ...]
 
     def in_order(self, outputs: Sequence[Any]) -> Gradients:
-        """Gradients in the order of the tensors."""
+        """The outputs that are gradients of tensors, in order."""
         return [value for place, value in zip(self.tensors, outputs, strict=False) if place is not None]
 
 
 def saying_that_it_splits(forward: Program, handle: int) -> Program:
-    """Let each call of a forward say that its backward can leave gradients of weights for later.
+    """Let each call of a forward record that its backward can leave gradients of weights for later.
 
     Args:
         forward: a lowered graph.
-        handle: place among its inputs of the handle of a parameter.
+        handle: place of a parameter's handle among the inputs of `forward`.
     """
 
     def run(args: list[Any]) -> Any:
@@ -63,13 +63,13 @@ def saying_that_it_splits(forward: Program, handle: int) -> Program:
 def in_halves(
     whole: Program, weights: WeightGradients, halves: Halves, lower: Callable[[fx.GraphModule], Program]
 ) -> Program:
-    """Run a backward whole, or where somebody takes the gradients of weights later, the half that yields the others.
+    """Run a whole backward or, if the schedule defers gradients of weights, only the half that computes the others.
 
     Args:
         whole: the lowered backward.
-        weights: its gradients of weights.
-        halves: of its graph, before that was lowered.
-        lower: makes a program of each, when they are first wanted.
+        weights: its outputs that are gradients of weights.
+        halves: halves of its graph, from before lowering.
+        lower: lowers each half when it is first needed.
     """
     programs: list[Program] = []
 
@@ -98,7 +98,7 @@ def in_halves(
 
 
 def _placed(count: int, places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """So many values, of which only these are there."""
+    """Return a list of length `count` with `values` at `places` and None elsewhere."""
     placed: list[Any] = [None] * count
     for place, value in zip(places, values, strict=False):
         placed[place] = value
@@ -112,8 +112,8 @@ def switch_by_step(
 
     Args:
         programs: programs with equal inputs and outputs, each with its first optimizer step; the first one begins at 0.
-        gm: graph of the last program; the steps of the parameters of its compressed reductions are counted.
-        weights: of programs that may run in halves: a step counts when its second half has run.
+        gm: graph of the last program; steps are counted for the parameters of its compressed reductions.
+        weights: gradients of weights, if programs may run in halves; then a step counts when its second half has run.
     """
     (*earlier, (last_step, last)) = programs
     quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))

@@ -1,4 +1,4 @@
-"""The kernels of `zgraph::quantize_grads` and its counterparts: which implementation serves which method and device."""
+"""The kernels of `zgraph::quantize_grads` and its counterparts; dispatches by compression method and device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zgraph.runtime.window_state import state_behind
 from zgraph.sharding.scope import closes_window
 
 _DEVICES = ("cpu", "cuda")
-_ALWAYS = RngKey(0)  # the same each time, so that a parameter gathered twice has the same values
+_ALWAYS = RngKey(0)  # constant, so that a parameter gathered twice has the same values
 
 
 @torch.library.impl("zgraph::quantize_grads", _DEVICES)
@@ -143,7 +143,7 @@ def _begin(handles: Sequence[Tensor], kept: Sequence[Feedback]) -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernel implementations by device; each module has the functions of the reference."""
+    """Kernel implementations of one device; each module has the functions of the reference."""
 
     quantize: ModuleType
     dequantize: ModuleType
@@ -189,7 +189,7 @@ def _dequantize_sum(
 
 
 def _dequantize_each(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
-    """Decode the rows of `received`, one for each rank, into rows of the outputs; on a GPU in a single launch."""
+    """Decode the rows of `received`, one per rank, into rows of the outputs; on a GPU with a single launch."""
     if isinstance(layout.method, BlockMethod):
         _kernels(received.device).dequantize.dequantize_each_bucket(received, layout, draw, outputs)
         return

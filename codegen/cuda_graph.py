@@ -1,12 +1,12 @@
-"""A whole step as a CUDA graph: recorded once, and from then on launched by one call of the host.
+"""A whole step as a CUDA graph: recorded once, then launched by one host call per step.
 
     call 1, 2, 3    the program itself, on a stream of its own: kernels and communicators are made ready
     call 4          recorded, which computes nothing, and replayed
     call 5, ...     arguments are copied to where the recording reads them; replayed
 
-What stays from call to call, such as shards and the optimizer's state, is read and written where it lies. If that comes
-to lie elsewhere, or if one of the numbers that the kernels were given changes, it starts again. A step that turns out
-not to be recordable goes on as in its first calls, with a warning.
+Tensors that stay from call to call, such as shards and the optimizer's state, are read and written in place. If the
+address of such a tensor or the value of a number changes, warm-up starts again. A step that turns out not to be
+recordable continues as in its first calls, with a warning.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from zgraph.errors import ZgraphError, ZgraphWarning
 from zgraph.torch_compat.aot import boxed
 
 Program = Callable[[list[Any]], Any]
-WARM_UP_CALLS = 3  # as many as torch.cuda.make_graphed_callables makes
-MOST_CHANGES = 8  # one after the other, without a replay between two of them
+WARM_UP_CALLS = 3  # same number as in torch.cuda.make_graphed_callables
+MOST_CHANGES = 8  # consecutive changes of inputs without a replay in between
 
 
 class Recording(NamedTuple):
-    """What a program does to the memory of its inputs.
+    """A recorded program, for fixed addresses of its inputs.
 
     Attributes:
-        replay: does it once more.
-        outputs: of the program; each replay overwrites the tensors among them.
+        replay: runs the program once more.
+        outputs: outputs of the program; each replay overwrites the tensors among them.
     """
 
     replay: Callable[[], object]
@@ -43,31 +43,31 @@ class Recording(NamedTuple):
 
 
 class RecordError(ZgraphError):
-    """A program cannot be recorded; nothing of it has run."""
+    """A program cannot be recorded; no part of it has run."""
 
 
 class Recorder(Protocol):
     """Records programs on a device, all for one training step.
 
     Attributes:
-        has_failed: a program could not be recorded; none is recorded or replayed any more.
+        has_failed: whether recording has failed once; then nothing is recorded or replayed any more.
     """
 
     has_failed: bool
 
     def check(self, gm: fx.GraphModule, resident: int) -> None:
-        """Raise a ZgraphError if the graph does what a replay would not do; `resident` as in `RecordedSteps`."""
+        """Raise a ZgraphError if a replay would not do all that the graph does; `resident` as in `RecordedSteps`."""
         ...
 
     def warm_up(self, program: Program, inputs: list[Any]) -> Any:
-        """Run a program where it will be recorded; returns its outputs."""
+        """Run a program on the stream where it will be recorded; return its outputs."""
         ...
 
     def record(self, program: Program, inputs: list[Any]) -> Recording:
         """Record a program without running it.
 
         Raises:
-            RecordError: that cannot be done; the device is as it was before.
+            RecordError: the program cannot be recorded; the device is in its previous state.
         """
         ...
 
@@ -77,8 +77,8 @@ class RecordedSteps:
     """How the graph of a whole step is recorded.
 
     Attributes:
-        recorder: of the device.
-        resident: how many inputs, the first ones, stay where they are from call to call.
+        recorder: recorder of the device.
+        resident: number of leading inputs that keep their addresses from call to call.
     """
 
     recorder: Recorder
@@ -88,17 +88,17 @@ class RecordedSteps:
         self.recorder.check(gm, self.resident)
 
     def of(self, program: Program, gm: fx.GraphModule) -> Program:
-        """The program of a graph, recorded as soon as that is possible."""
+        """Wrap the program of a graph so that it is recorded as soon as possible."""
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         return boxed(_Recorded(program, names, self.resident, self.recorder))
 
 
 class _Recorded:
-    """A program that is recorded once its inputs stay where they are."""
+    """A program that is recorded once its inputs keep their addresses."""
 
     def __init__(self, program: Program, names: Sequence[str], resident: int, recorder: Recorder) -> None:
         self._program, self._names, self._resident, self._recorder = program, names, resident, recorder
-        self._held_for: list[Any] = []  # addresses of what stays, None for other tensors, and numbers
+        self._held_for: list[Any] = []  # addresses of resident inputs; None for other tensors; values of numbers
         self._calls = self._changes = 0
         self._recording: Recording | None = None
         self._copied: list[Tensor] = []
@@ -126,14 +126,14 @@ class _Recorded:
             target.copy_(source)
         self._recording.replay()
         made = zip(self._recording.outputs, self._is_made, strict=True)
-        # The next replay overwrites what this one has made.
+        # The next replay overwrites tensors created by this one.
         return [output.clone() if is_made else output for output, is_made in made]
 
     def _follow(self, inputs: Sequence[Any]) -> None:
-        """Drop the recording if it does not hold for these inputs.
+        """Drop the recording if it is not valid for these inputs.
 
         Raises:
-            ZgraphError: they change so often that none would be replayed.
+            ZgraphError: inputs change so often that no recording would be replayed.
         """
         key = [*map(Tensor.data_ptr, inputs[: self._resident])]
         key += [None if isinstance(value, Tensor) else value for value in inputs[self._resident :]]
@@ -167,17 +167,17 @@ def _restless(name: str, *, is_number: bool) -> str:
         found = f"{name} has another value"
         instead = 'make it a tensor on the GPU, such as lr=torch.tensor(1e-3, device="cuda") of a fused optimizer'
     else:
-        found, instead = f"{name} lies elsewhere", "write to the tensor in place, or pass it to the step as an argument"
+        found, instead = f"{name} has moved", "write to the tensor in place, or pass it to the step as an argument"
     return (
-        f"zgraph.training_step: {found} in each of {MOST_CHANGES} calls, and a CUDA graph holds for one; {instead}, or "
-        "leave out cuda_graph."
+        f"zgraph.training_step: {found} in each of {MOST_CHANGES} calls, but a CUDA graph requires fixed addresses and "
+        f"numbers; {instead}, or leave out cuda_graph."
     )
 
 
 class CudaGraphs:
     """Records on the current GPU, on a stream and with memory that all graphs of a step share.
 
-    They run one after the other, and what one has made is copied before the next one runs.
+    The graphs run one after another, and the outputs of each are copied before the next one runs.
     """
 
     def __init__(self) -> None:
@@ -199,11 +199,11 @@ class CudaGraphs:
 
     def record(self, program: Program, inputs: list[Any]) -> Recording:
         if not self._graphs:
-            # A pool whose last graph is gone cannot be recorded into as long as one of its tensors is alive.
+            # A pool whose last graph was deleted cannot be recorded into while any of its tensors is alive.
             self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks for events meanwhile, which a capture of all threads would not survive.
+        # NCCL's watchdog thread queries events meanwhile, which would invalidate a capture of all threads.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         try:
             with capture:
@@ -211,21 +211,21 @@ class CudaGraphs:
         except RuntimeError as error:
             _leave_capture(current)
             raise RecordError(
-                f"zgraph.training_step: the step cannot be recorded as a CUDA graph: {error}. It goes on without, call "
-                "by call. An operator that waits for the GPU or copies from pageable memory is the usual reason; leave "
-                "out cuda_graph, or the operator."
+                f"zgraph.training_step: the step cannot be recorded as a CUDA graph: {error}. Training continues "
+                "without it. The usual reason is an operator that waits for the GPU or copies from pageable memory; "
+                "leave out cuda_graph, or the operator."
             ) from error
         self._graphs.add(graph)
         return Recording(graph.replay, outputs)
 
 
 def _leave_capture(stream: torch.cuda.Stream) -> None:
-    """Undo what a capture that failed leaves behind (torch 2.11 - 2.13).
+    """Undo the state that a failed capture leaves behind (torch 2.11 - 2.13).
 
-    Its stream stays the current one, and the GPU's generator draws for a capture, in which nothing else may draw.
+    Its stream is still the current one, and the GPU's generator is in capture mode, in which ordinary draws fail.
     """
     torch.cuda.set_stream(stream)
-    with contextlib.suppress(RuntimeError):  # of a GPU that is lost, about which the capture's own error says more
+    with contextlib.suppress(RuntimeError):  # if the GPU is lost, the capture's own error says more
         torch.cuda.synchronize()
     generator = torch.cuda.default_generators[stream.device.index]
     generator.graphsafe_set_state(generator.clone_state())

@@ -1,4 +1,4 @@
-"""What keeps a step from being recorded as a CUDA graph: what a replay of kernels would leave out, or do wrongly."""
+"""Checks whether a step can be recorded as a CUDA graph: a replay would skip host work, or run it incorrectly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zgraph.runtime.groups import group_backend
 from zgraph.torch_compat.operators import OpOverload, written_arguments
 
 aten, dialect = torch.ops.aten, torch.ops.zgraph
-# Those of zgraph's own operators that do nothing but launch kernels.
+# zgraph's operators that only launch kernels.
 _PLAIN = frozenset({dialect.sum_ranks.default, dialect.cast_shards.default, dialect.wait_group.default})
 _READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default})
 
@@ -33,7 +33,7 @@ def check_recordable(gm: fx.GraphModule, resident: int) -> None:
     for node, reason in _reasons(gm.graph, resident):
         line = meta.source_line(node)
         raise ZgraphError(
-            f"zgraph.training_step: the step cannot be a CUDA graph: {node.name} ({node.target}"
+            f"zgraph.training_step: the step cannot be recorded as a CUDA graph: {node.name} ({node.target}"
             f"{', ' if line else ''}{line}) {reason}, or leave out cuda_graph."
         )
 
@@ -49,14 +49,14 @@ def _reasons(graph: fx.Graph, resident: int) -> Iterator[tuple[fx.Node, str]]:
         for written in written_arguments(node):
             storages = [found.storages[number] for number in found.lies_in.get(written, ())]
             if any(storage.first in arguments for storage in storages):
-                yield node, "writes to an argument, of which the graph has a copy; write to a copy of the argument"
+                yield node, "writes to an argument, which would change only the graph's copy; write to your own copy"
 
 
 def _of_operator(node: fx.Node) -> str:
     """Why an operator cannot be recorded, and what to do instead; "" if it can."""
     assert isinstance(node.target, OpOverload)
     if node.target in _READS:
-        return "reads a tensor's value on the host in each call; take an optimizer with fused=True"
+        return "reads a tensor's value on the host in each call; use an optimizer with fused=True"
     if node.target.namespace == "zgraph" and node.target not in _PLAIN:
         return (
             "counts steps, keeps error feedback or copies tables of addresses on the host in each call; leave "
@@ -73,7 +73,7 @@ def _of_operator(node: fx.Node) -> str:
     on_the_host = next((one for one in (*node.all_input_nodes, node) if _is_on_the_host(one)), None)
     if on_the_host is not None:
         return (
-            f"computes with a tensor on the host ({on_the_host.name}), which a replay would leave out; keep step "
+            f"computes with a tensor on the host ({on_the_host.name}), which a replay would skip; keep step "
             "counts on the GPU (fused=True), and put learning rates, arguments and tensors from outside there"
         )
     return ""

@@ -1,8 +1,8 @@
-"""Turn a final graph into a callable whose compute Inductor has compiled, island by island, in the order passes chose.
+"""Turns a final graph into a callable whose islands of compute are compiled by Inductor, in the order passes chose.
 
 If Inductor compiled the whole graph, every node's place would have to be pinned against its reordering, fusion and
 buffer reuse. Here the generated program itself fixes the order. Equal blocks have equal islands, which are compiled
-once. Islands contain no communication, so Inductor's cache keeps them for other processes.
+once. Islands contain no communication, so Inductor's cache can share them with other processes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class InductorLowering:
     """Lowers the graphs of one frame; islands that compute the same are compiled once.
 
     Attributes:
-        rank, ranks: this process among those that compile the same.
-        islands: how many were found.
-        compiled: the distinct ones.
+        rank, ranks: this process's rank among the processes that compile the same graphs, and their number.
+        islands: number of islands found so far.
+        compiled: compiled function of each distinct island.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -48,22 +48,22 @@ class InductorLowering:
         title: str = "a graph",
         recorded: RecordedSteps | None = None,
     ) -> Compiled:
-        """Lower a graph as `lower_fx` does, with each island replaced by a call; the title is shown while compiling."""
+        """Lower a graph like `lower_fx`, with each island replaced by a call; shows the title while compiling."""
         gm = lazy_graph_module(gm, gm.graph)
         drop_dependences(gm.graph)
         self.islands += self.place(gm, title)
         return lower_fx(gm, runner_of, ranks_per_host, recorded)
 
     def place(self, gm: fx.GraphModule, title: str = "a graph") -> int:
-        """Replace islands by calls of compiled functions; returns their number."""
+        """Replace islands with calls of compiled functions; return the number of islands."""
         self._compile(map(cut_out, find_islands(gm.graph)), title)
         return place_islands(gm, lambda island: self.compiled[_key(island)])
 
     def _compile(self, islands: Iterable[Island], title: str) -> None:
-        """Compile islands that are new; rank 0 shows the progress.
+        """Compile new islands; rank 0 shows the progress.
 
-        Ranks compile in different orders. Ranks of a host share Inductor's cache, so each finds there what others have
-        compiled meanwhile.
+        Ranks compile in different orders. Ranks of a host share Inductor's cache, where each finds the islands that
+        others have compiled meanwhile.
         """
         new = {key: island for island in islands if (key := _key(island)) not in self.compiled}
         names = {key: f"island_{len(self.compiled) + number}" for number, key in enumerate(new)}
@@ -100,7 +100,7 @@ def _named(name: str, compiled: Compiled) -> Compiled:
     def run(args: list[Any]) -> Any:
         return compiled(args)
 
-    run.__name__ = name  # what the generated program calls it
+    run.__name__ = name  # its name in the generated program
     return run
 
 
@@ -113,12 +113,12 @@ def _layout(node: fx.Node) -> object:
 
 
 def hand_over(*values: Any) -> list[Any]:
-    """A list that alone holds values at their last use: the callee empties it, so that they are freed early."""
+    """A list that holds the only references to values at their last use; the callee empties it to free them early."""
     return list(values)
 
 
 def place_islands(gm: fx.GraphModule, compile: Callable[[Island], Compiled]) -> int:
-    """Replace the nodes of each island by a call of what `compile` returns; all other nodes stay.
+    """Replace the nodes of each island with a call of the function that `compile` returns; all other nodes stay.
 
     Returns:
         The number of islands.

@@ -4,7 +4,7 @@ A scheduled graph, where c is compute and S, W start and wait for a collective, 
 
     c c c S c c c W c c        ->        [ccc] S [ccc] W [cc]
 
-Inside an island the compiler is free to reorder. What the passes have ordered lies between islands, and stays in order.
+Inside an island the compiler may reorder freely. The nodes ordered by passes are between islands, and keep their order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zgraph.tiers.tier import HOST
 from zgraph.torch_compat.fake_values import unknown_number
 from zgraph.torch_compat.operators import OpOverload, written_arguments
 
-LEAST_FUSIBLE = 2  # with fewer there is nothing to fuse
+LEAST_FUSIBLE = 2  # fusing needs at least two
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Island:
 
     Attributes:
         members: the nodes, in order.
-        inputs: nodes outside that members read, in the order in which they are first read: the graph's placeholders.
-        outputs: members that are read outside, in order: what the graph returns, as a tuple.
-        gm: the graph. Its names are numbers, so islands that compute the same have equal code.
+        inputs: nodes outside the island that members read, ordered by first read; the placeholders of `gm`.
+        outputs: members that are read outside the island, in order; `gm` returns them as a tuple.
+        gm: the new graph. Its names are numbers, so islands that compute the same have equal code.
     """
 
     members: tuple[fx.Node, ...]
@@ -62,9 +62,9 @@ def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
 def is_compute(node: fx.Node) -> bool:
     """Whether a compiler may compile the node together with its neighbours, and reorder them.
 
-    It may not do so for communication and other operators of zgraph, operators that write to their inputs, random ones,
-    which must draw in the order in which they run, and views of what lies on the host of a GPU. On CPU, copies in and
-    out of collectives' buffers are left out as well: compiling does not make them faster, and because their strides
+    Excluded are communication and other operators of zgraph, operators that write to their inputs, random operators
+    (which must draw in program order) and views of tensors on the host of a GPU. On CPU, copies in and out of
+    collectives' buffers are excluded as well: compiling does not make them faster, and because their strides
     depend on the bucket, every kernel around them would be a new one, at two seconds of C++ compilation each.
     """
     if nodes.is_getitem(node):
@@ -102,7 +102,7 @@ def _join_getitems(graph: fx.Graph) -> None:
 
 
 def cut_out(members: Sequence[fx.Node]) -> Island:
-    """A new graph of these nodes, which shares nothing with their own graph."""
+    """Copy these nodes into a new graph, which shares nothing with their own graph."""
     inside = set(members)
     inputs = list(dict.fromkeys(source for node in members for source in node.all_input_nodes if source not in inside))
     outputs = [node for node in members if any(user not in inside for user in node.users)]
@@ -120,5 +120,5 @@ def cut_out(members: Sequence[fx.Node]) -> Island:
 
 
 def _value_inside(value: Any) -> Any:
-    """The value of an island's input: a number that was computed outside is just a number to Inductor."""
+    """The value of an island's input; Inductor treats a symbolic number computed outside as an unknown number."""
     return unknown_number(value) if isinstance(value, torch.SymFloat) else value

@@ -1,4 +1,4 @@
-"""Source code of the kernels that a graph's compressed collectives run, for dumps."""
+"""Source code of the kernels run by a graph's compressed collectives, for dumps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zgraph.torch_compat.operators import arguments_by_name
 
 
 def sources_of(graph: fx.Graph) -> dict[str, str]:
-    """Sources by file name, one for each operator of `zgraph.dialect.compressed`; none for users' own methods."""
+    """Sources by file name, one for each operator of `zgraph.dialect.compressed`; none for user-defined methods."""
     found: dict[str, str] = {}
     for node in nodes.call_functions(graph, _has_kernel):
         launches = [launch for launch in _launches(node) if isinstance(launch.layout.method, BlockMethod)]
@@ -65,7 +65,7 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Dequantize:
-    """One launch of the kernel that turns the payloads of ranks into sums, or into each rank's values."""
+    """One launch of the kernel that decodes the payloads of all ranks, into sums or into each rank's values."""
 
     layout: BucketLayout
     dtype: torch.dtype
@@ -116,13 +116,13 @@ def _launches(node: fx.Node) -> list[Quantize] | list[Dequantize]:
 def _described(mark: str, name: str, layout: BucketLayout) -> str:
     chunks, numels = layout.stretches * layout.world, ", ".join(map(str, layout.numels))
     return (
-        f"{mark} {name}: {len(layout.numels)} tensors, each in {chunks} chunks of so many elements: {numels}.\n"
+        f"{mark} {name}: {len(layout.numels)} tensors, each in {chunks} chunks. Elements of their chunks: {numels}.\n"
         f"{mark} Payload: {layout.payload_bytes} bytes for each of {layout.world} ranks.\n"
     )
 
 
 def _quantize_case(method: BlockMethod, dtype: torch.dtype, *, aligned: bool) -> str:
-    """What a kernel is compiled for, and the bytes that it moves."""
+    """Describe the case that a kernel is compiled for, and the bytes it moves."""
     state = method.state(method.group, 1).values()
     kept = sum(torch.Size(shape).numel() * kept.itemsize for shape, kept in state)
     read, written = method.group * dtype.itemsize + kept, kept + sum(method.sections(method.group))
@@ -138,7 +138,7 @@ def _quantize_case(method: BlockMethod, dtype: torch.dtype, *, aligned: bool) ->
 
 
 def _dequantize_case(method: BlockMethod, dtype: torch.dtype, task: Task, *, aligned: bool) -> str:
-    """What a kernel is compiled for, and the bytes that it moves."""
+    """Describe the case that a kernel is compiled for, and the bytes it moves."""
     verb, what = "Add" if task.accumulate else "Write", "the values" if task.each else "sums of the values"
     sent, stored = sum(method.sections(method.group)), method.group * dtype.itemsize * (1 + task.accumulate)
     lines = [
@@ -158,7 +158,7 @@ def _comment(lines: Iterable[str], case: BlockConstants) -> str:
 
 
 def _triton_source(kernel: str) -> str:
-    """A kernel's module, and that of the functions that it shares with others."""
+    """Source of a kernel's module, followed by the module of functions shared between kernels."""
     folder = resources.files("zgraph.codegen.kernels.triton")
     texts = (folder.joinpath(f"{name}.py").read_text() for name in (f"{kernel}_kernel", "blocks"))
     return "".join(f"\n\n{text}" for text in texts)

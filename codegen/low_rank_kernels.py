@@ -1,4 +1,4 @@
-"""The kernels of `zgraph::low_rank_left` and its counterparts: products that a library computes, batch by batch."""
+"""The kernels of `zgraph::low_rank_left` and its counterparts: library matrix products, batch by batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zgraph.sharding.scope import closes_window
 
 _DEVICES = ("cpu", "cuda")
 _ALIGNMENT_BYTES = 64  # alignment of torch's allocations on a CPU
-# Rows from which on the bits of a row do not depend on how many are multiplied: for fewer MKL has another kernel.
+# Minimum number of rows at which a row's bits do not depend on the number of rows: MKL has another kernel for fewer.
 ROUNDED_ALIKE = 4
 SLOT = "first_hop"  # name of the error-feedback state of the whole gradient, the same as for codes
 
@@ -65,14 +65,14 @@ def low_rank_right(
         orthonormalize(directions)
         _multiply(directions, delta, out)
         _subtract_product(delta, directions.transpose(1, 2), out)
-        # NaN where any rank's gradient was not finite: the error stays as it was, on all ranks.
+        # NaN if any rank's gradient was not finite; then all ranks keep their previous error.
         finite = out.isfinite().all(2).all(1)
         for place, member in enumerate(batch.members):
             tensors = kept[member].tensors
             if left.device.type == "cpu":
                 if finite[place]:
                     tensors["error"] = delta[place]
-            else:  # without looking, which would wait for the device
+            else:  # no branch, because reading the flag would wait for the device
                 tensors["error"] = torch.where(finite[place], delta[place], tensors["error"])
     return [basis, right]
 
@@ -110,12 +110,12 @@ def low_rank_means(
 
 
 def _multiply_rows(directions: Tensor, factor: Tensor, first: int, out: Tensor) -> None:
-    """Write rows of directions.t() @ factor, from the first on, rounded as in the whole product.
+    """Write `count` rows of directions.t() @ factor, starting at row `first`, rounded as in the whole product.
 
     Args:
         directions: [rank, rows].
         factor: [rank, columns].
-        first: row that comes first.
+        first: first row to write.
         out: [count, columns].
     """
     count, rows = out.shape[0], directions.shape[1]
@@ -136,7 +136,7 @@ def first_right(name: str, like: Tensor) -> Tensor:
 def next_right(right: Tensor, before: Tensor) -> Tensor:
     """The right factor for the next step; only directions matter, so each row is scaled to a largest magnitude of 1.
 
-    A row that is zero or not finite would stay so forever, and is replaced by the row of the previous step.
+    A row that is zero or not finite would stay so forever, so it is replaced by the row of the previous step.
 
     Args:
         right, before: [..., rank, columns].
@@ -147,7 +147,7 @@ def next_right(right: Tensor, before: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Batched products; on a CPU one by one, so that results do not depend on other members of the batch.
+    """Multiply batches; on a CPU one by one, so that results do not depend on other members of the batch.
 
     Operands are aligned, because MKL multiplies by a thin matrix in another order if one does not begin at a multiple
     of 16 bytes (seen on an AMD EPYC).

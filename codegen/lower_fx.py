@@ -1,4 +1,4 @@
-"""Turn a final graph into a callable that runs it node by node, in the order the passes chose."""
+"""Turns a final graph into a callable that runs it node by node, in the order the passes chose."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def lower_fx(
 
     Args:
         gm: the final forward, backward or inference graph.
-        runner_of: says who runs a call with these inputs, by an instrumented program; None: it runs as it is.
-        ranks_per_host: of the machine; decides how collectives are dispatched.
-        recorded: how calls that nobody watches are recorded and replayed; None: they are not.
+        runner_of: returns the runner that runs a call with these inputs through an instrumented program, or None to
+            run the call directly. None: all calls run directly.
+        ranks_per_host: number of ranks on each host; decides how collectives are dispatched.
+        recorded: how calls without a runner are recorded and replayed; None: they are not recorded.
 
     Returns:
         A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
@@ -84,7 +85,7 @@ def lower_fx(
 
 
 def drop_dependences(graph: fx.Graph) -> None:
-    """Let readers of a value that depends on others read the value itself, or a copy where they could tell."""
+    """Remove `depend` nodes; readers read the value itself, or a copy of it if sharing memory would be visible."""
     found = list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default))
     if not found:
         return
@@ -101,7 +102,7 @@ def drop_dependences(graph: fx.Graph) -> None:
 
 
 def _must_copy(node: fx.Node, written: set[fx.Node], returned: dict[fx.Node, None]) -> bool:
-    """Whether it shows that both share their memory: by a write to it, by strides, or in what the graph returns.
+    """Whether sharing memory would be visible: through a write, different strides, or an alias returned by the graph.
 
     A graph must not return an alias of its input if the trace promised a new tensor.
     """
@@ -123,17 +124,17 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _call_cast_kernels(graph: fx.Graph) -> None:
-    """Let casts run as `aten._to_copy`, bitwise the same: the kernel of the prim is Python, and ten times slower."""
+    """Run casts as `aten._to_copy`, with bitwise equal results: the prim's kernel is in Python and ten times slower."""
     for node in nodes.call_functions(graph, lambda node: node.target is prims.convert_element_type.default):
         source, dtype = cast("tuple[fx.Node, torch.dtype]", node.args)
-        if meta.tensor_value(source).stride() == meta.tensor_value(node).stride():  # of others the strides may differ
+        if meta.tensor_value(source).stride() == meta.tensor_value(node).stride():  # otherwise strides may differ
             node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
 
 
 def _divide_in_place(graph: fx.Graph) -> None:
-    """Divide the sum of an all-reduced bucket in the bucket's memory, which has no other reader.
+    """Divide the sum of an all-reduced bucket in place, as it has no other reader.
 
-    Only on CPU, where new memory costs more than the division; on GPUs `sum_ranks` is one kernel.
+    Only on CPU, where allocating memory costs more than the division; on GPUs `sum_ranks` is one kernel.
     """
     for start in nodes.call_functions(graph, nodes.is_all_reduce):
         wait = nodes.wait_of(start)
@@ -146,10 +147,10 @@ def _divide_in_place(graph: fx.Graph) -> None:
 
 
 def _copy_beside_compute(graph: fx.Graph) -> None:
-    """Let copies between memory spaces run on their lanes: what a start yields is then known to its wait alone.
+    """Run copies between memory spaces on their lanes; a start then returns an object that only its wait understands.
 
-    What rests on the host of a GPU, or on disk, belongs to the host again once the program has ended, which waits for
-    that.
+    Before the program returns, it waits for copies from and to state kept on the host of a GPU or on disk, which the
+    host may then use again.
     """
     touched: dict[int, StreamLanes] = {}
     for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or nodes.is_copy_wait(node)):
@@ -171,19 +172,19 @@ def _copy_beside_compute(graph: fx.Graph) -> None:
 
 
 def _device_of(start: fx.Node) -> torch.device:
-    """The device to which, or from which, a copy goes."""
+    """The device that a copy reads from or writes to."""
     node = start if nodes.is_reload(start) else start.all_input_nodes[1 if nodes.is_return(start) else 0]
     return meta.tensor_value(node).device
 
 
 def _touches_resting(start: fx.Node) -> bool:
-    """Whether a copy reads or writes what outlives the step on the host or on disk; activations do not."""
+    """Whether a copy reads or writes state on the host or disk that outlives the step, unlike activations."""
     touched = (start, *start.all_input_nodes)
     return any(meta.kept_as(node) is not None and is_offloaded(meta.space(node)) for node in touched)
 
 
 def _update_beside_compute(graph: fx.Graph) -> None:
-    """Let updates of what rests on the host run on their lane."""
+    """Run updates of state kept on the host on a lane of their own."""
     started: dict[int, fx.Node] = {}
     devices = (_device_of(start) for start in nodes.call_functions(graph, nodes.is_copy_start))
     device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
@@ -215,7 +216,7 @@ def finish_copy(started: Copy) -> Tensor:
 
 
 def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:
-    """The same program with a probe that times waits and, if starts are to be watched, records allocations."""
+    """The same program with a probe that times waits and, if `starts` is not empty, records allocations."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in [node for node in graph.nodes if node.op not in ("placeholder", "output")]:
@@ -231,7 +232,7 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
 
 
 def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: CalledFor) -> Program:
-    """The generated code of a graph, in which errors of collectives name the collective."""
+    """The generated code of a graph, with errors of collectives that name the collective."""
     gm.graph.set_codegen(BoxedCodeGen())
     # The class's forward, not the module's __call__, which would print its own report of a failing line.
     forward = generate_code(gm)
@@ -243,7 +244,7 @@ def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: Cal
         if any(node.name in handles for _, _, handles, _ in guarded.values())
     }
 
-    # Of a whole step: options of optimizers.
+    # Float inputs of a whole step: options of optimizers.
     float_positions = [
         (node.name, position)
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
@@ -256,7 +257,7 @@ def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: Cal
         try:
             return forward(gm, args)
         except (torch.OutOfMemoryError, ZgraphError):
-            raise  # has nothing to do with peers, or says itself what is wrong
+            raise  # unrelated to peers, or already explains what is wrong
         except RuntimeError as error:
             failed = guarded.get(_failed_line(error, forward))
             if failed is None:
@@ -276,7 +277,7 @@ Guarded = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
 
 def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
-    """(kind, group, handles, parameters) of every collective, by the name its line assigns to."""
+    """(kind, group, handles, parameters) of every collective, by the name that its line of code assigns to."""
     guarded: dict[str, Guarded] = {}
     for start in nodes.call_functions(gm.graph, nodes.is_collective):
         about = (str(start.target).split(".")[1], nodes.group_of(start), meta.handles(start), meta.parameters(start))
@@ -286,7 +287,7 @@ def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
 
 
 def _failed_line(error: BaseException, forward: Callable[..., Any]) -> str:
-    """The name that the failing line of the generated code was about to assign, "" if it failed elsewhere."""
+    """The name that the failing line of the generated code was about to assign; "" if the error is not in that code."""
     code = forward.__code__
     trace = error.__traceback__
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Progress of compilation: a temporary line on a terminal, and lines in the log."""
+"""Shows the progress of compilation: a temporary line on a terminal, and lines in the log."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 def shown(islands: Iterable[T], title: str) -> Iterator[T]:
-    """Yield islands, each when it is about to be compiled, and show the progress.
+    """Yield each island when it is about to be compiled, and show the progress.
 
-    On a terminal a line on stderr counts them, and is removed in the end. At level INFO the log has their number and
-    how long they took; with the default configuration of loggers that is not shown.
+    On a terminal, a line on stderr counts the islands and is removed at the end. At level INFO, which is not shown
+    with the default configuration of loggers, their number and compile time are logged.
 
     Args:
         islands: islands of one graph; nothing is shown if there are none.

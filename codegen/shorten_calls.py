@@ -1,8 +1,8 @@
-"""Fewer and cheaper calls for a program that runs node by node; values, and how long they live, stay the same.
+"""Makes fewer and cheaper calls in a program that runs node by node; values and their lifetimes stay the same.
 
-A collective of many small parameters is packed and unpacked by some calls for each of them, and each call of an
-operator costs about two microseconds of Python and dispatch, whatever it computes. So what is done to each part of a
-buffer is done by one call for all parts, and every operator is called by what calls it fastest:
+A collective of many small parameters is packed and unpacked by several calls for each of them, and each operator call
+costs about two microseconds of Python and dispatch, whatever it computes. So the calls for each part of a buffer are
+merged into one call for all parts, and every operator is called through its fastest binding:
 
     slice, view | slice, view | ...                ->  views_of
     slice, clone, view | slice, clone, view | ...  ->  rows_as for small parts; split_with_sizes, reshape | reshape...
@@ -28,15 +28,15 @@ from zgraph.torch_compat.fake_values import without_fake_mode
 from zgraph.torch_compat.operators import OpOverload, written_arguments
 
 aten = torch.ops.aten
-_INVOLUTIONS = frozenset({aten.t.default, aten.transpose.int})  # twice the same is nothing
+_INVOLUTIONS = frozenset({aten.t.default, aten.transpose.int})  # applied twice, they do nothing
 FEWEST_PARTS = 3
-# Of parts that are copied out by one call, and so live until the last of them is read: of one, and of all.
+# Elements of one part, and of all parts, copied out by one call: all of them live until the last one is read.
 MOST_PART_NUMEL, MOST_NUMEL = 2**10, 2**14
 
 
 def shorten_calls(graph: fx.Graph) -> None:
-    """Shorten a graph that will run node by node; nobody else may need it, for it is no longer made of operators."""
-    with without_fake_mode():  # of the compile that this is a part of
+    """Shorten a graph that will only be run node by node: other uses fail, as it no longer consists of operators."""
+    with without_fake_mode():  # leaves the fake mode of the surrounding compile
         _drop_kept_dims(graph)
         _join_copies_in(graph)
         _cancel_views(graph)
@@ -57,13 +57,13 @@ def _is_view(node: fx.Node) -> bool:
     return node.target in _INVOLUTIONS or node.target in (aten.view.default, aten.slice.Tensor, aten.clone.default)
 
 
-# --- what does nothing ------------------------------------------------------------------------------------------------
+# --- calls without effect ---------------------------------------------------------------------------------------------
 
 
 def _cancel_views(graph: fx.Graph) -> None:
-    """Read through a second transposition that undoes the first, and through views of views.
+    """Bypass a second transposition that undoes the first, and views of views.
 
-    What the graph returns stays: a view may be an input's, and is then another tensor than the input.
+    Values returned by the graph stay: a returned view of an input must not become the input itself.
     """
     for node in nodes.call_functions(graph, _is_view):
         source = node.all_input_nodes[0]
@@ -78,7 +78,7 @@ def _cancel_views(graph: fx.Graph) -> None:
 
 
 def _drop_kept_dims(graph: fx.Graph) -> None:
-    """Sum without keeping the dimension, where only views read the sum."""
+    """Sum without keeping the dimension if only views read the sum."""
     for node in nodes.call_functions(graph, lambda node: node.target is aten.sum.dim_IntList):
         value = _value(node)
         if len(node.args) != 3 or not node.args[2] or not _is_contiguous(node) or value is None:
@@ -91,7 +91,7 @@ def _drop_kept_dims(graph: fx.Graph) -> None:
 
 
 def _call_linear(graph: fx.Graph) -> None:
-    """Let ATen transpose the weight of a layer; it calls the same kernel (`linear`, 2.11 - 2.15)."""
+    """Let ATen transpose the weight of a layer: `linear` calls the same kernel (torch 2.11 - 2.15)."""
     for node in nodes.call_functions(graph, lambda node: node.target is aten.addmm.default):
         bias, x, transposed = cast("tuple[fx.Node, fx.Node, fx.Node]", node.args)
         if transposed.target is aten.t.default and len(transposed.users) == 1 and not node.kwargs and _rank(bias) == 1:
@@ -106,7 +106,7 @@ def _replace(node: fx.Node, source: fx.Node) -> None:
 
 
 def _join_copies_in(graph: fx.Graph) -> None:
-    """Let one call pack what is viewed part by part."""
+    """Pack all parts of a buffer with one call, instead of a view for each part and a cat."""
     for cat in nodes.call_functions(graph, lambda node: node.target is aten.cat.default):
         parts = cast("Sequence[fx.Node]", cat.args[0])
         dim = cat.args[1] if len(cat.args) > 1 else 0
@@ -117,21 +117,21 @@ def _join_copies_in(graph: fx.Graph) -> None:
         if ranks == {1} and None not in shapes:
             cat.target, cat.args = flatten_each, (list(map(_source, parts)),)
         elif ranks == {2} and dim == 1 and None not in shapes and _is_on_cpu(parts[0]):
-            # On GPUs a copy kernel without a table of addresses is better to have.
+            # On GPUs, cat is better: its copy kernel needs no table of addresses.
             rows = cast("tuple[int, ...]", shapes[0])[0]
             sources = [_divided(part, rows) for part in parts]
             cat.target, cat.args = interleave, (sources, rows)
 
 
 def _source(view: fx.Node) -> fx.Node:
-    """What a view of a contiguous tensor views, through all of them; of anything else itself."""
+    """The base of a chain of views of contiguous tensors; the node itself if it is not such a view."""
     while view.target is aten.view.default and _is_contiguous(view.all_input_nodes[0]):
         view = view.all_input_nodes[0]
     return view
 
 
 def _divided(part: fx.Node, rows: int) -> fx.Node:
-    """What a part with so many rows views, if its own rows can be divided evenly."""
+    """The base of a part's views if its first dim is divisible by `rows`, else the part itself."""
     source = _source(part)
     shape = _shape(source)
     return source if shape and shape[0] and shape[0] % rows == 0 else part
@@ -149,7 +149,7 @@ class Part(NamedTuple):
 
 
 def _reshape_once(graph: fx.Graph) -> None:
-    """Copy and view in one call where the view needs the copy; it stands where the copy did."""
+    """Replace a copy and the view that needs it with one reshape, in the place of the copy."""
     for clone in nodes.call_functions(graph, lambda node: node.target is aten.clone.default):
         if len(clone.users) != 1 or clone.kwargs != {"memory_format": torch.contiguous_format}:
             continue
@@ -165,7 +165,7 @@ def _reshape_once(graph: fx.Graph) -> None:
 
 
 def _copy_out_together(graph: fx.Graph) -> None:
-    """Copy small parts of a buffer, which lies row by row, out of it by one call, where the first of them is read."""
+    """Copy small parts out of a row-major buffer with one call, at the place of the first copy."""
     found: dict[fx.Node, list[Part]] = {}
     for copy in nodes.call_functions(graph, lambda node: node.target is aten.reshape.default):
         cut = cast(fx.Node, copy.args[0])
@@ -176,7 +176,7 @@ def _copy_out_together(graph: fx.Graph) -> None:
         numel = 0 if _shape(copy) is None else meta.tensor_value(copy).numel()
         if dim != 1 or _rank(base) != 2 or not _is_contiguous(base) or not _is_on_cpu(base):
             continue
-        if 0 < numel <= MOST_PART_NUMEL and not _is_returned(copy):  # a result has its memory for itself
+        if 0 < numel <= MOST_PART_NUMEL and not _is_returned(copy):  # results must have memory of their own
             found.setdefault(base, []).append(Part(cast(int, start), cast(int, end), copy))
     for base, parts in found.items():
         for together in [] if _is_written(base) else _runs(parts):
@@ -190,7 +190,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _is_written(base: fx.Node) -> bool:
-    """Whether anything writes to the memory of a buffer once it is filled, so that it matters when it is read."""
+    """Whether a filled buffer is written to, so that the time of reading it matters."""
     while traits.is_view(base):
         base = base.all_input_nodes[0]
     views = [base]
@@ -200,7 +200,7 @@ def _is_written(base: fx.Node) -> bool:
 
 
 def _runs(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts in the order in which they are read, as many together as `MOST_NUMEL` allows."""
+    """Group parts, in the order in which they are read, into runs of at most `MOST_NUMEL` elements."""
     runs: list[list[Part]] = [[]]
     numel = 0
     for part in parts:
@@ -236,7 +236,7 @@ def _copy_out(graph: fx.Graph, base: fx.Node, parts: Sequence[Part]) -> None:
 
 
 def _cut_once(graph: fx.Graph) -> None:
-    """Cut a buffer into its parts by one call, where its first part is read."""
+    """Cut a buffer into its parts with one call, at the place of the first slice."""
     cut: dict[tuple[fx.Node, int], list[Part]] = {}
     for node in nodes.call_functions(graph, lambda node: node.target is aten.slice.Tensor):
         base, dim, start, end, *step = node.args
@@ -292,7 +292,7 @@ def _cut(
 
 
 def _only_view(node: fx.Node) -> fx.Node:
-    """The view that alone reads a slice, or the slice itself."""
+    """The view that is the only reader of a slice, or else the slice itself."""
     if len(node.users) == 1:
         (user,) = node.users
         if user.target is aten.view.default and _shape(user) is not None:
@@ -310,7 +310,7 @@ def _like(shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 def _bound(function: Callable[..., Any], **arguments: Any) -> Callable[..., Any]:
     found: Any = partial(function, **arguments)
-    found.__name__, found.__module__ = function.__name__, __name__  # what the generated program calls it
+    found.__name__, found.__module__ = function.__name__, __name__  # its name in the generated program
     return found
 
 
@@ -323,7 +323,7 @@ def _value(node: fx.Node) -> Tensor | None:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of what is a tensor with a shape without symbols, else None."""
+    """The shape of a tensor; None if the node's value is not a tensor or has symbolic sizes."""
     value = _value(node)
     if value is None or not all(type(size) is int for size in (*value.shape, *value.stride())):
         return None
@@ -346,9 +346,9 @@ def _is_on_cpu(node: fx.Node) -> bool:
 
 
 def _can_view(node: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether a view with this shape exists: each run of dimensions that lie densely is cut by itself.
+    """Whether a view with this shape exists: each run of densely packed dimensions is cut separately.
 
-    As ATen decides (`computeStride`); asked there, the answer would come from whatever mode the compile runs in.
+    Same rule as ATen's `computeStride`, which cannot be asked because it would run in the mode of the compile.
     """
     value = cast(Tensor, _value(node))
     if not value.numel():

@@ -25,8 +25,8 @@ from zgraph.tiers.lanes import COMPUTE
 
 Gathers = Literal["auto", Mode]
 ETHERNET_BYTES = 2 * MIB  # large enough that latency on Ethernet is a small part
-# For unknown links: the transfer in a ring of eight takes fifteen times the latency over NVLink, and three hundred
-# times over a port of 200 Gbit/s; and a layer of a large model is a few buckets.
+# For unknown links: in a ring of eight, the transfer takes fifteen times the latency over NVLink and three hundred
+# times over a 200 Gbit/s port; a layer of a large model still makes a few buckets.
 NCCL_BYTES = 64 * MIB
 
 
@@ -34,30 +34,30 @@ NCCL_BYTES = 64 * MIB
 class BucketCollectives(GraphPass):
     """Merge neighbouring collectives of the same kind, group and dtype into buckets of limited size.
 
-    A gather bucket takes the place of its first member, a reduction bucket that of its last. The order of summation
-    over ranks does not change: a bucket is summed element by element, like its members.
-    A bucket of replicated gradients is one flat vector, padded once: its means are gathered together, into a storage
-    of which each gradient is a view. Another rank may then sum an element, which changes nothing if `LowerReductions`
-    sums in rank order. Buckets with sharded gradients, with parts over replicas (hybrid sharding) or with compressed
-    gradients keep the chunks of their members separate.
-    Leaves alone: collectives larger than a bucket, those that depend on each other, and gathers that a window keeps,
+    A gather bucket replaces its first member, a reduction bucket its last. The order of summation over ranks does not
+    change: a bucket is summed element by element, like its members.
+    A bucket of replicated gradients is one flat vector, padded once. Its means are gathered together into one storage,
+    and each gradient is a view of it. A different rank may then sum an element, which changes nothing if
+    `LowerReductions` sums in rank order. Buckets with sharded gradients, with parts over replicas (hybrid sharding) or
+    with compressed gradients keep the chunks of their members separate.
+    Leaves alone: collectives larger than a bucket, collectives that depend on each other, and gathers kept by a window,
     which run once for several forwards, directly into the kept storage.
 
     Attributes:
-        bucket_bytes: most bytes that one collective carries, counted on unsharded parameters and gradients; replicated
-            gradients count without padding. None: the size that suits the link of the target's hardware (`link_bytes`);
-            a member is left out if, by the costs, waiting for it would expose more time than the latency it saves,
-            assuming that each kind has its link to itself. "auto": on NCCL the same with the figures of the GPUs'
-            preset, or 64 MiB if they have none; elsewhere 2 MiB, whose latency on Ethernet is a small part.
+        bucket_bytes: maximum bytes per collective, counted on unsharded parameters and gradients; replicated gradients
+            count without padding. None: the size that suits the link of the target's hardware (`link_bytes`); a member
+            is left out if, by the costs, waiting for it would expose more time than the latency it saves, assuming
+            that each kind has its link to itself. "auto": on NCCL the same, with the figures of the GPUs' preset, or
+            64 MiB without a preset; on other backends 2 MiB, large enough to make Ethernet latency a small part.
         gathers: how parameters share a gather.
-            "flat": through one flat buffer, out of which each is copied, or decoded if it is sent as codes.
+            "flat": through one flat buffer, from which each is copied, or decoded if it is sent as codes.
             "coalesced": each directly into its own storage; NCCL launches them as one, other backends run them one
             after another.
-            "sequential": not at all. Each is gathered where its reader stands and nothing is prefetched, so that
-            hardly more than one is unsharded at a time. A parameter that is read twice stays unsharded in between.
+            "sequential": not at all. Each is gathered at its reader and nothing is prefetched, so that hardly more than
+            one is unsharded at a time. A parameter that is read twice stays unsharded in between.
             "auto": for each bucket the cheaper of the first two on the target's hardware if it fits the budget, else
-            the third; without a target, "coalesced" on NCCL and "flat" elsewhere.
-        latency_share: share of latency in a bucket's transfer at which it is large enough, if the link decides.
+            the third; without a target, "coalesced" on NCCL and "flat" on other backends.
+        latency_share: with bucket_bytes=None, a bucket is large enough if latency is this share of its transfer.
     """
 
     bucket_bytes: int | Literal["auto"] | None
@@ -97,7 +97,7 @@ class BucketCollectives(GraphPass):
         graph = gm.graph
         counts = Counter[Mode]()
         merged = 0
-        # Gathers of parameters first: those of replicated gradients' means are bucketed with the exchanges that they
+        # Gathers of parameters first: gathers of replicated gradients' means are bucketed with the exchanges that they
         # depend on.
         exchanges = (nodes.is_all_to_all, nodes.is_reduce_scatter, nodes.is_all_reduce)
         for predicate in (nodes.is_all_gather, *exchanges, nodes.is_all_gather):
@@ -106,7 +106,7 @@ class BucketCollectives(GraphPass):
             modes = plan_modes(graph, plan, self.gathers, ctx)
             for bucket, mode in zip(plan, modes, strict=True):
                 merge(graph, bucket, mode)
-            # Nodes that reshape a member's result may stand before the bucket, which takes its last member's place.
+            # Nodes that reshape a member's result may come before the bucket, which takes its last member's place.
             edits.restore_order(graph)
             merged += len(plan)
             counts += Counter(
@@ -121,7 +121,7 @@ class BucketCollectives(GraphPass):
         return merged > 0
 
     def _chosen(self, graph: fx.Graph, ctx: PassContext) -> tuple[BucketCollectives, PassContext]:
-        """The pass with the bucket size that suits the backend, and the context with what is known of the machine."""
+        """The pass with the bucket size that suits the backend, and the context with this machine's known costs."""
         start = next(nodes.call_functions(graph, nodes.is_collective), None)
         sent = [] if start is None else nodes.sent_by(start)
         device = meta.tensor_value(sent[0]).device if sent else torch.device("cpu")
@@ -173,7 +173,7 @@ class Filling:
     """How buckets of one kind are filled.
 
     Attributes:
-        limit_bytes: most bytes of a bucket.
+        limit_bytes: maximum bytes of a bucket.
         queue: decides for each member whether it joins; None: it joins if there is room.
     """
 
@@ -192,7 +192,7 @@ def plan_buckets(
 
     Args:
         graph, predicate: the collectives to consider.
-        limits: how to fill buckets, for collectives that one could replace.
+        limits: returns how to fill buckets, given collectives that could be merged into one.
         one_by_one: return gathers of parameters as buckets of one.
     """
     order = nodes.order_of(graph)
@@ -237,18 +237,18 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
 
 
 def carried_bytes(start: fx.Node) -> int:
-    """Bytes of the unsharded tensor of a collective; for a replicated gradient, of the wider of both collectives."""
+    """Bytes of a collective's unsharded tensor; for a replicated gradient, in the wider of its collectives' dtypes."""
     found = None if nodes.is_gather(start) else ReplicatedReduction.of(start)
     return nodes.unsharded_bytes(start) if found is None else found.carried_bytes
 
 
 def gathers_parameter(start: fx.Node) -> bool:
-    """Whether the collective gathers an input of the graph, and not a mean that the graph has computed."""
+    """Whether the collective gathers an input of the graph, as opposed to a mean computed by the graph."""
     return nodes.is_all_gather(start) and dataflow.copy_in(start) is not None
 
 
 def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> dict[fx.Node, float]:
-    """Microseconds of compute before each node, without copies of communicated data, in which ranks may differ."""
+    """Microseconds of compute before each node, without copies of communicated data, which may differ between ranks."""
     ahead: dict[fx.Node, float] = {}
     spent = 0.0
     for node in graph.nodes:
@@ -263,7 +263,7 @@ def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> di
 
 
 def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: PassContext) -> list[Mode]:
-    """How the members of each bucket share a collective."""
+    """Choose how the members of each bucket share a collective."""
     alive_bytes: list[int] | None = None
     modes: list[Mode] = []
     for bucket in plan:
@@ -280,7 +280,7 @@ def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: P
 
 
 def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
-    """The cheaper of two modes: separate launches cost time on the link, copies through a buffer cost compute."""
+    """The cheaper of "coalesced", whose launches cost time on the link, and "flat", whose copies cost compute."""
     first = bucket.starts[0]
     if nodes.is_quantized_gather(first):
         return "flat"  # codes are written to the flat buffer, and decoded from it, without copies
@@ -299,7 +299,7 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
 
 
 def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
-    """The cheaper mode, or else "coalesced", if there is room for more than one unsharded member; else "sequential"."""
+    """The cheaper mode if it fits into the room, else "coalesced" if that fits, else "sequential"."""
     sizes = [*map(nodes.unsharded_bytes, bucket.starts)]
     needed: dict[Mode, int] = {"flat": sum(sizes), "coalesced": sum(sizes) - min(sizes), "sequential": 0}
     options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "coalesced")
@@ -310,13 +310,13 @@ def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
 
 
 def _alive_bytes(graph: fx.Graph, *, inputs_die: bool) -> list[int]:
-    """Bytes alive while each node runs, as all ranks count them, if every gather runs where its result is needed."""
+    """Bytes alive while each node runs, counted alike on all ranks, if every gather runs where its result is read."""
     order = list(graph.nodes)
     return list(curve_of(order, storages_of(order, inputs_die=inputs_die, agreed=True)).bytes_during)
 
 
 def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int:
-    """The most bytes alive between a bucket's place and its last reader."""
+    """The peak of bytes alive between a bucket's place and its last reader."""
     order = nodes.order_of(graph)
     results = [cast(fx.Node, nodes.wait_of(start)) for start in bucket.starts]
     readers = [order[user] for result in results for node in dataflow.reshaped_values(result) for user in node.users]
@@ -327,7 +327,7 @@ def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int
 
 
 def _key(start: fx.Node) -> tuple[object, ...] | None:
-    """A key that is equal for collectives that one can replace; None if the result is used in an unknown way."""
+    """A key that is equal for collectives that can be merged; None if the result is used in an unknown way."""
     wait = nodes.wait_of(start)
     if wait is None or len(start.users) != 1 or not meta.parameters(start) or meta.is_tagged_at_use(start):
         return None
@@ -358,7 +358,7 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
 
 
 def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node | None:
-    """The node before which the merged collective can go; None if its members depend on each other."""
+    """The node to put the merged collective before; None if its members depend on each other."""
     last = members[-1]
     results = [cast(fx.Node, nodes.wait_of(start)) for start in members]
     if all(order[user] > order[last] for wait in results[:-1] for user in _readers(wait)):
@@ -370,7 +370,7 @@ def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node
 
 
 def _readers(wait: fx.Node) -> list[fx.Node]:
-    """Nodes that compute with the result; sums over ranks, copies and further collectives only pass it on."""
+    """Nodes that compute with the result, beyond the sums over ranks, copies and collectives that only pass it on."""
     pending, found = dict.fromkeys(wait.users), dict[fx.Node, None]()
     while pending:
         user = pending.popitem()[0]
@@ -382,7 +382,7 @@ def _readers(wait: fx.Node) -> list[fx.Node]:
 
 
 def _can_precede(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> bool:
-    """Whether the node stands before the anchor, or is a copy of inputs that can be moved there."""
+    """Whether the node is before the anchor, or is a copy of inputs that can be moved there."""
     if order[node] < order[anchor]:
         return True
     if nodes.is_start(node) or nodes.is_wait(node) or not (nodes.is_communication(node) or traits.is_reshaping(node)):

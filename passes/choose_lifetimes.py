@@ -1,4 +1,4 @@
-"""Decide what lives from forward to backward: gathered parameters and activations, under the one budget."""
+"""Decide which gathered parameters and activations live from forward to backward, under one budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True, kw_only=True)
 class ChooseLifetimes(GraphPass):
-    """Save for backward what the budget has room for, and recompute what costs the least time.
+    """Save as many values for backward as fit the budget, and recompute those that cost the least time.
 
     With a budget in the target, one plan decides for each parameter of stage 3 whether backward gathers it again, and
     for each activation that torch's partitioner would save whether backward recomputes it. Without a budget, and always
@@ -32,14 +32,14 @@ class ChooseLifetimes(GraphPass):
     is tagged as well: its gather is free, and only its cast copy would be saved.
     A whole training step is not partitioned: the nodes that backward repeats are copied to where it reads them. Without
     a budget each backward gets a gather of its own there, and activations are kept as eager torch keeps them.
-    Where values may be offloaded, each is kept, recomputed or offloaded by what takes the least time per byte at the
-    peak; `OffloadActivations` then copies what was chosen.
+    If offloading is allowed, each value is kept, recomputed or offloaded, whichever costs the least time per byte at
+    the peak; `OffloadActivations` then copies the chosen values.
     Leaves alone: parameters of stages 1 and 2, which are gathered once per window and saved for its backwards;
     parameters that the graph returns, as before a graph break, because their receiver keeps them alive; operators that
-    are random, write, or communicate for the model; and whatever activation checkpointing has decided.
+    are random, write, or communicate for the model; and decisions made by activation checkpointing.
 
     Attributes:
-        offload_least_bytes: activations of at least this size may be offloaded under a budget; None: none may.
+        offload_least_bytes: minimum size of activations that may be offloaded under a budget; None: no offloading.
     """
 
     offload_least_bytes: int | None = None
@@ -135,7 +135,7 @@ class ChooseLifetimes(GraphPass):
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
-    """The gathers that backward repeats: those of stages 0 and 3 whose result forward does not return to the user."""
+    """The gathers that backward repeats: stages 0 and 3, unless forward returns the result to the user."""
     returned = nodes.returned_by(graph)[:user_outputs]
     return [
         node
@@ -156,7 +156,7 @@ def plan_lifetimes(
     target_bytes: int,
     copies: HostLinks | None = None,
 ) -> tuple[StepEstimate, StepEstimate]:
-    """The fastest step within the target, else the one with the least memory; and the step that saves everything."""
+    """The fastest step within the target, or else the one with least memory; and the step that saves everything."""
     model = PartitionedModel(
         joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing, copies=copies
     )

@@ -1,4 +1,4 @@
-"""Send few bits for each element of a gradient, with error feedback."""
+"""Reduce gradients as low-bit codes, with error feedback."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ class CompressGradients(GraphPass):
     With `LowRank`, gradients are instead sent as two thin factors, each reduced like a replicated gradient, with one
     reduction of each per bucket.
 
-    Lossy: how far the mean is from the exact one is documented by `zgraph.passes.LoCo` and the other methods. Each rank
-    keeps error-feedback state for each parameter, see `zgraph.runtime_state`. Gradients are quantized from the dtype
-    that they have, whatever dtype they would otherwise be sent in.
-    Leaves alone: gradients that are small, have few dims or a skipped name, and those on a single rank, which are not
-    sent; LowerReductions sends them uncompressed. Gradients accumulated in a window are compressed once, at its end.
+    Lossy: `zgraph.passes.LoCo` and the other methods document how far the mean is from the exact one. Each rank keeps
+    error-feedback state for each parameter, see `zgraph.runtime_state`. Gradients are quantized from their own dtype,
+    not from the dtype in which they would otherwise be sent.
+    Leaves alone: gradients that are small, have few dims or a skipped name (LowerReductions sends them uncompressed),
+    and gradients on a single rank, which are not sent. Gradients accumulated in a window are compressed once, at its
+    end.
 
     Attributes:
         method: LoCo, ErrorFeedback, NoFeedback, TwoHop, LowRank, or your own subclass of `zgraph.passes.TensorMethod`.
-        min_numel, min_dims: least size and number of dims of a parameter whose gradient is compressed.
+        min_numel, min_dims: minimum size and number of dims of a parameter whose gradient is compressed.
         skip: names of parameters whose gradients are not compressed, as shell patterns ("*.embed*"). Blocks that share
             a compiled graph are all treated like the block it was compiled for; for a pattern that distinguishes them,
             compile the whole model.
         warmup_steps: number of initial optimizer steps in which gradients are not compressed.
-        mean_codec: how averaged gradients of replicated parameters, of which each rank has averaged a part, are
-            gathered: in this dtype, or compressed by a BlockMethod with error feedback of its own. Gradients that are
-            not compressed use `mean_dtype` of `zgraph.shard`. Not used by LowRank: each rank rebuilds all means.
+        mean_codec: how the means of replicated parameters' gradients are gathered after each rank has averaged a part:
+            in this dtype, or compressed by a BlockMethod with error feedback of its own. Uncompressed gradients use
+            `mean_dtype` of `zgraph.shard` instead. Not used by LowRank: each rank rebuilds all means.
     """
 
     method: CompressionMethod | TwoHop | LowRank = field(default_factory=LoCo)
@@ -79,8 +80,8 @@ class CompressGradients(GraphPass):
             )
         if isinstance(self.method, LowRank) and self.mean_codec != torch.bfloat16:
             raise ValueError(
-                f"compress_gradients: mean_codec={self.mean_codec} with LowRank, by which each rank rebuilds means "
-                "from factors; nothing is gathered, leave mean_codec out."
+                f"compress_gradients: mean_codec={self.mean_codec} is not used by LowRank, which gathers no means: "
+                "each rank rebuilds them from factors; leave mean_codec out."
             )
         if isinstance(self.method, CompressionMethod):
             to_text(self.method)  # refused here rather than in the middle of a compile
@@ -124,7 +125,7 @@ class CompressGradients(GraphPass):
         grad = meta.tensor_value(args.grad)
         if grad.dtype not in MEANS or grad.dim() < self.min_dims or grad.numel() < self.min_numel:
             return False
-        # The second of two low-rank reductions of one parameter in a backward would begin before the first has ended.
+        # Of two low-rank reductions of one parameter in a backward, the second would start before the first has ended.
         if isinstance(self.method, LowRank) and (
             reductions[args.handle, meta.part(marker)] > 1 or not self.method.pays(grad.shape, _sent_bytes(args, grad))
         ):
@@ -134,6 +135,6 @@ class CompressGradients(GraphPass):
 
 
 def _sent_bytes(args: ReduceArgs, grad: torch.Tensor) -> int:
-    """Bytes that all ranks send for an uncompressed gradient: each element to the rank that sums it, and back."""
+    """Bytes sent for an uncompressed gradient: each element to the rank that sums it and, if replicated, back."""
     wire = wire_dtype_of(grad.dtype, args.wire_dtype)
     return grad.numel() * (wire.itemsize if args.layout.is_sharded else 2 * wire.itemsize)

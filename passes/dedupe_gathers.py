@@ -20,10 +20,10 @@ aten = torch.ops.aten
 class DedupeGathers(GraphPass):
     """Let all reads of a parameter share the first gather, and reduce the sum of its gradients once.
 
-    `reduce(a) + reduce(b)` becomes `reduce(a + b)`, which is how the replicated model sums them, and half the bytes.
+    `reduce(a) + reduce(b)` becomes `reduce(a + b)`: the same sum as in the replicated model, for half the bytes.
     Leaves alone: reads in another dtype or of another parameter; sums with anything but a reduction of the same
-    parameter. In a whole training step also reads of stages 0 and 3 in different forwards and backwards, reads before
-    and after an update, and sums of the reductions of several backwards, which eager torch sums as well.
+    parameter. In a whole training step also: reads of stage 0 and 3 parameters in different forwards and backwards,
+    reads before and after an update, and sums of the reductions of several backwards, which eager torch also computes.
     """
 
     name: ClassVar[str] = "dedupe_gathers"
@@ -47,7 +47,7 @@ class DedupeGathers(GraphPass):
 
 
 def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """(duplicate, first) for every gather that an earlier one can stand in for."""
+    """(duplicate, first) for every gather that an earlier one can replace."""
     first: dict[tuple[object, ...], fx.Node] = {}
     plan: list[tuple[fx.Node, fx.Node]] = []
     writes: Counter[fx.Node] = Counter()
@@ -66,7 +66,7 @@ def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def next_fold(graph: fx.Graph) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(add, left, right) where add sums two reductions of one parameter that nobody else reads."""
+    """(add, left, right) where add sums two reductions of one parameter and is their only reader."""
     for add in nodes.call_functions(graph, lambda node: node.target is aten.add.Tensor):
         if add.kwargs or len(add.all_input_nodes) != 2:
             continue

@@ -1,4 +1,4 @@
-"""Start gathers early: each one while the parameters of an earlier one are still in use."""
+"""Start each gather early, while the parameters of an earlier one are still in use."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from zgraph.runtime.chunks import MIB
 class HoistStarts(GraphPass):
     """Move each gather's start to just before the wait of an earlier one, as early as the limits allow.
 
-    Likewise what was offloaded to the host starts to come back before an earlier one is waited for. Reductions already
-    start where their gradients are ready.
-    Leaves alone: gathers whose input is computed in the graph, such as means of replicated gradients, or was written to
-    there, and gathers pinned to their use to save memory.
+    Likewise the copy of an offloaded tensor back to the device starts before the wait of an earlier copy. Reductions
+    already start where their gradients are ready.
+    Leaves alone: gathers whose input is computed or written to in the graph, such as means of replicated gradients, and
+    gathers pinned to their use to save memory.
 
     Attributes:
-        prefetch: how many gathers may be in flight in addition to the one that is waited for, and how many copies from
-            the host.
-        in_flight_bytes: most bytes of unsharded parameters that those gathers yield, and of what those copies bring;
-            one is always prefetched.
+        prefetch: number of gathers, and of copies from the host, that may be in flight besides the awaited one.
+        in_flight_bytes: maximum bytes of unsharded parameters in flight, and separately of copies from the host; one
+            of each is always prefetched.
     """
 
     prefetch: int = 1
@@ -67,7 +66,7 @@ def _reads_inputs_alone(start: fx.Node, ahead: Hazards) -> bool:
 
 
 def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tuple[fx.Node, fx.Node]]:
-    """(start, node before which it goes), in program order.
+    """(start, node to put it before), in program order.
 
     The first gathers go to the top of the graph; with prefetch 0 nothing moves.
     """
@@ -84,7 +83,7 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
     plan = list(_ahead(graph, gathers, prefetch, in_flight_bytes))
     for start, anchor in _ahead(graph, reloads, prefetch, in_flight_bytes):
         kept = start.all_input_nodes[0]
-        if not nodes.is_wait(kept) or order[nodes.start_of(kept)] < order[anchor]:  # offloaded before
+        if not nodes.is_wait(kept) or order[nodes.start_of(kept)] < order[anchor]:  # already offloaded by then
             plan.append((start, anchor))
     return plan
 
@@ -92,7 +91,7 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
 def _ahead(
     graph: fx.Graph, starts: Sequence[fx.Node], prefetch: int, in_flight_bytes: int
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Starts of one lane in their order, each with the node before which it goes."""
+    """Starts of one lane in their order, each with the node to put it before."""
     if not starts:
         return
     # Before the first compute, or the first wait if that comes first: after it they would overtake nothing.
@@ -102,7 +101,7 @@ def _ahead(
         for node in graph.nodes
         if node is first_wait or not (node.op == "placeholder" or nodes.is_communication(node))
     )
-    oldest = 0  # oldest one that is still in flight, or waited for, when the next one starts
+    oldest = 0  # the oldest start that is still in flight or awaited when the next one starts
     for position, start in enumerate(starts):
         while position - oldest > prefetch or (
             position - oldest > 1 and sum(map(nodes.unsharded_bytes, starts[oldest : position + 1])) > in_flight_bytes

@@ -21,8 +21,8 @@ aten = torch.ops.aten
 class LowerGathers(GraphPass):
     """Cast the local shard, gather it just before its first use, and remove the padding.
 
-    Casts happen before the gather, so that the narrow dtype is sent: the marker's own cast, and a cast that every
-    reader applies, as under autocast. A replicated parameter, or a group of one rank, needs no collective.
+    Both the marker's own cast and a cast that every reader applies (as under autocast) happen before the gather, so
+    that the narrow dtype is sent. A replicated parameter, or a group of one rank, needs no collective.
     Leaves alone: nothing; every marker is lowered.
     """
 
@@ -41,17 +41,17 @@ class LowerGathers(GraphPass):
 
 
 def _read_after_dependences(graph: fx.Graph) -> None:
-    """Move views of gathered parameters behind what depends on all of a unit's gathers.
+    """Move views of gathered parameters after the `depend` node that reads all of a unit's gathers.
 
-    As first readers they would give the gathers the order of what this rank reads, such as the weights that backward
-    transposes, instead of the unit's own.
+    Otherwise these views would be the first readers, and gathers would take the order in which this rank reads the
+    parameters (such as the weights that backward transposes) instead of the unit's order.
     """
     for node in list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default)):
         order = nodes.order_of(graph)
         markers = [source for source in node.all_input_nodes if nodes.is_unshard(source)]
         early = [view for marker in markers for view in dataflow.reshaped_values(marker) if order[view] < order[node]]
         moved = {view for view in early if view not in markers}
-        # What computes with one of them before, as outside of the unit, keeps it where it is.
+        # A view that is already used in computation before the node, as outside of the unit, stays where it is.
         while kept := {
             view for view in moved if any(order[user] < order[node] and user not in moved for user in view.users)
         }:
@@ -78,10 +78,10 @@ def _lower(graph: fx.Graph, marker: fx.Node) -> None:
 
 
 def replace_marker(graph: fx.Graph, marker: fx.Node, narrow: torch.dtype | None, build: Callable[[], fx.Node]) -> None:
-    """Replace an unshard for all its readers by nodes built just before the first of them.
+    """Replace an unshard with nodes built just before its first reader.
 
     Args:
-        graph, marker: the unshard.
+        graph, marker: the graph and the unshard node in it.
         narrow: dtype to which every reader casts; the result replaces these casts. None: it replaces the marker itself.
         build: builds the result at the graph's insertion point.
     """

@@ -21,21 +21,22 @@ from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm
 class LowerReductions(GraphPass):
     """Exchange and sum the chunks of each gradient; each rank keeps its own, or gathers all for replicated parameters.
 
-    A gradient that was only widened to be reduced (autocast) is sent narrow; since sums are fp32 anyway, the result is
-    bitwise the same.
+    A gradient that was only widened to be reduced (autocast) is sent in the narrow dtype; since sums are fp32 anyway,
+    the result is bitwise the same.
     Leaves alone: nothing; every marker is lowered.
 
     Attributes:
         algorithm: how gradients are reduced.
-            "all_to_all" sends (N-1)/N of the gradient and sums in rank order, bitwise equal to the eager marker.
-            (gloo's own reduce_scatter sends twice as much.)
+            "all_to_all" sends (N-1)/N of the gradient and sums in rank order, bitwise equal to the eager marker
+            (gloo's own reduce_scatter sends twice as much).
             "reduce_scatter" widens gradients narrower than fp32 and leaves the order of the sum to the backend: for
             N > 2 results are equal up to rounding.
             "narrow_reduce_scatter" does not widen: half the bytes in bf16, but each addition is rounded to bf16.
             "all_reduce" needs one collective instead of two if every rank needs the whole mean (stage 0, replicas), and
             is a reduce_scatter otherwise; its means are not rounded to `mean_dtype`.
-            "auto": on gloo "all_to_all"; on NCCL the cheapest on the target's hardware, or on the present machine, that
-            does not sum in a narrow dtype (see common/reduction_algorithms.py); a reduce_scatter if neither is known.
+            "auto": on gloo "all_to_all"; on NCCL the cheapest algorithm that does not sum in a narrow dtype, by the
+            target's hardware or else this machine's (see common/reduction_algorithms.py), or "reduce_scatter" if
+            neither is known.
     """
 
     algorithm: Algorithm = "auto"
@@ -70,7 +71,7 @@ class LowerReductions(GraphPass):
 
 
 def _let_wait(graph: fx.Graph, markers: Sequence[fx.Node]) -> None:
-    """Prepare, at the end of a graph, for gradients that wait in `.grad`."""
+    """Add the call, at the end of a graph, that prepares for gradients accumulated in `.grad`."""
     handles = list(dict.fromkeys(ReduceArgs.of(marker).handle for marker in markers))
     if not handles:
         return

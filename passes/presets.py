@@ -1,4 +1,4 @@
-"""Lists of passes that work, to be edited: `default` goes by rules, `planned` by what things cost on a target."""
+"""Working lists of passes, meant to be edited: `default` uses fixed rules, `planned` uses the costs on a target."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def default(
     offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
-    """Gathers and reductions, bucketed and overlapped; the ZeRO stage comes from each parameter.
+    """Bucket and overlap gathers and reductions; the ZeRO stage comes from each parameter.
 
-    By rules that need no costs: three gathers ahead, three reductions in flight.
+    Uses rules that need no costs: three gathers are prefetched, and three reductions may be in flight.
 
     Args:
-        bucket_bytes: the most that one collective carries, counted on whole parameters and gradients. None: on NCCL
-            what suits the links of the preset that the GPUs' name stands for, see `BucketCollectives`; elsewhere
+        bucket_bytes: maximum bytes per collective, counted on whole parameters and gradients. None: on NCCL, the size
+            that suits the links in the hardware preset for these GPUs (see `BucketCollectives`); on other backends
             2 MiB, which suits Ethernet.
-        compression: such as `zgraph.passes.LoCo()`: gradients travel as codes of a few bits, or `LowRank()`: as thin
-            factors; see `CompressGradients`. Lossy. None: as they are.
-        gather_compression: such as `zgraph.passes.NoFeedback(bits=8)`: parameters travel as codes, and forwards read
-            what these stand for, see `QuantizeGathers`. Lossy. None: as they are.
-        offload_activations: keep what forward saves for backward on the host, see `OffloadActivations`; with a budget
-            in the target as much of it as is faster than to compute it again.
+        compression: lossy gradient compression. `zgraph.passes.LoCo()` and similar methods send codes of a few bits;
+            `LowRank()` sends thin factors. See `CompressGradients`. None: gradients are sent uncompressed.
+        gather_compression: lossy parameter compression, such as `zgraph.passes.NoFeedback(bits=8)`: parameters are
+            sent as codes and forward reads the decoded values, see `QuantizeGathers`. None: sent uncompressed.
+        offload_activations: keep the activations saved for backward on the host, see `OffloadActivations`. If the
+            target has a budget, only those that are faster to copy than to recompute.
 
     Raises:
-        TypeError: there is no such argument; says where hardware and budget go.
+        TypeError: unknown argument; the message says where hardware and budget go.
     """
     _refuse("default", unknown)
     size = "auto" if bucket_bytes is None else bucket_bytes
@@ -67,14 +67,14 @@ def planned(
     offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
-    """The same, in the order that takes least on the hardware of the pipeline's target and fits its budget:
+    """The passes of `default`, but scheduled for the fastest step on the target's hardware within its budget:
 
         zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=zgraph.calibrate()))
 
-    Updates of state that rests on the host run there or on the device, where the step takes least, see `StreamStates`.
+    State offloaded to the host is updated there or on the device, whichever makes the step faster (see `StreamStates`).
 
     Args:
-        bucket_bytes: None: what suits the links of that hardware.
+        bucket_bytes: as for `default`. None: the size that suits the links of that hardware.
         compression, gather_compression, offload_activations: as for `default`.
 
     Raises:
@@ -86,10 +86,10 @@ def planned(
 
 
 def with_streams(pipeline: Pipeline | None) -> Pipeline:
-    """The pipeline with passes that stream offloaded tensors, if it has none; planned ones if the others are planned.
+    """Add the passes that stream offloaded tensors to a pipeline without them; by costs if it schedules by costs.
 
     Args:
-        pipeline: None: `default`.
+        pipeline: the pipeline to extend. None: `default`.
     """
     found = pipeline or Pipeline(default())
     if any(isinstance(one, StreamStates) for one in found.passes):
@@ -100,7 +100,7 @@ def with_streams(pipeline: Pipeline | None) -> Pipeline:
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:
-    """Raise what Python itself would, or for what belongs to a target the line to write."""
+    """Raise TypeError as Python would; for an argument that belongs to the target, show the line to write instead."""
     of_target = {field.name for field in fields(Target)}
     for name in unknown:
         if name in of_target:

@@ -1,4 +1,4 @@
-"""Send few bits for each element of a parameter that is gathered."""
+"""Gather parameters as low-bit codes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ QUANTIZED = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeGathers(GraphPass):
-    """Gather large parameters as codes, by default of 8 bits; each rank decodes them where they are read.
+    """Gather large parameters as codes, 8 bits by default; each rank decodes them where they are read.
 
-    Lossy: forward and backward read the decoded values, which are the same on all ranks, and the same each time until
-    the parameter changes. The shards stay exact, and receive gradients as if they had been read themselves. Evaluation
-    in a compiled graph reads the same weights as training. A window (`no_sync`) keeps the codes, and decodes them for
+    Lossy: forward and backward read the decoded values, which are identical on all ranks and do not change until the
+    parameter does. The shards stay exact, and receive gradients as if they had been read themselves. Evaluation
+    in a compiled graph reads the same weights as training. A window (`no_sync`) keeps the codes and decodes them for
     each forward.
-    Leaves alone: parameters that are small, have few dims or a skipped name; replicated ones, and those on a single
-    rank, which are not sent. LowerGathers gathers them uncompressed.
+    Leaves alone: parameters that are small, have few dims or a skipped name (LowerGathers gathers them uncompressed);
+    parameters that are not sent at all because they are replicated or on a single rank.
 
     Attributes:
         method: one of zgraph's methods without error feedback, because errors of one step cannot be corrected in the
             next.
-        min_numel, min_dims: least size and number of dims of a parameter that is quantized.
+        min_numel, min_dims: minimum size and number of dims of a quantized parameter.
         skip: names of parameters that are not quantized, as shell patterns, see `CompressGradients`.
 
     Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (8 bits).
@@ -95,8 +95,8 @@ def _check_stateless(method: object) -> None:
         )
     if method.residual_decay is not None:
         raise ValueError(
-            f"quantize_gathers: {type(method).__name__} adds to each gradient what the last one lost, which a "
-            f"parameter must not receive; write zgraph.passes.NoFeedback(bits={method.bits}, group={method.group})."
+            f"quantize_gathers: {type(method).__name__} uses error feedback, which is only for gradients and would "
+            f"change parameters; write zgraph.passes.NoFeedback(bits={method.bits}, group={method.group})."
         )
     to_text(method)
 
@@ -119,7 +119,7 @@ def _gathered(graph: fx.Graph, marker: fx.Node, shard: fx.Node, method: BlockMet
     args, label = UnshardArgs.of(marker), meta.label(marker)
     layout = args.layout
     world, chunk, text = layout.world, layout.param_chunk, to_text(method)
-    numel = chunk.numel()  # of the longest shard of any rank
+    numel = chunk.numel()  # elements of the longest shard of any rank
     payload = meta.create(
         graph,
         torch.ops.zgraph.quantize_shards.default,

@@ -1,4 +1,4 @@
-"""Put collectives, and the copies in and out of their buffers, where compute hides them, within the budget."""
+"""Place collectives, and the copies in and out of their buffers, where compute hides them, within the budget."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ NOTES = 5  # exposed collectives that are explained, the longest first
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOverlap(GraphPass):
-    """Start gathers early enough and reductions at once, wait late, and hold no more than the budget, on the simulator.
+    """Start gathers early enough and reductions immediately, wait late, and stay within the budget, by simulation.
 
-    Among the orders that a search finds, the present one and that of the rules of `presets.default`, takes the fastest
-    within the limits, and of those that are as fast within 1 % the one that holds least. Therefore it is never slower
-    on the simulator than the rules, and never holds more where it is as fast, unless the rules exceed the budget.
-    Decides by costs, which must be equal on all ranks; those of a rank's own rows, which may not be, are left out. On
-    each group gathers keep their order, and so do reductions; their interleaving is planned.
-    Leaves alone: the order of compute, and collectives of the model's own, whose waits sink by a rule. Without
-    collectives it lets each update of a step run as soon as its gradient is there.
+    The candidates are the orders found by a search, the present order, and the order of the rules in `presets.default`.
+    Picks the fastest within the limits; among those within 1 % of it, the one with the lowest peak. So in the simulator
+    the result is never slower than the rules, and at equal speed never needs more memory, unless the rules exceed the
+    budget. Costs must be equal on all ranks, so those of a rank's own rows, which may differ, are ignored. Within each
+    group, gathers keep their order and so do reductions; their interleaving is planned.
+    Leaves alone: the order of compute, and the model's own collectives, whose waits sink by a rule. A graph without
+    collectives only gets each update moved to where its gradient is ready.
 
     Attributes:
-        in_flight_bytes: most bytes of unsharded parameters and gradients whose collectives are in flight at once; two
-            may always be, and as many as by rules. Replicated gradients do not count: their means are as large, so that
-            waiting for them frees nothing. The budget is the target's, and counts everything.
+        in_flight_bytes: maximum bytes of unsharded parameters and gradients with a collective in flight. Two
+            collectives, and the number used by the rules, are always allowed. Replicated gradients do not count: their
+            means are equally large, so waiting for them frees nothing. The target's budget counts everything.
     """
 
     in_flight_bytes: int = 64 * MIB
@@ -70,7 +70,7 @@ class ScheduleOverlap(GraphPass):
         if not any(traits.is_movable(node) and nodes.is_start(node) for node in order):
             found = any(meta.is_tagged_at_use(node) for node in order)
             ctx.note(self, "every gather is to stay at its use" if found else "no collectives here")
-            # Costs nothing, frees gradients, and lets the host update beside backward.
+            # Costs nothing, frees gradients, and lets host updates overlap backward.
             return UpdateAsReduced().run(gm, ctx)
         own = rows_of_its_own(order)
         costs = {node: ctx.cost_of(node) for node in order if node.op == "call_function"}
@@ -106,7 +106,7 @@ class ScheduleOverlap(GraphPass):
 
 
 def order_by_rules(gm: fx.GraphModule, ctx: PassContext, in_flight_bytes: int) -> list[fx.Node]:
-    """The order in which `RULES` would put a graph, which stays as it is."""
+    """The order that `RULES` would give to a graph; the graph itself is not changed."""
     before = list(gm.graph.nodes)
     for rule in RULES:
         if isinstance(rule, SinkWaits | HoistStarts):

@@ -17,17 +17,17 @@ from zgraph.runtime.chunks import MIB
 class SinkWaits(GraphPass):
     """Move each wait, and the copies out of its buffer, to just before the first user.
 
-    The only user of a reduced gradient is the graph's output: sunk that far, all send buffers would stay alive to the
-    end. Therefore a reduction is finished when `reductions_in_flight` later ones have started. In whole steps the
-    gather of a replicated gradient's mean is, too; its update then runs while later ones arrive. Likewise a copy to
-    the host is waited for, and its source freed, when `offloads_in_flight` later ones have started.
-    What reads a value stays before what overwrites it.
-    Leaves alone: waits already there.
+    The only user of a reduced gradient is the graph's output: if waits sank that far, all send buffers would stay alive
+    to the end. Therefore a reduction is awaited when `reductions_in_flight` later ones have started. In whole steps,
+    so is the gather of a replicated gradient's mean; its update then runs while later means arrive. Likewise a copy to
+    the host is awaited, and its source freed, when `offloads_in_flight` later copies have started.
+    Reads of a value stay before the writes that overwrite it.
+    Leaves alone: waits that are already next to their first user.
 
     Attributes:
-        reductions_in_flight: how many reductions may be in flight at once.
-        in_flight_bytes: most bytes of unsharded gradients that they may hold; one may always be in flight.
-        offloads_in_flight: how many copies to the host may be in flight at once.
+        reductions_in_flight: maximum number of reductions in flight.
+        in_flight_bytes: maximum bytes of unsharded gradients held by those reductions; one may always be in flight.
+        offloads_in_flight: maximum number of copies to the host in flight.
     """
 
     reductions_in_flight: int = 2
@@ -42,7 +42,7 @@ class SinkWaits(GraphPass):
     def __post_init__(self) -> None:
         for name in ("reductions_in_flight", "offloads_in_flight"):
             if getattr(self, name) < 1:
-                raise ValueError(f"sink_waits: {name}={getattr(self, name)}; at least one must be, write 1 or more.")
+                raise ValueError(f"sink_waits: {name}={getattr(self, name)}; write 1 or more.")
         if self.in_flight_bytes < 1:
             raise ValueError(
                 f"sink_waits: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of bytes."
@@ -63,7 +63,7 @@ class SinkWaits(GraphPass):
 
 
 def sink(graph: fx.Graph, ahead: Hazards) -> None:
-    """Move waits and copies to just before their first users, each chain as one; everything else keeps its order."""
+    """Move waits and copies to just before their first users, each chain as a unit; other nodes keep their order."""
     of_gradients = _copies_of_gradients(graph)
     sinkable = {
         node
@@ -73,7 +73,7 @@ def sink(graph: fx.Graph, ahead: Hazards) -> None:
         and (not _is_started(node) or carries_mean(node))
         and node.users
         and meta.lane(node) is None  # copies from the host were placed early to be hidden
-        and not (nodes.is_copy_wait(node) and nodes.is_offload(nodes.start_of(node)))  # its source is to be freed early
+        and not (nodes.is_copy_wait(node) and nodes.is_offload(nodes.start_of(node)))  # free the source early
     }
     placed: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
@@ -88,13 +88,13 @@ def sink(graph: fx.Graph, ahead: Hazards) -> None:
             else:
                 taken = pending.pop()
                 placed[taken] = None
-                if nodes.is_wait(taken):  # until all results of a group are selected, their list keeps all alive
+                if nodes.is_wait(taken):  # a grouped result list stays alive until every result is selected from it
                     placed |= dict.fromkeys(result for result in nodes.results_of(taken) if result in sinkable)
     edits.relink(placed)
 
 
 def _copies_of_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Casts and copies of what was computed here: later they would only keep it alive."""
+    """Casts and copies of values computed in this graph: moving them later would only keep those values alive."""
     found: set[fx.Node] = set()
     for node in nodes.call_functions(graph, nodes.is_communication):
         if not nodes.is_start(node) and not nodes.is_wait(node):
@@ -110,7 +110,7 @@ def _is_started(node: fx.Node) -> bool:
 
 
 def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahead: Hazards) -> None:
-    """Finish the oldest reductions before one more starts than may be in flight."""
+    """Finish the oldest reductions before starting one would exceed the limits."""
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, nodes.is_exchange):
         while outstanding and (
@@ -130,7 +130,7 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahea
 
 
 def limit_offloads(graph: fx.Graph, in_flight: int) -> None:
-    """Wait for the oldest copy to the host, and free its source, before one more starts than may be in flight."""
+    """Wait for the oldest copy to the host, which frees its source, before another would exceed the limit."""
     order = nodes.order_of(graph)
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, nodes.is_offload):
@@ -142,7 +142,7 @@ def limit_offloads(graph: fx.Graph, in_flight: int) -> None:
 
 
 def finish_means(graph: fx.Graph, in_flight: int, ahead: Hazards) -> None:
-    """Wait for the mean of a replicated gradient when so many later ones have started."""
+    """Wait for the mean of a replicated gradient once `in_flight` later gathers of means have started."""
     means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
     for start, later in zip(means, means[in_flight:], strict=False):
         finish_before(graph, start, later.next, ahead)

@@ -246,7 +246,7 @@ class Replaced(Lines):
 @LONG
 def test_tensors_that_never_stay_are_refused(ranks: Ranks) -> None:
     for message in ranks.run(refused_for, Replaced):
-        assert f"noise lies elsewhere in each of {MOST_CHANGES} calls" in message
+        assert f"noise has moved in each of {MOST_CHANGES} calls" in message
         assert "pass it to the step as an argument" in message
 
 
@@ -393,7 +393,7 @@ def test_a_pool_is_left_once_none_of_its_recordings_is_there(capturing: Capturin
 def test_a_failed_capture_gives_stream_and_generator_back(capturing: Capturing) -> None:
     capturing.fails = True
     with pytest.raises(
-        RecordError, match=r"^zgraph\.training_step: .* previous error during capture\. It goes on without"
+        RecordError, match=r"^zgraph\.training_step: .* previous error during capture\. Training continues without"
     ):
         CudaGraphs().record(lambda inputs: [], [])
     assert (capturing.current, capturing.drawn) == ("main", ["clone"])

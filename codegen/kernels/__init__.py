@@ -1,1 +1,1 @@
-"""Kernels of compression: plain references, and those for CPUs and for Triton that equal them."""
+"""Compression and optimizer kernels: plain references, and C++ and Triton kernels that equal them bit for bit."""

@@ -1,13 +1,13 @@
-"""Adam and AdamW with bf16 moments in plain PyTorch: what the kernels in C++ and Triton equal bit for bit.
+"""Adam and AdamW with bf16 moments in plain PyTorch: the specification that the C++ and Triton kernels equal bitwise.
 
 Every value is fp32, and every operation rounds separately, in the order in which it is written. Parameters are updated
-by moments that are not rounded yet. Numbers that all elements share are computed in fp64, likewise; powers by squaring,
-since a library's differ from machine to machine, and a GPU computes them where the step count lies.
+with the moments before rounding. Scalars shared by all elements are computed the same way in fp64. Powers are computed
+by repeated squaring, because library results differ between machines, and a GPU computes them where the step count is.
 
     round(x) = the upper half of (bits of x + r),    r uniform in 0 ... 2^16 - 1
 
-is x in the mean: it is one of the two neighbours in bf16, the farther one with the probability by which x is nearer to
-it than the other one is. The 32 bits of an element and update are a hash of both, so that they depend on nothing else:
+is unbiased: it is one of the two neighbours of x in bf16, each with a probability equal to the distance of x from the
+other one, as a fraction of the gap. The 32 random bits are a hash of element and update, and depend on nothing else:
 the lower half is for the first moment, the upper half for the second.
 
 Source: stochastic rounding for training in low precision, Gupta et al. 2015, arXiv 1502.02551, section 3; of optimizer
@@ -27,12 +27,12 @@ from torch import Tensor
 from zgraph.codegen.kernels.reference import NO_NUMBER, hash_32
 
 _MASK = 0xFFFFFFFF
-POWER_BITS = 32  # of an exponent
+POWER_BITS = 32  # bits of an exponent
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOptions:
-    """Options of an update, as `aten::_fused_adamw_` takes them, but that `decoupled` tells AdamW from Adam."""
+    """Options of an update, as for `aten::_fused_adamw_`, plus `decoupled`, which distinguishes AdamW from Adam."""
 
     lr: float
     beta1: float
@@ -43,7 +43,7 @@ class AdamOptions:
     maximize: bool
 
     def factors(self, step: float, grad_scale: float | None) -> Factors:
-        """The numbers of one parameter's update, the `step`-th."""
+        """The scalars of one parameter's update number `step`."""
         return Factors(
             grad_scale=1.0 if grad_scale is None else grad_scale,
             sign=-1.0 if self.maximize else 1.0,
@@ -60,7 +60,7 @@ class AdamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """Numbers that an update computes with, as doubles; kernels round each to fp32."""
+    """Scalars used by an update, as doubles; kernels round each to fp32."""
 
     grad_scale: float
     sign: float
@@ -74,12 +74,12 @@ class Factors:
     step_size: float
 
     def values(self) -> tuple[float, ...]:
-        """All of them, in the order of `struct Factors` in adam.cpp."""
+        """All scalars, in the order of `struct Factors` in adam.cpp."""
         return astuple(self)
 
 
 def power(base: float, exponent: int) -> float:
-    """A power by repeated squaring, of which each product is rounded to a double."""
+    """A power by repeated squaring, with each product rounded to a double."""
     result = 1.0
     for bit in range(POWER_BITS):
         if exponent >> bit & 1:
@@ -104,7 +104,7 @@ def update(
     options: AdamOptions,
     grad_scale: float | None = None,
 ) -> None:
-    """Update parameters, moments and, where there is a scale, gradients in place; see `zgraph.dialect.adam`."""
+    """Update parameters and moments in place, and gradients too if there is a scale; see `zgraph.dialect.adam`."""
     members = zip(parameters, grads, exp_avgs, exp_avg_sqs, steps, salts, firsts, strict=True)
     for parameter, grad, exp_avg, exp_avg_sq, step, salt, first in members:
         by = options.factors(step, grad_scale)
@@ -122,18 +122,18 @@ def update(
 
 
 def root(values: Tensor) -> Tensor:
-    """Square roots, rounded correctly: torch's own of fp32 are those of a library, which may be off by one bit."""
+    """Correctly rounded square roots: torch's own in fp32 come from a library and may be off by one bit."""
     return values.double().sqrt().float()
 
 
 def draw(shape: Sequence[int], key: int, first: int) -> Tensor:
-    """int64 tensor of 32 random bits for each element, by its place in the unsharded parameter, modulo 2^32."""
+    """32 random bits for each element as int64, determined by its place in the unsharded parameter modulo 2^32."""
     places = torch.arange(first, first + math.prod(shape), dtype=torch.int64) & _MASK
     return hash_32(places ^ key).view(tuple(shape))
 
 
 def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
-    """fp32 values as bf16, by 16 random bits each, which are given as int64; a NaN is one, and an inf stays."""
+    """Round fp32 values to bf16 with 16 random bits each, given as int64; NaN and inf are preserved."""
     bits = values.contiguous().view(torch.int32) + random.to(torch.int32)
     rounded = (bits >> 16).to(torch.int16)
     return rounded.masked_fill(values.isnan(), NO_NUMBER).view(torch.bfloat16)

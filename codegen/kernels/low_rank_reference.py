@@ -13,16 +13,16 @@ from zgraph.codegen.kernels.orthonormal import LEAST, sum_in_blocks
 def low_rank_mean(
     grads: Sequence[Tensor], errors: Sequence[Tensor], right: Tensor, divisor: int
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """One reduction of N ranks, without buckets, batches or operators.
+    """One reduction over N ranks, without buckets, batches or operators.
 
     Args:
-        grads: [rows, columns] of each rank.
-        errors: [rows, columns] fp32 of each rank.
-        right: [rank, columns] fp32, with which the step begins.
+        grads: [rows, columns] gradient of each rank.
+        errors: [rows, columns] fp32 error of each rank.
+        right: [rank, columns] fp32 right factor at the start of the step.
         divisor: N for a mean, 1 for a sum.
 
     Returns:
-        the mean [rows, columns] fp32; the errors afterwards; the right factor that the next step begins with.
+        the mean [rows, columns] fp32; the new errors; the right factor for the next step.
     """
     deltas = [error + grad for grad, error in zip(grads, errors, strict=True)]
     basis = orthonormal_rows(in_rank_order([torch.mm(right, delta.t()) for delta in deltas], divisor))
@@ -30,7 +30,7 @@ def low_rank_mean(
     after = [torch.addmm(delta, basis.t(), factor, alpha=-1) for delta, factor in zip(deltas, own, strict=True)]
     shared = in_rank_order(own, divisor)
     mean = torch.mm(basis.t(), shared)
-    # A gradient that is not finite leaves nothing behind; neither does a direction that no gradient has.
+    # A gradient that is not finite does not change the error; a row of zeros does not change the right factor.
     after = [new if factor.isfinite().all() else old for new, factor, old in zip(after, own, errors, strict=True)]
     largest = shared.abs().amax(1, keepdim=True)
     usable = largest.isfinite() & (largest > 0)
@@ -38,7 +38,7 @@ def low_rank_mean(
 
 
 def in_rank_order(values: Sequence[Tensor], divisor: int) -> Tensor:
-    """The sum over the ranks, divided once."""
+    """The sum over the ranks in rank order, divided once."""
     total = values[0].clone()
     for value in values[1:]:
         total += value
@@ -46,7 +46,7 @@ def in_rank_order(values: Sequence[Tensor], divisor: int) -> Tensor:
 
 
 def orthonormal_rows(rows: Tensor) -> Tensor:
-    """What `zgraph.codegen.kernels.orthonormal.orthonormalize` makes of one matrix [count, length], row by row."""
+    """`zgraph.codegen.kernels.orthonormal.orthonormalize` for one matrix [count, length], row by row."""
     found: list[Tensor] = []
     for row in rows:
         largest = row.abs().max()

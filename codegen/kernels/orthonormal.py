@@ -1,4 +1,4 @@
-"""Gram-Schmidt over a few long rows, in an order that depends on nothing but their length."""
+"""Gram-Schmidt over a few long rows, in an order of operations that depends only on their length."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024  # elements that are summed first
-LEAST = 1e-5  # share of a row's length below which the remainder is rounding of what was subtracted
+LEAST = 1e-5  # a remainder shorter than this share of its row is only rounding error of the subtractions
 
 
 def orthonormalize(rows: Tensor) -> None:
-    """Make rows orthonormal in place, the first ones first.
+    """Make rows orthonormal in place, from first to last.
 
     A row that is, up to rounding, a combination of earlier rows becomes zeros. A row that is not finite becomes NaN,
     and so do all later rows.
@@ -36,7 +36,7 @@ def orthonormalize(rows: Tensor) -> None:
 
 
 def sum_in_blocks(values: Tensor) -> Tensor:
-    """The sum over the last dim, independent of the number of threads, among which torch would split one long sum."""
+    """The sum over the last dim, independent of the number of threads: torch would split one long sum between them."""
     length = values.shape[-1]
     whole = length // BLOCK * BLOCK
     total = values[..., whole:].sum(-1)

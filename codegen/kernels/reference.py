@@ -1,4 +1,4 @@
-"""What the compression kernels compute, in plain PyTorch: the specification that every kernel equals bit for bit.
+"""The compression kernels in plain PyTorch: the specification that every kernel equals bit for bit.
 
 Each group of elements x is sent as integer codes c and one bf16 scale s, so that the receiver reads s (c + b):
 
@@ -7,21 +7,21 @@ Each group of elements x is sent as integer codes c and one bf16 scale s, so tha
     c = clamp(floor(k u))        k = levels / 2 / (K + 1) / clip, for the clip with the largest <u, c + b>^2 / |c + b|^2
     s = max|y| / K <u, u> / <u, c + b> / 32
 
-Rotated values look Gaussian: codes stand for the middles of their intervals (b = 1/2), and all levels are used. Without
-rotation y = x, s lacks the 1/32, codes are rounded to nearest, and zero has one of its own (b = 0, levels less one).
-The scale is that which makes the result unbiased along y: <y, s (c + b)> = <y, y>; the scale of least squares would
-shrink each gradient by what clipping has lost (as in Suresh et al. 2017, arXiv 1611.00429, rotation before
-quantization; Vargaftik et al. 2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
+Rotated values look Gaussian: codes represent the middles of their intervals (b = 1/2), and all levels are used. Without
+rotation y = x, s lacks the 1/32, codes are rounded to nearest, and zero has a code of its own (b = 0, one level fewer).
+The scale makes the result unbiased along y: <y, s (c + b)> = <y, y>; a least-squares scale would shrink each gradient
+by the loss due to clipping (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik et al.
+2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
 
-With error feedback and without rotation, s is that of least squares, max|y| / K <u, c + b> / |c + b|^2. The error is
+With error feedback and without rotation, s is the least-squares scale, max|y| / K <u, c + b> / |c + b|^2. The error is
 then never longer than the input; otherwise the errors of classic feedback could grow without bound, as they do with 2
-bits on heavy-tailed inputs, where the unbiased scale is many times the largest value. What the scale shrinks is part of
-the error, and is sent later.
+bits on heavy-tailed inputs, where the unbiased scale is many times the largest value. The amount by which the scale
+shrinks values is part of the error, and is sent later.
 
 Every value is fp32 until it is stored, and every operation rounds separately, except three that are fused
 multiply-adds: rounding a product to an integer, `clip_share`, and a step of `reciprocal`. Sums over up to 128 integers
 u are exact in any order (for |u|^2 only the last addition rounds); other sums are in the order of `fold`. Decoding is
-exact, too: a sum of at most 32 codes takes 13 bits, and a scale takes 8.
+also exact: a sum of at most 32 codes needs 13 bits, and a scale needs 8.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CodeBook:
         clips: clipping levels to try, as shares of the largest magnitude.
         top: K, the largest u.
         after: b, added to a code when it is read.
-        low, high: the codes.
+        low, high: smallest and largest code.
     """
 
     clips: tuple[float, ...]
@@ -75,16 +75,16 @@ class CodeBook:
 
     @property
     def step(self) -> int:
-        """Integers that share a code, where values are rotated and not clipped."""
+        """Number of integers that share a code, for rotated values without clipping."""
         return 2 * (self.top + 1) // (self.high - self.low + 1)
 
     def slope(self, clip: float) -> float:
-        """What u is multiplied by: a code's size without rotation, else a share of the interval from clip to clip."""
+        """Factor that maps u to codes without rotation, or to a share of the interval between both clips with it."""
         return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
 
     @property
     def unit(self) -> float:
-        """The scale of a group whose largest magnitude is 1, before its codes are compared with it."""
+        """The scale of a group whose largest magnitude is 1, before it is corrected for its codes."""
         return fp32(1 / self.top / (HADAMARD if self.rotated else 1))
 
 
@@ -106,13 +106,13 @@ def quantize(
 
     Args:
         grad: [chunks, numel] in any floating-point dtype.
-        state: "error" [chunks, groups, group], and "error_scale" [chunks, groups] where that is int8; empty where the
-            method keeps none. Updated in place. A group that is not finite keeps its error.
+        state: "error" [chunks, groups, group], and "error_scale" [chunks, groups] if the error is int8; empty if the
+            method keeps no error. Updated in place. A group that is not finite keeps its error.
         method: compression method.
         draw, rank: key of the random signs.
 
     Returns:
-        codes [chunks, groups * group * bits / 8] uint8; scales [chunks, groups] bf16, NaN where a group is not finite.
+        codes [chunks, groups * group * bits / 8] uint8; scales [chunks, groups] bf16, NaN if a group is not finite.
     """
     chunks, numel = grad.shape
     groups, group = method.groups(numel), method.group
@@ -146,12 +146,12 @@ def quantize(
 
 
 def is_unbiased(method: BlockMethod) -> bool:
-    """Whether the scale is unbiased, and not that of least squares."""
+    """Whether the scale is the unbiased one rather than the least-squares one."""
     return method.rotate or method.residual_decay is None
 
 
 def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
-    """Decoded values [..., group] without the scale, at the clipping level where they point closest along u."""
+    """Decoded values [..., group] without the scale, at the clipping level that aligns them best with u."""
     best, *others = (levels_of(integers, clip, book) for clip in book.clips)
     if not others:
         return best
@@ -175,7 +175,7 @@ def levels_of(integers: Tensor, clip: float, book: CodeBook) -> Tensor:
 
 
 def clip_share(integers: Tensor, slope: float) -> Tensor:
-    """Where u lies between both clips, as a number from 0 to 1: u slope + 1/2, rounded once."""
+    """The position of u between both clips, as a number from 0 to 1: u slope + 1/2, rounded once."""
     return (integers.double() * slope + 0.5).to(torch.float32).clamp(0, 1)
 
 
@@ -197,8 +197,8 @@ def keep_error(
         new = fp32(residual_decay) * state["error"] + fp32(1 - residual_decay) * (compensated - sent)
         state["error"].copy_(torch.where(finite, new, state["error"]))
         return
-    # Everything is divided by 1 - residual_decay, so that the factor enters the scale alone. The old error is added
-    # first: a kernel does not need it any more once it knows what is sent.
+    # Everything is divided by 1 - residual_decay, so that the factor only enters the scale. The old error is added
+    # first, so that a kernel no longer needs it once it knows the values that are sent.
     wide = state["error_scale"].unsqueeze(-1).to(torch.float32) * fp32(residual_decay / (1 - residual_decay))
     new = compensated + state["error"].to(torch.float32) * wide - sent
     codes, scale = encode_error(new, residual_decay)
@@ -212,14 +212,15 @@ def keep_error(
 def dequantize_sum(
     codes: Tensor, scales: Tensor, numel: int, method: BlockMethod, draw: RngKey, first_rank: int = 0
 ) -> Tensor:
-    """The sum of what the ranks have sent, in rank order.
+    """The sum of the decoded values of all ranks, in rank order.
 
     Args:
         codes: [ranks, groups * group * bits / 8] uint8.
         scales: [ranks, groups] bf16.
-        numel: elements of the chunk; what fills its last group up is dropped.
-        draw: that of the senders.
-        first_rank: which of the group has sent the first row.
+        numel: elements of the chunk; the padding of its last group is dropped.
+        method: compression method.
+        draw: key used by the senders.
+        first_rank: rank in the group that sent the first row.
 
     Returns:
         [numel] fp32.
@@ -244,11 +245,11 @@ def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
 
 
 def to_blocks(values: Tensor) -> Tensor:
-    """[..., group] as [..., blocks, 32], or [..., 1, group] where that is less than 32.
+    """[..., group] as [..., blocks, 32], or as [..., 1, group] if group is less than 32.
 
-    A block takes runs of 8 neighbours that lie group / 4 apart: element 8 blocks a + 8 b + c is place 8 a + c of block
-    b. So a GPU's thread, which keeps a block in its registers, reads 8 elements at once, and neighbouring threads read
-    neighbouring runs; a byte of codes has elements of one block alone.
+    A block consists of runs of 8 neighbours that are group / 4 apart: element 8 blocks a + 8 b + c is at place 8 a + c
+    of block b. So a GPU thread, which keeps a block in its registers, reads 8 elements at once, neighbouring threads
+    read neighbouring runs, and a byte of codes only has elements of one block.
     """
     places = min(values.shape[-1], HADAMARD)
     return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)
@@ -287,9 +288,9 @@ def _halve(values: Tensor) -> Tensor:
 
 
 def draw_signs(groups: int, group: int, draw: RngKey, rank: int, device: torch.device | None = None) -> Tensor:
-    """[groups, group] of 1 and -1 on a device, by default the CPU, by step, rank and place in the chunk.
+    """[groups, group] of 1 and -1 on a device (default: CPU), determined by step, rank and place in the chunk.
 
-    The sign of place p of a block is bit 31 - p of a hash of the block's number in the chunk.
+    The sign at place p of a block is bit 31 - p of a hash of the block's number in the chunk.
     """
     key, blocks = sign_key(draw, rank), group // HADAMARD
     words = hash_32(torch.arange(groups * blocks, dtype=torch.int64, device=device).bitwise_and(_MASK).bitwise_xor(key))
@@ -304,7 +305,7 @@ def sign_key(draw: RngKey, rank: int) -> int:
 
 
 def hash_32(words: Words) -> Words:
-    """A hash of 32-bit words, as int64 or int: Wellons' "lowbias32", whose bits hardly depend on one another."""
+    """A hash of 32-bit words, as int64 or int: Wellons' "lowbias32", whose bits are nearly independent."""
     words = words ^ (words >> 16)
     words = (words * 0x7FEB352D) & _MASK
     words = words ^ (words >> 15)
@@ -315,8 +316,8 @@ def hash_32(words: Words) -> Words:
 def pack(codes: Tensor, method: BlockMethod) -> Tensor:
     """int8 codes [..., group] as bytes [..., group * bits / 8].
 
-    A group is cut into 8 / bits stretches of equal length; a byte holds the codes of equal place in each, that of the
-    first stretch in its lowest bits.
+    A group is cut into 8 / bits stretches of equal length. A byte holds the codes at the same place in each stretch,
+    with the code of the first stretch in its lowest bits.
     """
     if method.bits == 8:
         return codes.view(torch.uint8)
@@ -353,10 +354,10 @@ def quantize_bucket(
     """Fill the payload of a bucket.
 
     Args:
-        grads: contiguous, any shape; what a gradient lacks to `stretches * world * numel` counts as zeros.
-        states: of each, see `quantize`; updated in place.
-        layout: of the bucket; its method is a BlockMethod.
-        draw, rank: which signs.
+        grads: contiguous, any shape; padded with zeros to `stretches * world * numel` elements.
+        states: state of each gradient, see `quantize`; updated in place.
+        layout: layout of the bucket; its method is a BlockMethod.
+        draw, rank: key of the random signs.
         payload: [world, payload_bytes] uint8, zeros.
     """
     method = _block_method(layout)
@@ -378,15 +379,15 @@ def dequantize_sum_bucket(
     *,
     accumulate: bool = False,
 ) -> None:
-    """Sum what the ranks have sent, divide once, and store.
+    """Sum the decoded values of all ranks, divide once, and store.
 
     Args:
         received: [ranks, payload_bytes] uint8, from ranks first_rank, first_rank + 1, ... of the group.
-        layout, draw: those of the senders.
-        first_rank: whose signs the first row has.
-        divisor: of the sum; 1 leaves it as it is.
+        layout, draw: layout and key used by the senders.
+        first_rank: rank that sent the first row; determines its signs.
+        divisor: divisor of the sum; 1 leaves it unchanged.
         outputs: [stretches * numel] in any floating-point dtype for each gradient; overwritten.
-        accumulate: add to the outputs instead, in fp32 (fp64 where an output is) before it is rounded to its dtype.
+        accumulate: add to the outputs instead, in fp32 (fp64 for fp64 outputs), before rounding to the output's dtype.
     """
     method = _block_method(layout)
     for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
@@ -399,11 +400,11 @@ def dequantize_sum_bucket(
 
 
 def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
-    """Store what each rank has sent, rank after rank: the other end of a gather.
+    """Store the decoded values of each rank, rank by rank: the receiving side of a gather.
 
     Args:
-        received: [ranks, payload_bytes] uint8, from ranks 0, 1, ... of the group; rows may lie apart.
-        layout, draw: those of the senders; the layout is that of a world of one, with one stretch.
+        received: [ranks, payload_bytes] uint8, from ranks 0, 1, ... of the group; rows need not be adjacent.
+        layout, draw: layout and key used by the senders; the layout has a world of one and one stretch.
         outputs: [ranks, numel] in any floating-point dtype for each tensor; overwritten.
     """
     for rank in range(received.shape[0]):

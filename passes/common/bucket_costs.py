@@ -12,16 +12,15 @@ def link_bytes(
 ) -> int:
     """The bucket size that suits a link.
 
-    It is the smallest size at which latency is the given share of the transfer, or smaller if such a bucket could not
-    be hidden. Nothing hides the first bucket of a pipeline (or the compute after the last one, if that is shorter): its
-    time grows with the bucket size, while the sum of all latencies falls with it. Their sum is least at the square
-    root.
+    This is the smallest size at which latency is only the given share of the transfer, or less if such a bucket could
+    not be hidden. Nothing hides the first bucket of a pipeline (or the compute after the last one, if that is shorter):
+    its time grows with the bucket size, while the sum of all latencies falls. Their total is least at the square root.
 
     Args:
         total_bytes: bytes of everything to be carried.
         latency_us: latency of one collective.
         transfer_us: time to transfer everything, without latencies.
-        compute_us: compute that could hide it.
+        compute_us: time of the compute that could hide the transfers.
         latency_share: share of latency in the transfer, such as 0.1.
     """
     sizes = [1.0]
@@ -37,7 +36,7 @@ class Member:
     """One collective.
 
     Attributes:
-        at_us: compute before the result is read, for a gather, or before the input is ready, for a reduction.
+        at_us: compute time before a gather's result is read, or before a reduction's input is ready.
         transfer_us: time on the link, without latency.
     """
 
@@ -48,8 +47,8 @@ class Member:
 class GatherQueue:
     """Gathers of a graph in program order, on a link that starts with the graph and never pauses.
 
-    Decides for each whether it joins the previous bucket. If it does, the bucket's first reader also waits for it;
-    if not, it arrives one latency later. It stays out if the graph would otherwise end later, counting all later
+    Decides for each gather whether it joins the previous bucket. If it does, the bucket's first reader also waits for
+    it; if not, it arrives one latency later. It stays out if joining would make the graph end later, counting all later
     gathers without latency:
 
         joined   link [lat a b      ]      compute ...........[a][b]
@@ -64,7 +63,7 @@ class GatherQueue:
         self._read_at_us = 0.0  # when the first member of the open bucket is read
         self._done_us = 0.0  # when the open bucket has arrived
         self._late_us = 0.0  # delay of compute caused by closed buckets
-        # Time from the end of each member's transfer to the end of the graph, as far as later transfers determine it.
+        # Minimum time from the end of each member's transfer to the end of the graph, due to the later transfers.
         self._rest_us = [-math.inf] * len(members)
         for place in range(len(members) - 1, 0, -1):
             after = max(compute_us - members[place].at_us, self._rest_us[place])
@@ -83,7 +82,7 @@ class GatherQueue:
         return max(self.compute_us + late_us, done_us + self._rest_us[self._next])
 
     def add(self, *, joins: bool) -> None:
-        """Go on behind the next member."""
+        """Advance past the next member."""
         member = self.members[self._next]
         if not joins:
             if self._next:
@@ -95,10 +94,10 @@ class GatherQueue:
 
 
 class ReductionQueue:
-    """Reductions of a graph in program order, each of which starts when its input is ready.
+    """Reductions of a graph in program order; each starts when its input is ready.
 
-    Decides for each whether it joins the previous bucket, which then starts no earlier than the new member could alone.
-    It stays out if the last reduction would otherwise end later, counting all later ones without latency.
+    Decides for each whether it joins the previous bucket, which then cannot start before the new member is ready. It
+    stays out if joining would make the last reduction end later, counting all later reductions without latency.
     """
 
     def __init__(self, members: Sequence[Member], latency_us: float, compute_us: float) -> None:
@@ -109,7 +108,7 @@ class ReductionQueue:
         self._carried_us = 0.0  # transfer time of the open bucket
         self._begin_us = 0.0  # earliest start of the open bucket
         self._free_us = 0.0  # when the link has finished all closed buckets
-        # After each member: how long the others take, and when they end at the earliest.
+        # After each member: transfer time of the remaining members, and their earliest end.
         self._rest_us = [0.0] * len(members)
         self._earliest_us = [0.0] * len(members)
         for place in range(len(members) - 1, 0, -1):
@@ -131,7 +130,7 @@ class ReductionQueue:
         return max(self.compute_us, done_us + self._rest_us[self._next], self._earliest_us[self._next])
 
     def add(self, *, joins: bool) -> None:
-        """Go on behind the next member."""
+        """Advance past the next member."""
         member = self.members[self._next]
         if not joins:
             self._free_us, self._carried_us = self._closed_us(), 0.0

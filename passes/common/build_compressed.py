@@ -37,9 +37,9 @@ class Hop:
         slot: name under which each parameter keeps the error-feedback state of this hop.
         salt: salt of random numbers; differs between groups along the same axis, and between hops.
         chunk: part of the gradient that the collective carries.
-        numel: elements of one chunk.
+        numel: number of elements of one chunk.
         receivers: number of ranks that get separate chunks of the payload: `world`, or 1 if all get the same.
-        stretches: chunks for each receiver, which the next hop sends to as many ranks.
+        stretches: number of chunks for each receiver, which the next hop sends to different ranks.
     """
 
     group_name: str
@@ -59,7 +59,7 @@ class Hop:
 
     @property
     def keeps_on_host(self) -> bool:
-        """Whether its error-feedback state lies on the host between steps."""
+        """Whether its error-feedback state is kept on the host between steps."""
         method = self.method
         return (
             isinstance(method, BlockMethod)
@@ -69,7 +69,7 @@ class Hop:
 
 
 class CompressedReduction(ReductionBuilder):
-    """Builds one reduction that sends codes."""
+    """Builds one reduction whose collectives carry codes."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class CompressedReduction(ReductionBuilder):
     # --- hops -------------------------------------------------------------------------------------------------------
 
     def _resolved(self, method: LoCo) -> CompressionMethod | TwoHop:
-        """The method with its number of hops chosen."""
+        """The method with its hops decided: one, or two as a TwoHop."""
         one_hop = replace(method, hops=1)
         if method.hops == 1 or (
             method.hops == "auto" and self.layout.num_replicas == 1 and self._known_ranks_per_host() is None
@@ -131,8 +131,10 @@ class CompressedReduction(ReductionBuilder):
         return TwoHop(inter_host=one_hop)
 
     def _known_ranks_per_host(self) -> int | None:
-        """How many neighbouring ranks of the group share a host of the target's hardware; None where it has one each,
-        lies on one host, or has hosts with unequal numbers of ranks."""
+        """Number of neighbouring ranks of the group on each host of the target's hardware.
+
+        None if each host has one rank, all ranks are on one host, or hosts have different numbers of ranks.
+        """
         machine, world = self.ctx.hardware or self.ctx.machine, self.layout.world
         if machine is None or world == 1:
             return None
@@ -154,7 +156,7 @@ class CompressedReduction(ReductionBuilder):
         return [self._hop(chunk.group_names[-1], method, slot, salt, chunk, numel)]
 
     def _hops_by_host(self, method: TwoHop, chunk: Chunk, numel: int) -> list[Hop]:
-        """Over the ranks of a host, then over ranks of equal place in their hosts; without those of one rank."""
+        """Hops over the ranks of a host, then over ranks at the same place in their hosts; none over a single rank."""
         per_host = self._ranks_per_host(method)
         intra_host, inter_host = self.ctx.host_groups(chunk.group_names[-1], per_host)
         host, place = divmod(self.layout.rank, per_host)
@@ -227,7 +229,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, every, 0)
 
     def _quantized(self, pieces: fx.Node, hop: Hop) -> tuple[fx.Node, fx.Node]:
-        """The payload [receivers * bytes], and the key of its random numbers."""
+        """The payload [receivers * bytes] and the key of its random numbers."""
         errors = self._errors(hop, meta.tensor_value(pieces).device)
         quantized = self.node(
             torch.ops.zgraph.quantize_grads.default,

@@ -18,13 +18,13 @@ from zgraph.runtime.window_state import ALONE
 from zgraph.torch_compat.collectives import all_gather_op, wait_op
 
 aten = torch.ops.aten
-# Extra bytes that a rank may send to save a second exchange: so much hides under the next bucket's compute, whereas the
-# latency of an exchange that starts when its result is needed does not.
+# Extra bytes that a rank may send to save a second exchange: the next bucket's compute hides this amount, but not the
+# latency of an exchange that starts when its result is needed.
 SPARED_BYTES = 512 * 1024
 
 
 def plan_low_rank_buckets(markers: Sequence[fx.Node], bucket_bytes: int) -> list[list[fx.Node]]:
-    """Reductions over the same ranks, in program order, up to so many bytes of fp32; by their last members' places."""
+    """Bucket reductions over the same ranks, up to `bucket_bytes` of fp32 each; buckets are sorted by last member."""
     buckets: list[list[fx.Node]] = []
     filled: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
     for marker in markers:
@@ -50,8 +50,8 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
 
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
 
-    A whole step does this for each backward, before its means are read: what reads them may write to them, and the next
-    backward needs its error feedback.
+    In a whole step, each backward finishes before its means are read, because their readers may write to them, and
+    because the next backward needs the updated error feedback.
     """
     order = nodes.order_of(graph)
     parts = _parts(markers) if ctx.direction == "step" else [markers] if markers else []
@@ -71,7 +71,7 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
             buckets[-1].exchange_right()
             for bucket in buckets[-2:]:
                 bucket.rebuild()
-    # Nodes that reshape a gradient may stand where its own reduction stood.
+    # Nodes that reshape a gradient may still be where its own reduction was.
     edits.restore_order(graph)
     grads = [ReduceArgs.of(marker).grad for marker in markers]
     edits.erase_dead(graph, dict.fromkeys([*markers, *grads]))
@@ -86,7 +86,7 @@ def _parts(markers: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _readers_behind(markers: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """What reads reduced gradients after the last of the markers; what reads them before may be moved behind it."""
+    """Readers of reduced gradients after the last marker; readers before it may be moved after it."""
     values = [value for marker in markers for value in dataflow.reshaped_values(marker)]
     readers = [user for value in values for user in value.users if not traits.is_reshaping(user)]
     return [user for user in readers if order[user] > order[markers[-1]]]
@@ -94,7 +94,7 @@ def _readers_behind(markers: Sequence[fx.Node], order: Mapping[fx.Node, int]) ->
 
 @dataclass(eq=False)
 class _Bucket:
-    """The nodes of one bucket, made at the graph's insertion point."""
+    """Builds the nodes of one bucket at the graph's insertion point."""
 
     graph: fx.Graph
     markers: list[fx.Node]
@@ -126,7 +126,7 @@ class _Bucket:
         kept_rows: list[int] = []
         for args, rows in zip(self.members, self.sizes[0], strict=True):
             layout = args.layout
-            per_row = rows // layout.shape[0]  # rows of the matrix for each of the gradient
+            per_row = rows // layout.shape[0]  # rows of the matrix for each row of the gradient
             first_rows.append(layout.first_row * per_row)
             kept_rows.append(layout.chunk_rows * per_row)
         first = self.members[0]
@@ -148,7 +148,7 @@ class _Bucket:
         return meta.create(self.graph, aten.slice.Tensor, (mean, 0, 0, rows), like=marker)
 
     def _grad(self, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """The whole gradient before any widening; at the end of a window, the sum of all accumulated ones."""
+        """The whole gradient before any widening; at the end of a window, the sum of all accumulated gradients."""
         if args.layout.gradients_wait(args.window):
             waited = (args.grad, args.handle, args.dtype, args.layout.zero_stage)
             return meta.create(self.graph, torch.ops.zgraph.add_accumulated.default, waited, like=marker)
@@ -166,7 +166,7 @@ class _Bucket:
             world, size = self.ctx.group_size(groups[0]), meta.tensor_value(factor).nbytes
             if (world - 1) * size - 2 * (world - 1) * size // world <= SPARED_BYTES:
                 return self._summed_by_all(factor, groups[0], world)
-        # Each rank averages a part, as of the gradient of a replicated parameter.
+        # Each rank averages a part, as for the gradient of a replicated parameter.
         replicated = replace(layout, shape=tuple(meta.tensor_value(factor).shape), zero_stage=0)
         reduction = ReduceArgs(factor, args.handle, replicated, FACTOR_DTYPE, None, None, args.reduction, ALONE)
         return self._communicate(torch.ops.zgraph.reduce_grad.default, *reduction.flat())
@@ -189,7 +189,7 @@ class _Bucket:
         return made
 
     def _of_part(self, node: fx.Node) -> fx.Node:
-        """The node, in the backward of a whole step that the markers belong to."""
+        """Assign the node to the backward of the markers, if in a whole step."""
         part = meta.part(self.markers[0])
         if part is not None:
             meta.set_part(node, part)
@@ -198,7 +198,8 @@ class _Bucket:
     def _call(self, target: object, *args: object) -> list[fx.Node]:
         """The results of an operator that returns a list.
 
-        Without parameters in its meta it counts as compute, unlike copies in and out of buffers, and is not moved.
+        The call has no parameters in its meta, so that it counts as compute (unlike copies in and out of buffers) and
+        is not moved.
         """
         name = str(target).split(".")[1]
         call = self._of_part(meta.create(self.graph, target, args, name=f"{name}_{self.label}"))

@@ -26,10 +26,10 @@ aten = torch.ops.aten
 
 
 class ReductionBuilder:
-    """Builds what one reduce_grad becomes, at the graph's insertion point.
+    """Builds the nodes that replace one reduce_grad, at the graph's insertion point.
 
     Args:
-        graph, marker: the reduce_grad.
+        graph, marker: the graph and the reduce_grad node in it.
         ctx: context of the pass, which knows the groups.
         algorithms: algorithm for each group, by name; all_to_all for groups that are not listed.
     """
@@ -56,8 +56,8 @@ class ReductionBuilder:
         """Build the nodes that compute the marker's value, and return the last; the marker itself stays."""
         args, layout = self.args, self.layout
         if not layout.is_reduced:
-            # Always a new contiguous tensor, as the marker returns: autograd keeps it as .grad, where an alias of
-            # another gradient would be clipped twice, and fused optimizers do not look at strides.
+            # Always a new contiguous tensor, like the marker's own result: autograd keeps it as .grad, where an alias
+            # of another gradient would be clipped twice, and fused optimizers do not look at strides.
             wide = self.cast(args.grad, args.dtype)
             if self.divisor > 1:
                 return self.node(torch.ops.zgraph.sum_ranks.default, wide, 1, self.divisor, args.dtype)
@@ -91,13 +91,13 @@ class ReductionBuilder:
         return total if rows == layout.chunk_rows else self.node(aten.slice.Tensor, total, 0, 0, rows)
 
     def own(self, grad: fx.Node) -> fx.Node:
-        """The gradient as a contiguous tensor that nothing else reads: autograd keeps it as .grad, and adds to it."""
+        """The gradient as a contiguous tensor without other readers: autograd keeps it as .grad and adds to it."""
         if has_own_storage(grad, self.marker) and meta.tensor_value(grad).is_contiguous():
             return grad
         return self.node(aten.clone.default, grad, memory_format=torch.contiguous_format)
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
-        """The gradient in the dtype to send it in, without a preceding widening that does not change the sum."""
+        """The gradient in the dtype in which it is sent, skipping a widening cast that does not change the sum."""
         source, dtype = _travelling(grad, self.args.wire_dtype)
         return self.cast(source, dtype)
 
@@ -151,13 +151,13 @@ class ReductionBuilder:
         return self.divided(self.node(wait_op(), start, name=f"wait_grad_{self.label}"), self.divisor, dtype)
 
     def divided(self, total: fx.Node, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """Divide what a backend has summed, with the same operator as everywhere else."""
+        """Divide a sum computed by the backend, with the same operator as for our own sums."""
         if divisor == 1 and meta.tensor_value(total).dtype == dtype:
             return total
         return self.node(torch.ops.zgraph.sum_ranks.default, total, 1, divisor, dtype)
 
     def gathered(self, piece: fx.Node, chunk: Chunk, numel: int, dtype: torch.dtype) -> fx.Node:
-        """[n] of every rank -> the first [numel] elements of all, cast on arrival."""
+        """[n] of every rank -> the first [numel] elements of their concatenation, cast on arrival."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world > 1:
@@ -171,14 +171,14 @@ class ReductionBuilder:
 
 
 def waits_in_grad(marker: fx.Node) -> bool:
-    """Whether a gradient waits for the end of its window in `.grad` itself."""
+    """Whether a gradient is accumulated in `.grad` itself until the end of its window."""
     args = ReduceArgs.of(marker)
     layout = args.layout
     return layout.is_reduced and layout.zero_stage == 0 and args.window == OPEN and layout.gradients_wait(args.window)
 
 
 def has_own_storage(node: fx.Node, reader: fx.Node) -> bool:
-    """Whether nothing but a node, which one reader alone reads, lies in the storage of its value."""
+    """Whether a node's value has a storage of its own, and `reader` is its only reader."""
     numel = meta.tensor_value(node).numel()
     while list(node.users) == [reader] and node.op == "call_function" and isinstance(node.target, OpOverload):
         shared = traits.shared_arguments(node)
@@ -198,7 +198,7 @@ def plan_algorithms(
     because gradients with different algorithms cannot be merged.
 
     Returns:
-        The algorithm by marker and group name.
+        Algorithms by marker and group name.
     """
     hops = {marker: _hops_of(marker) for marker in markers}
     compatible: dict[tuple[object, ...], list[Reduction]] = {}
@@ -231,7 +231,7 @@ def _kind(marker: fx.Node, group_name: str, reduction: Reduction) -> tuple[objec
 
 
 def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
-    """What a reduce_grad reduces over each group; empty if it communicates nothing."""
+    """The reduction of a reduce_grad over each of its groups, by name; empty if it communicates nothing."""
     args = ReduceArgs.of(marker)
     layout, world = args.layout, args.layout.world
     waits = layout.gradients_wait(args.window)
@@ -256,7 +256,7 @@ def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
 
 
 def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """The node to send for a gradient, and the dtype: if the gradient was only widened, the node before that."""
+    """The node to send for a gradient (the cast's source, if it was only widened), and its dtype on the wire."""
     dtype = meta.tensor_value(grad).dtype
     if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
         source = grad.all_input_nodes[0]

@@ -1,4 +1,4 @@
-"""Calls on one tensor as elements of a call over lists of tensors, such as `_foreach_mul_`."""
+"""Merges calls on single tensors into a call over lists of tensors, such as `_foreach_mul_`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNARY = (aten.sqrt, aten.sqrt_, aten.neg, aten.neg_, aten.abs, aten.abs_, aten.
 _BINARY = (aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_)
 _TERNARY = (aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_)
 _LERP = (aten.lerp, aten.lerp_)
-# Overloads whose results those over lists have: without rounding modes, and without `out`.
+# Overloads with an equivalent over lists, without rounding modes and `out`; with their number of operands.
 _TENSORS: Mapping[object, int] = MappingProxyType(
     {
         **{packet.default: 1 for packet in _UNARY},
@@ -31,14 +31,14 @@ _TENSORS: Mapping[object, int] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ListCall:
-    """What a call over lists takes of one call.
+    """One call as an element of a call over lists.
 
     Attributes:
         target: operator of the call.
-        tensors: its tensors, the one that may be written to first.
-        number: the number that may be another one for each tensor; None: there is none.
-        common: the number that must be the same for all.
-        options: by name, the same for all.
+        tensors: tensor arguments; if one may be written to, it comes first.
+        number: scalar argument that may differ between elements; None: no such argument.
+        common: scalar argument that must be equal for all elements; None: no such argument.
+        options: keyword arguments, equal for all elements.
     """
 
     target: OpOverload
@@ -49,7 +49,7 @@ class ListCall:
 
     @classmethod
     def of(cls, node: fx.Node) -> ListCall | None:
-        """How a node's call can be an element; None if there is no operator over lists with the same result."""
+        """The node's call as an element; None if there is no operator over lists with the same result."""
         target, count = node.target, _TENSORS.get(node.target)
         if count is None or not isinstance(target, OpOverload):
             return None
@@ -71,12 +71,12 @@ class ListCall:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for calls that one can replace."""
+        """Key that is equal for calls that can be merged."""
         return self.target, len(self.tensors), self.number is None, self.common, self.options
 
 
 def call_over_lists(calls: Sequence[ListCall]) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
-    """Operator, arguments and options of the one call that replaces calls of one key."""
+    """Operator, arguments and options of the call over lists that replaces calls with equal keys."""
     first = calls[0]
     lists = [list(members) for members in zip(*(call.tensors for call in calls), strict=True)]
     numbers = [call.number for call in calls]

@@ -1,4 +1,4 @@
-"""Merges several collectives into one; which share a bucket, and how, is decided elsewhere."""
+"""Merges the collectives of a bucket into one; `bucket_collectives` chooses the buckets and modes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Mode = Literal["flat", "coalesced", "sequential"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Starts to be merged, and the node before which the merged one goes."""
+    """Starts to be merged, and the node to put the merged start before."""
 
     starts: tuple[fx.Node, ...]
     anchor: fx.Node
@@ -33,7 +33,7 @@ class Bucket:
 def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "flat") -> None:
     """Replace the members by one collective over their concatenation; the order of nodes is restored later.
 
-    Gathers of parameters may also be "coalesced", each into a tensor of its own, or stay alone ("sequential").
+    Gathers of parameters may also be "coalesced", each into a tensor of its own, or stay separate ("sequential").
     """
     if mode == "sequential":
         for start in bucket.starts:
@@ -74,7 +74,7 @@ def put_at_use(start: fx.Node) -> None:
 
 
 def result_of(start: fx.Node) -> fx.Node | None:
-    """The result of a member: its wait, or the node that sums or divides it; None if an exchange has other readers."""
+    """A member's result: its wait, or the node that sums or divides it; None if an exchange has other readers."""
     wait = nodes.wait_of(start)
     if wait is None or not nodes.is_reduction(start):
         return wait
@@ -84,7 +84,7 @@ def result_of(start: fx.Node) -> fx.Node | None:
 
 
 def is_compressed(start: fx.Node) -> bool:
-    """Whether an exchange carries the codes of gradients."""
+    """Whether a start exchanges gradients as codes."""
     result = result_of(start) if nodes.is_all_to_all(start) else None
     return result is not None and nodes.is_dequantize_sum(result)
 
@@ -98,7 +98,7 @@ def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> 
 
 
 def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """cat of the flat chunks, one gather, and for each member its columns of [N, total], made contiguous."""
+    """Concatenate the flat chunks and gather once; each member is a contiguous copy of its columns of [N, total]."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     world = cast(int, starts[0].args[1])
     sent = [start.all_input_nodes[0] for start in starts]
@@ -124,7 +124,7 @@ def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """One payload of all shards and one gather, from which each member is decoded where it is needed."""
+    """Quantize all shards into one payload and gather once; each member is decoded from it where it is needed."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     codes = [start.all_input_nodes[0] for start in starts]
     shards, numels = ([item for node in codes for item in cast("list[Any]", node.args[place])] for place in (0, 2))
@@ -150,7 +150,7 @@ def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list
 
 
 def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """One start and one wait with a result for each member, and one cast for all shards that are cast first."""
+    """Use one start, and one wait with a result for each member; shards to be cast first share one cast."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sent = [start.all_input_nodes[0] for start in starts]
     sent, replaced = _cast_all(graph, starts, sent)
@@ -165,7 +165,7 @@ def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The tensors to send, with all casts of shards done by one node, and the nodes that this node replaces."""
+    """The tensors to send, with the casts of all shards merged into one node, and the nodes that it replaces."""
     chains = {place: chain for place, node in enumerate(sent) if (chain := _source_cast(node))}
     if len(chains) < 2:
         return sent, []
@@ -182,7 +182,7 @@ def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -
 
 
 def _source_cast(sent: fx.Node) -> list[fx.Node]:
-    """The chain from what a member sends back to its cast: padding, a copy, the cast; empty if it is not cast."""
+    """The chain from the tensor a member sends back to its cast: padding, copy, cast; empty if there is no cast."""
     chain = [sent]
     while len(chain[-1].users) == 1:
         node = chain[-1]
@@ -195,7 +195,7 @@ def _source_cast(sent: fx.Node) -> list[fx.Node]:
 
 
 def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -> list[fx.Node]:
-    """cat of the flat gradients, padded once; one exchange, one sum, one gather; each member's mean is a view.
+    """Concatenate the flat gradients, pad, exchange, sum and gather once; each member's mean is a view of the result.
 
     A mean keeps the storage of the whole bucket alive; members do not overlap in it.
     """
@@ -231,7 +231,7 @@ def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -
 
 
 def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """cat of the [N, n] chunks along n, one exchange and one sum; each member's mean is a view of the result."""
+    """Concatenate the [N, n] chunks along n, exchange and sum once; each member's mean is a view of the result."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     exchange = nodes.is_all_to_all(starts[0])
     sums = [cast(fx.Node, result_of(start)) for start in starts]
@@ -260,7 +260,7 @@ def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
 
 
 def _merge_all_reduces(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """cat of the flat gradients, one all_reduce and one division; each member's mean is a view of the result."""
+    """Concatenate the flat gradients, all_reduce and divide once; each member's mean is a view of the result."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sums = [cast(fx.Node, result_of(start)) for start in starts]
     sizes = [meta.tensor_value(start).shape[0] for start in starts]
@@ -279,15 +279,15 @@ def _merge_all_reduces(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.No
 
 
 def _zeros(graph: fx.Graph, count: int, like: Tensor) -> fx.Node:
-    """Zeros of a tensor's dtype, made by an operator that Inductor lowers without decomposing it."""
+    """Zeros with the dtype and device of a tensor, made by an operator that Inductor does not decompose."""
     options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     zeros = graph.create_node("call_function", aten.full.default, ([count], 0), options)
-    meta.set_value(zeros, like.new_zeros([count]))  # without inputs it would be evaluated for real
+    meta.set_value(zeros, like.new_zeros([count]))  # evaluating it without inputs would make a real tensor
     return zeros
 
 
 def _merge_compressed(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """One payload of all gradients, one exchange, and one operator that yields each member's sum."""
+    """Quantize all gradients into one payload and exchange once; one operator returns each member's sum."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sums = [cast(fx.Node, result_of(start)) for start in starts]
     codes = [start.all_input_nodes[0] for start in starts]

@@ -21,8 +21,8 @@ class Reduction:
     """Gradients of one kind that a graph reduces over one group; they may share collectives.
 
     Attributes:
-        numel: total elements of the unsharded gradients.
-        wire: dtype in which they are sent to the ranks that sum them.
+        numel: total number of elements of the unsharded gradients.
+        wire: dtype in which gradients are sent to the ranks that sum them.
         mean: dtype in which ranks gather the parts of the means; None: each rank keeps its part.
         result: dtype of the result.
     """
@@ -41,15 +41,15 @@ def choose_algorithm(
     gloo's own reductions are never used: they send twice as much as an all_to_all, and sum in their own order. On NCCL
     an all_to_all sends gradients in their narrow dtype, which a reduce_scatter has to widen first; but each rank then
     sends to other hosts itself, whereas a ring leaves a host once. If ranks gather the means, one all_reduce saves a
-    launch, but every rank divides all means; it is considered only within a host. At equal costs the first of
-    reduce_scatter, all_to_all, all_reduce is taken.
+    launch, but every rank divides all means; it is considered only within a host. At equal costs, prefers
+    reduce_scatter, then all_to_all, then all_reduce.
 
     Args:
         reduction: what to reduce.
         backend: backend of the group.
         world: number of ranks of the group.
-        stride: distance of neighbours in global ranks.
-        hardware: hardware of each rank, the same on all; None: unknown, so that NCCL uses a reduce_scatter.
+        stride: distance between neighbours of the group in global ranks.
+        hardware: hardware of each rank, the same on all; None: unknown, and NCCL uses a reduce_scatter.
     """
     if not kind_of_backend(backend).is_gpu:
         return "all_to_all"

@@ -1,4 +1,4 @@
-"""Gathers of a whole training step: those of stages 0 and 3 are repeated in each backward that reads them."""
+"""Repeats the gathers of stages 0 and 3 in each backward of a whole training step that reads them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def repeat_gathers(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> int:
     Views and casts of the gathered parameter, such as its transpose, are repeated with it.
 
     Args:
-        graph: of a whole step.
-        kept: gathers that later parts go on reading.
+        graph: graph of a whole step.
+        kept: gathers that later parts continue to read, so that they are not repeated.
 
     Returns:
         The number of gathers that were added.
@@ -47,15 +47,15 @@ def _repeat(
     part: int,
     originals: dict[fx.Node, fx.Node],
 ) -> None:
-    """Let these readers of a gathered parameter, all of one part, read a gather of that part.
+    """Let these readers of a gathered parameter, all in one part, read a new gather in that part.
 
-    The gather goes to the first of them, and each view of it to the first that reads the view: views that came ahead
-    would be the first readers, and the order of gathers that a unit depends on would be that of what the unit reads.
+    The gather goes before the first reader, and each view of it before the first reader of that view. Earlier views
+    would become the gather's first readers, and the gathers that a unit depends on would be reordered by its reads.
 
     Args:
-        values: the gathered parameter and its views, of any part. One that another part has made, as the first backward
-            of a second derivative does, may read a copy by now.
-        originals: of every copy, to which those that are made here are added.
+        values: the gathered parameter and its views, in any part. A view made in another part, as by the first backward
+            of a second derivative, may already read a copy.
+        originals: the original of every copy; copies made here are added.
     """
     copies: dict[fx.Node, fx.Node] = {}
 

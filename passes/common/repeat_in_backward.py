@@ -1,4 +1,4 @@
-"""Values of a whole training step that backward makes again, instead of finding them alive."""
+"""Recomputes values of a whole training step in backward, instead of keeping them alive."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from zgraph.graph import dataflow, edits, meta
 
 
 def repeat_in_backward(graph: fx.Graph, repeated: Iterable[tuple[fx.Node, fx.Node]]) -> None:
-    """Copy nodes of forwards into the backwards behind them, which then read the copies.
+    """Copy nodes of each forward into the following backward, which then reads the copies.
 
-    Originals that nobody reads any more are erased.
+    Originals without remaining readers are erased.
 
     Args:
-        graph: of a whole step.
-        repeated: nodes that may run twice, and the node of backward before which each of them runs again; in program
-            order. What one of them reads is alive there, or repeated before.
+        graph: graph of a whole step.
+        repeated: pairs of a node to run again and the backward node to put its copy before, in program order. The
+            inputs of each node are alive there, or repeated earlier in the list.
     """
     part = dataflow.parts_of(graph)
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Finds the reductions of replicated gradients: exchanges whose means are then gathered."""
+"""Finds the reductions of replicated gradients: exchanges followed by a gather of the means."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplicatedReduction:
     Attributes:
         steps: the exchange, its wait, the sum and division, the gather of the means and its wait, and a cast if means
             are sent in a narrower dtype than they are kept in; each reads only the step before it.
-        numel: elements of the gradient, without padding.
+        numel: number of elements of the gradient, without padding.
         mean: [numel], the complete mean.
     """
 
@@ -33,8 +33,8 @@ class ReplicatedReduction:
     def of(cls, start: fx.Node) -> ReplicatedReduction | None:
         """The reduction that begins with an exchange; None if its result is not gathered over the same ranks.
 
-        Also None for gradients sent as codes, and for reductions of sharded gradients over replicas: which part a rank
-        holds of those does not follow from the number of elements alone.
+        Also None for gradients sent as codes, and for reductions of sharded gradients over replicas: the number of
+        elements does not determine which part of those a rank holds.
         """
         chunks, steps = meta.chunks(start), _steps_from(start)
         gather = _gather_of(steps)
@@ -56,12 +56,12 @@ class ReplicatedReduction:
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the whole gradient in the wider of the two collectives; means may be sent wider than gradients."""
+        """Bytes of the whole gradient in the wider dtype of the two collectives; the means may be the wider ones."""
         return self.numel * max(meta.tensor_value(start).dtype.itemsize for start in (self.steps[0], self.gather))
 
     @property
     def policy(self) -> list[Any]:
-        """Key that is equal for reductions that can be merged, if their exchanges can be."""
+        """Key that is equal for reductions that can be merged, provided that their exchanges can."""
         return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
 
     def flat(self, graph: fx.Graph) -> fx.Node:
@@ -77,7 +77,7 @@ class ReplicatedReduction:
 
 
 def _steps_from(start: fx.Node) -> list[fx.Node]:
-    """The chain of nodes from a start on, each read only by the next, up to the cast of the gathered result."""
+    """The chain of nodes beginning with a start, each read only by the next, up to the cast of the gathered result."""
     steps = [start]
     while len(steps[-1].users) == 1:
         (step,) = steps[-1].users

@@ -1,4 +1,4 @@
-"""The updates of a whole step: what it does with reduced gradients, from clipping to the optimizer."""
+"""The updates of a whole step: everything computed from reduced gradients, from clipping to the optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zgraph.analysis.hazards import hazards
 from zgraph.graph import meta, nodes, traits
 from zgraph.runtime.chunks import MIB, payload_bytes
 
-BUCKET_BYTES = 2 * MIB  # of gradients that are updated together where nothing is reduced
+BUCKET_BYTES = 2 * MIB  # bytes of gradients that are updated together if nothing is reduced
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Updates:
     """Nodes of a step that may run whenever the gradients they need have been reduced.
 
     Attributes:
-        reading: nodes that depend on a reduced gradient, by their inputs or by what was written for them.
-        preparing: nodes that compute only for these, from inputs of the graph alone, such as the next step count.
-        before: what must precede each node of the graph, besides its inputs.
-        arrival: for each node that depends on reduced gradients, the position of the start of the last reduction among
-            those. On a single rank, where nothing is reduced, gradients count as arriving in buckets.
+        reading: nodes that depend on a reduced gradient, through their inputs or through earlier writes.
+        preparing: nodes that use only inputs of the graph and serve only `reading` nodes, such as the next step count.
+        before: nodes that must precede each node of the graph, besides its inputs.
+        arrival: position of the start of the last reduction that each node depends on, for all nodes that depend on
+            any. On a single rank, where nothing is reduced, gradients count as arriving in buckets.
     """
 
     reading: Mapping[fx.Node, None]
@@ -63,14 +63,14 @@ class Updates:
         return [*node.all_input_nodes, *self.before.get(node, ())]
 
     def may_come_last(self, order: Iterable[fx.Node]) -> bool:
-        """Whether nothing but the output needs what the updates compute, or overwrites what they read."""
+        """Whether no node but the output needs results of the updates or overwrites values that they read."""
         others = (node for node in order if node not in self and node.op != "output")
         return not any(source in self for node in others for source in self.needs(node))
 
     def homes(self) -> dict[fx.Node, int]:
-        """For values of one parameter, when its gradient arrives: the position of the start of the last reduction.
+        """For each value of a parameter, the position of the start of the last reduction of its gradient.
 
-        Values belong to one parameter if they stand at the same place in the lists of a call such as `_foreach_mul_`,
+        Values belong to one parameter if they are at the same place in the lists of a call such as `_foreach_mul_`,
         or if one is computed from the other and neither is a scalar.
         """
         family = _Families()
@@ -95,7 +95,7 @@ def carries_parameter(node: fx.Node) -> bool:
 
 
 def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Gradients that need no reduction, with the position at which the last of their bucket is there."""
+    """Gradients that need no reduction, with the position at which the last one of their bucket is computed."""
     found: dict[fx.Node, int] = {}
     bucket: dict[fx.Node, None] = {}
     held = 0
@@ -115,10 +115,10 @@ def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 def lists_of(node: fx.Node) -> list[Sequence[object]]:
-    """The lists that a call over many tensors takes element by element, such as those of `_fused_adamw_`.
+    """The list arguments that a call over many tensors, such as `_fused_adamw_`, processes element by element.
 
     Returns:
-        One list of equal length for each such argument; none for other calls.
+        The lists, of equal length; empty for other calls.
     """
     if not traits.is_over_lists(node):
         return []
@@ -127,7 +127,7 @@ def lists_of(node: fx.Node) -> list[Sequence[object]]:
 
 
 def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
-    """Replace a call over the tensors of lists by one for each group of their places; one group leaves it as it is."""
+    """Replace a call over lists of tensors with one call for each group of places; a single group changes nothing."""
     if len(groups) < 2:
         return
     results = {cast(int, user.args[1]): user for user in node.users}
@@ -151,7 +151,7 @@ def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _at(argument: Any, places: Sequence[int]) -> Any:
-    """The elements of a list at these places; anything else as it is."""
+    """The elements of a list at these places; any other argument unchanged."""
     if not isinstance(argument, list | tuple) or not argument:
         return argument
     return type(argument)(argument[place] for place in places)
@@ -178,7 +178,7 @@ def _preparing(
     found: dict[fx.Node, None] = {}
     for node in reversed(order):
         if node in from_inputs and node.op not in ("placeholder", "get_attr"):
-            # New state of an optimizer is returned, too.
+            # An optimizer's new state is also returned, so the output does not count as a reader.
             later = [one for one in (*node.users, *followers.get(node, ())) if one.op != "output"]
             if later and all(one in reading or one in found for one in later):
                 found[node] = None
@@ -201,7 +201,7 @@ def _has_elements(node: fx.Node) -> bool:
 
 
 class _Families:
-    """Sets of values that belong together, by union and find."""
+    """Sets of values that belong together, as a union-find structure."""
 
     def __init__(self) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Visits: when values of inputs that rest elsewhere are on the device."""
+"""Visits: the times at which values of offloaded inputs are on the device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from zgraph.torch_compat.operators import is_fused_update, overwritten, written_
 
 @dataclass(eq=False)
 class Visit:
-    """A stay of one input's values on the device.
+    """A stay of one offloaded input's values on the device.
 
     Attributes:
-        resting: the input.
-        aliases: values that lie in it, each with the one that it was made from.
-        uses: what reads or writes them, in order, without views.
-        is_update: whether the uses are an update's.
-        last_write: the last use that writes; None: the copy is dropped.
-        is_first: whether nothing was stored to the input before.
-        previous: the stay of its values before this one.
-        reload, ready, store: the copies, once they are there.
+        resting: the offloaded input.
+        aliases: values that share the input's storage, each with the value it was made from.
+        uses: nodes that read or write these values, in order, without views.
+        is_update: whether the uses belong to an update.
+        last_write: the last use that writes; None: no use writes, and the copy is dropped.
+        is_first: whether nothing was stored to the input before this visit.
+        previous: the previous visit of the same input.
+        reload, ready, store: start and wait of the copy in, and the copy back; None until built.
+        copies: for each alias, the value in the copy that replaces it.
     """
 
     resting: fx.Node
@@ -44,10 +45,10 @@ class Visit:
 
 
 def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
-    """Places of a fused update's lists, in groups of which so many bytes rest elsewhere; one parameter always fits.
+    """Group the places in a fused update's lists so that each group has at most `most_bytes` offloaded bytes.
 
-    Where no reduction has split it, as on one rank, an update would bring everything to the device at once. All ranks
-    split alike.
+    One parameter always fits. An update that no reduction has split, as on one rank, would otherwise bring everything
+    to the device together. All ranks split alike.
     """
     groups: list[list[int]] = []
     held = 0
@@ -63,10 +64,10 @@ def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
 
 
 def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[fx.Node] = ()) -> list[Visit]:
-    """When values of inputs that rest elsewhere are on the device, in the order of their first uses.
+    """The visits of all offloaded inputs, in the order of their first uses.
 
-    One visit serves consecutive uses of a kind: those of one forward, of one backward, or of updates; or of updates
-    that stand apart.
+    One visit serves consecutive uses of a kind: reads by the gathers or the compute of one forward or backward, or
+    updates. Updates in `apart` get visits of their own.
     """
     resting = [
         node
@@ -95,12 +96,12 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[f
 
 
 def is_computing(node: fx.Node) -> bool:
-    """Whether a node computes, rather than carries, views or names values."""
+    """Whether a node computes, rather than moves or views values or holds an input."""
     return node.op == "call_function" and not (nodes.is_communication(node) or traits.is_free(node))
 
 
 def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Where the gather begins that each copy of rows is made for: some ranks pad their rows, and others do not."""
+    """The position of the gather that each copy of rows is made for, because only some ranks need to pad their rows."""
     found: dict[fx.Node, int] = {}
     for start in order:
         if nodes.is_gather(start) and meta.parameters(start):
@@ -110,7 +111,7 @@ def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]
 
 
 def _updates(order: Sequence[fx.Node], resting: Container[fx.Node]) -> Container[fx.Node]:
-    """The nodes that compute updates: what depends on reduced gradients, or where nothing is reduced the step's end."""
+    """The nodes of updates: those that depend on reduced gradients or, without any, all from the first write on."""
     found = Updates.of(order)
     if found.reading:
         return found
@@ -146,7 +147,7 @@ def _carries(node: fx.Node) -> bool:
 
 
 def _moves(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether a node only views the values, or is a copy between memory spaces already."""
+    """Whether a node only views the values, or is already a copy between memory spaces."""
     return (node in aliases and not written_arguments(node)) or nodes.is_copy_start(node)
 
 
@@ -155,7 +156,7 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def most_bytes_of(node: fx.Node) -> int:
-    """Bytes of a node that rests, on the rank with most rows."""
+    """Bytes of an offloaded node on the rank with the most rows."""
     return meta.longest_bytes(node) or bytes_of(node)
 
 

@@ -1,1 +1,1 @@
-"""Passes that rewrite what the model itself computes; all others are about its communication."""
+"""Passes that rewrite the model's own computation, rather than its communication or memory."""

@@ -1,4 +1,4 @@
-"""Replace attention written by hand by one operator that does not keep its probabilities."""
+"""Replace hand-written attention with one operator that does not keep the attention probabilities."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class FuseAttention(GraphPass):
-    """Replace `softmax(q @ k.T / sqrt(d) + mask) @ v` by `scaled_dot_product_attention`, in forward and backward.
+    """Replace `softmax(q @ k.T / sqrt(d) + mask) @ v` with `scaled_dot_product_attention`, in forward and backward.
 
     The patterns are Inductor's own, which `torch.compile` applies to its joint graph. Backward then needs q, k, v and
-    one number per row instead of the probabilities, whose size grows with the square of the length. Results are as
-    close to eager torch's as those of `torch.compile`, but not bitwise equal.
+    one number per row instead of the probabilities, whose size grows with the square of the sequence length. Results
+    are as close to eager torch as those of `torch.compile`, but not bitwise equal.
 
     Not in `presets.default()`, because it may make a step slower. Put it first:
 
@@ -39,13 +39,14 @@ class FuseAttention(GraphPass):
 
     It has not been measured on GPUs.
 
-    Leaves alone: graphs of the lowering "fx", which is bitwise equal to eager torch; attention with active dropout,
-    whose masks the fused operator would draw differently; attention that matches none of the patterns. A note says so.
+    Leaves alone: graphs of the lowering "fx", which must be bitwise equal to eager torch; attention with active
+    dropout, whose masks the fused operator would draw differently; attention that matches none of the patterns. A note
+    gives the reason.
     """
 
     name: ClassVar[str] = "fuse_attention"
     phase: ClassVar[Phase] = "joint"
-    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.LIFETIMES_CHOSEN})  # by what the nodes of attention hold
+    conflicts: ClassVar[frozenset[str]] = frozenset({Fact.LIFETIMES_CHOSEN})  # chosen by the memory of these nodes
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         if not ctx.decomposed:
@@ -68,7 +69,7 @@ class FuseAttention(GraphPass):
 
 
 def device_of_products(graph: fx.Graph) -> torch.device | None:
-    """The device of batched matrix products in a graph that has exponentials, too; None if attention is impossible."""
+    """The device of a graph's batched matrix products; None without two of them and an exponential: no attention."""
     products = graph.find_nodes(op="call_function", target=aten.bmm.default, sort=False)
     if len(products) < 2 or not graph.find_nodes(op="call_function", target=aten.exp.default, sort=False):
         return None
@@ -80,14 +81,14 @@ def _values_read(node: fx.Node) -> list[Any]:
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
-    """Nodes among the arguments, in order, with repetitions."""
+    """Nodes among the arguments, in order, including duplicates."""
     found: list[fx.Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _restore_layouts(graph: fx.Graph, before: Mapping[fx.Node, Sequence[Any]]) -> None:
-    """Give new nodes their values, and old nodes inputs with the layouts that they were traced with."""
+    """Give new nodes their values, and give old nodes inputs with the layouts they were traced with."""
     new = [node for node in graph.nodes if node not in before]
     for node in new:
         meta.set_value(node, meta.evaluate(node))
@@ -96,7 +97,7 @@ def _restore_layouts(graph: fx.Graph, before: Mapping[fx.Node, Sequence[Any]]) -
         if traced is not None and not meta.same_layout(traced, meta.value(node)):
             _read_a_copy(node, [user for user in node.users if user in before], traced)
     for node in nodes.call_functions(graph, before.__contains__):
-        if not meta.same_layout(before[node], _values_read(node)):  # in the stride of a dim of size 1
+        if not meta.same_layout(before[node], _values_read(node)):  # strides of a dim of size 1 may still differ
             meta.set_value(node, meta.evaluate(node))
 
 
@@ -124,7 +125,7 @@ def _read_a_copy(node: fx.Node, readers: Sequence[fx.Node], traced: Tensor) -> N
 
 
 def _copies(node: fx.Node) -> Iterator[fx.Node]:
-    """Copies of a node, and of its views."""
+    """Copies of a node and of its views."""
     for user in list(node.users):
         if user.target is aten.clone.default:
             yield user
@@ -133,7 +134,7 @@ def _copies(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _spare(copy: fx.Node, copied: fx.Node, node: fx.Node) -> None:
-    """Bypass a copy of `copied`, or of a view of it, if the node itself already has the layout of that copy."""
+    """Bypass a copy of `copied` or of a view of it, if the node itself already has the layout of that copy."""
     source = copy.all_input_nodes[0]
     direct = node
     if source is not copied:

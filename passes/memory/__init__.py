@@ -1,1 +1,1 @@
-"""Passes that move what does not fit on the device to other memory, and back."""
+"""Passes that offload tensors from device memory and bring them back."""

@@ -1,9 +1,9 @@
-"""Updates on the host of a GPU: gradients go there, and what rests on the GPU comes back.
+"""Updates on the host of a GPU: gradients are copied there, and parameters kept on the GPU are copied back.
 
 backward    [reduce a]......[reduce b]......
 to host            [= a =]         [= b =]
 host                      [update a]      [update b]
-to device                           [= a =]         [= b =]     parameters that rest on the GPU
+to device                           [= a =]         [= b =]     parameters kept on the GPU
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class HostUpdate:
-    """A fused update that runs where its state rests, beside what the GPU computes.
+    """A fused update that runs on the host, where its state is kept, concurrently with compute on the GPU.
 
     Attributes:
         update: the call.
-        brought: what it reads, and the GPU holds: gradients, step counts, parameters that rest there.
-        returned: those of them that it writes to.
-        on_host: what it reads instead, once that is there.
-        counts: its step counts in one tensor, which goes to the host in their place; None: there is one at most.
-        prepared: what waits for copies, or views them, in front of it.
-        deadline: the first node behind it that touches what it touches, or the output; once copies of others are there.
+        brought: inputs kept on the GPU: gradients, step counts, parameters.
+        returned: the inputs in `brought` that the update writes to.
+        on_host: for each input in `brought`, its copy on the host; filled when copies are inserted.
+        counts: the step counts stacked in one tensor, which is copied instead of them; None: at most one step count.
+        prepared: the waits for the copies and the views of them, just before the update.
+        deadline: the first node after the update that touches its tensors, or the output; None until copies are
+            inserted.
     """
 
     update: fx.Node
@@ -52,9 +53,9 @@ class HostUpdate:
 
 
 def split_apart(update: fx.Node) -> list[list[int]]:
-    """Places of a fused update's lists, those that can be updated on the host apart from the others.
+    """Group the places of a fused update's lists into those that can be updated on the host and those that cannot.
 
-    State that the step makes is made on the device, and updated there; numbers stay, and their state.
+    State that the step creates is created and updated on the device. Scalar parameters and their state also stay there.
     """
     groups: dict[bool, list[int]] = {}
     written = frozenset(_updated(update)) if is_fused(update) else frozenset[fx.Node]()
@@ -64,9 +65,9 @@ def split_apart(update: fx.Node) -> list[list[int]]:
 
 
 def unscale_ahead(graph: fx.Graph, update: fx.Node) -> None:
-    """Divide the scale of a loss out of gradients on the device, where they are returned, instead of in their update.
+    """Divide the loss scale out of gradients on the device, where the step returns them, instead of in their update.
 
-    As there, what is skipped because of an inf keeps them as they are.
+    As in the update, a step skipped because of an inf leaves the gradients unchanged.
     """
     scale, found_inf = (argument_of(update, name) for name in ("grad_scale", "found_inf"))
     if scale is None or not can_run_on_host(update):
@@ -86,7 +87,7 @@ def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
     followers = _first_followers(order, able)
     found: list[HostUpdate] = []
     for update, written in able.items():
-        if followers[update] in able:  # a second step of the same parameters reads what the first returns, at once
+        if followers[update] in able:  # the next step of the same parameters would need the results immediately
             continue
         tensors = [node for node in update.all_input_nodes if isinstance(meta.value(node), Tensor)]
         brought = [node for node in tensors if meta.space(node) != HOST and not _is_on_host(node, order)]
@@ -95,23 +96,28 @@ def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
 
 
 def _first_followers(order: Sequence[fx.Node], updates: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
-    """The first node behind each update that touches what it touches, or the output; with what each writes to."""
+    """The first node after each update that touches its tensors, or the output.
+
+    Args:
+        order: nodes of the graph.
+        updates: the updates, each with the tensors it writes to.
+    """
     found = dict.fromkeys(updates, order[-1])
     for node, earlier in hazards(order).items() if updates else ():
         for one in earlier:
-            # By its schema an update writes to gradients, of which buckets share a storage.
+            # By its schema an update writes to gradients, and gradients of a bucket share a storage.
             if one in found and (node not in updates or not updates[one].isdisjoint(updates[node])):
                 found[one] = min(node, found[one])
     return found
 
 
 def can_run_on_host(node: fx.Node) -> bool:
-    """Whether a node is a fused update of parameters and state of the step before, some of which rest on the host."""
+    """Whether a node is a fused update of existing parameters and state, some of which are kept on the host."""
     return is_fused(node) and not node.users and meta.beside(node) is None and _can_leave(_updated(node))
 
 
 def _updated(update: fx.Node) -> list[fx.Node]:
-    """Parameters and state; not gradients, of which a fused update may divide out a scale."""
+    """Parameters and state that an update writes to; not gradients, which it may write to when it unscales them."""
     grads = _list_of(update, "grads")
     return [one for one in overwritten(update) if one not in grads]
 
@@ -127,22 +133,22 @@ def _may_leave(given: fx.Node) -> bool:
 
 
 def _is_on_host(node: fx.Node, order: Sequence[fx.Node]) -> bool:
-    """Whether a tensor without dims, such as a learning rate, lies on the host of a GPU."""
+    """Whether a node is a 0-dim tensor, such as a learning rate, on the host of a GPU."""
     value = meta.tensor_value(node)
     return not value.ndim and value.device.type == "cpu" and on_gpu(order)
 
 
 def on_gpu(order: Sequence[fx.Node]) -> bool:
-    """Whether inputs of a graph lie on a GPU, or rest on its host."""
+    """Whether inputs of a graph are on a GPU, or offloaded from one."""
     values = (meta.value(node) for node in order if node.op == "placeholder")
     return any(isinstance(value, Tensor) and is_gpu(value.device) for value in values)
 
 
 def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
-    """Let each update read copies on the host, which leave as soon as what they copy is there.
+    """Let each update read copies on the host, which start as soon as their sources are computed.
 
-    It starts when the copies of the next one have, so that the device waits for none that has just begun. Parameters
-    that rest on the device leave one update ahead.
+    An update starts after the copies of the next update, so that the device never waits for a copy that has just begun.
+    Copies of parameters kept on the device start one update earlier.
     """
     updates = {one.update: frozenset(overwritten(one.update)) for one in found}
     deadlines = _first_followers(list(graph.nodes), updates)
@@ -176,7 +182,7 @@ def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
 
 
 def _with_stacked_counts(graph: fx.Graph, found: HostUpdate) -> list[fx.Node]:
-    """What goes to the host for an update: step counts, of four bytes each, in one copy."""
+    """The tensors to copy to the host for an update, with its step counts (four bytes each) stacked into one."""
     counts = _counts(found)
     if len(counts) < 2:
         return found.brought
@@ -192,7 +198,7 @@ def _counts(found: HostUpdate) -> list[fx.Node]:
 
 
 def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
-    """Let an update read what has come to the host, and what rests there."""
+    """Let an update read the copies on the host, and the tensors kept there."""
     update = found.update
     found.prepared = list(found.on_host.values())
     if found.counts is not None:
@@ -212,7 +218,7 @@ def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
 
 
 def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: int) -> None:
-    """Copy parameters that rest on the device back over themselves, when later updates have started."""
+    """Copy updated parameters back over the originals on the device, when later updates have started."""
     output = nodes.output_of(graph)
     anchors: list[fx.Node] = []
     for number, one in enumerate(found):
@@ -237,7 +243,7 @@ def _list_of(update: fx.Node, name: str) -> Sequence[fx.Node]:
 
 
 def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
-    """Elements of what a call's lists hold of each parameter, on the rank with most of them."""
+    """Number of elements of each tensor in a call's lists, on the rank that has most of its parameter."""
     found: dict[fx.Node, int] = {}
     for members in zip(*lists_of(update), strict=True):
         ours = [one for one in members if isinstance(one, fx.Node)]
@@ -247,7 +253,7 @@ def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
 
 
 def _last_write(one: HostUpdate) -> fx.Node | None:
-    """The last node in front of an update that writes to a parameter on the device, if any does."""
+    """The last node before an update that writes to one of its parameters on the device; None if no node does."""
     found: fx.Node | None = None
     for node in one.update.graph.nodes if one.returned else ():
         if node is one.update:

@@ -25,17 +25,17 @@ from zgraph.tiers.tier import DEVICE, HOST
 class OffloadActivations(GraphPass):
     """Keep saved activations in host memory from forward to backward.
 
-    With a budget in the target, those that `ChooseLifetimes(offload_least_bytes=...)` has chosen; without one, all that
-    forward saves for backward from a size on. A copy to the host starts where the activation is made, and is waited for
-    as late as it has to be freed; the copy back starts ahead of the first reader in backward. Later passes place both.
-    Values are copied, never recomputed: results are the same bits.
-    Leaves alone: parameters, inputs and what is returned to the user, which others hold anyway; views, whose memory is
-    somebody else's; values that are written to; whatever backward reads more than one of in one storage.
+    With a budget in the target, offloads the activations chosen by `ChooseLifetimes(offload_least_bytes=...)`; without
+    one, all saved activations of at least `least_bytes`. A copy to the host starts where the activation is computed,
+    and is awaited when the activation must be freed; the copy back starts before the first reader in backward. Later
+    passes place both. Values are copied, never recomputed: results are bitwise equal.
+    Leaves alone: parameters, inputs and values returned to the user, which stay alive anyway; views, whose memory
+    belongs to another value; values that are written to; storages of which backward reads more than one value.
 
     Attributes:
-        least_bytes: size of the smallest activation to offload without a budget.
+        least_bytes: minimum size of an activation to offload without a budget.
 
-    Source: Rhu et al. 2016, "vDNN", arXiv 1602.08124; as a pass over one graph, not a hook on each tensor.
+    Source: Rhu et al. 2016, "vDNN", arXiv 1602.08124; here as a pass over one graph, not a hook on each tensor.
     """
 
     least_bytes: int = MIB // 4
@@ -48,8 +48,8 @@ class OffloadActivations(GraphPass):
     def __post_init__(self) -> None:
         if self.least_bytes < 1:
             raise ValueError(
-                f"offload_activations: least_bytes={self.least_bytes}; write the size in bytes, at least 1, from which "
-                "on an activation is worth a copy."
+                f"offload_activations: least_bytes={self.least_bytes}; write the minimum size in bytes, at least 1, of "
+                "an activation to offload."
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
@@ -74,12 +74,12 @@ class OffloadActivations(GraphPass):
 
 
 def plan_saved(forward: fx.Graph, user_outputs: int, least_bytes: int | None) -> list[fx.Node]:
-    """The activations that a forward graph hands to backward, and that nobody else holds.
+    """The activations that a forward graph saves for backward and that nothing else keeps alive.
 
     Args:
-        forward: before gathers are lowered.
-        user_outputs: how many of its outputs are the user's.
-        least_bytes: from which size on; None: those that were chosen.
+        forward: the forward graph, before gathers are lowered.
+        user_outputs: number of outputs returned to the user.
+        least_bytes: minimum size; None: only activations that `ChooseLifetimes` has tagged.
     """
     placed = placements(forward)
     outputs = nodes.returned_by(forward)
@@ -102,10 +102,10 @@ def plan_saved(forward: fx.Graph, user_outputs: int, least_bytes: int | None) ->
 
 
 def plan_in_step(graph: fx.Graph, least_bytes: int | None) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """The activations of a whole step's forwards that only the backwards behind them read, with those readers.
+    """The activations of a whole step's forwards that only the following backwards read, with these readers.
 
     Args:
-        graph: of the step, before gathers are lowered.
+        graph: graph of the step, before gathers are lowered.
         least_bytes: as for `plan_saved`.
     """
     model = WholeStepModel(graph, cost_of=lambda node: FREE, sharing=Sharing())
@@ -124,19 +124,19 @@ def _is_wanted(node: fx.Node, least_bytes: int | None) -> bool:
         return False
     if least_bytes is None:
         return meta.is_tagged_offload(node)
-    # What does not fill its storage would free less than it copies.
+    # Offloading a value that does not fill its storage would free less than it copies.
     own, whole = value.numel() * value.dtype.itemsize, storage_bytes(value)
     return own == whole and own >= least_bytes
 
 
 def _gathered(graph: fx.Graph) -> set[fx.Node]:
-    """Parameters as forward reads them, with views and casts."""
+    """Gathered parameters, with their views and casts."""
     markers = nodes.call_functions(graph, nodes.is_unshard)
     return {node for marker in markers for node in dataflow.reshaped_values(marker)}
 
 
 def _offload(graph: fx.Graph, node: fx.Node, wait_before: fx.Node) -> fx.Node:
-    """Start copying a value to the host where it is made; returns the wait, before another node."""
+    """Start copying a value to the host where it is computed; return the wait, placed before `wait_before`."""
     with graph.inserting_after(node):
         start = meta.create(graph, offload_op(), (node,), like=node, name=f"offload_{node.name}")
     meta.set_transit(start, HOST, to_device=False)
@@ -147,7 +147,7 @@ def _offload(graph: fx.Graph, node: fx.Node, wait_before: fx.Node) -> fx.Node:
 
 
 def _reload(graph: fx.Graph, kept: fx.Node, device: torch.device, reader: fx.Node, name: str) -> fx.Node:
-    """Copy a value of the host back just before its first reader."""
+    """Copy a value from the host back, just before its first reader."""
     with graph.inserting_before(reader):
         start = meta.create(graph, reload_op(), (kept, device), like=reader, name=f"reload_{name}")
         meta.set_transit(start, HOST, to_device=True)
@@ -183,7 +183,7 @@ def _reload_inputs(backward: fx.Graph, forward: fx.Graph) -> bool:
 
 
 def _offload_in_step(graph: fx.Graph, base: fx.Node, readers: Iterable[fx.Node]) -> None:
-    """Let readers of backward, which may read views of the value, read what comes back."""
+    """Let readers in backward read the copy that comes back, or views of it if they read views of the value."""
     first = min(readers)
     kept = _offload(graph, base, first)
     back = _reload(graph, kept, meta.tensor_value(base).device, first, base.name)

@@ -1,4 +1,4 @@
-"""Place copies of what rests on the host or on disk, and updates there, by what they cost."""
+"""Place copies of tensors offloaded to the host or disk, and host updates, by their costs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from zgraph.scheduling.problem import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCopies(GraphPass):
-    """Start each copy to the device just early enough, and wait for copies from it, and for updates, as late as pays.
+    """Start each copy to the device just early enough, and wait for copies back and for updates as late as it pays.
 
-    `StreamStates` places them by rules, behind `ScheduleOverlap`, which has not seen them. This schedules the final
-    graph again, its collectives among the copies: on the simulator, where each link, the disk and the host's worker is
-    a lane, and within the budget; without one within the peak of the rules, lest a slow link brings all that rests
-    elsewhere at once. The order that is there is among those to choose from. Therefore the step is never slower on the
-    simulator than by rules, and never holds more where it is as fast, unless the rules exceed the budget.
-    Leaves alone: the order of compute, and where updates start; graphs of which nothing rests elsewhere.
+    `StreamStates` inserts copies by rules, after `ScheduleOverlap`, which has not seen them. This pass schedules the
+    final graph again, copies and collectives together, on the simulator, where each link, the disk and the host's
+    worker is a lane. It stays within the budget or, without one, within the peak of the rules, lest a slow link bring
+    all offloaded tensors to the device together. The present order is one of the candidates, so in the simulator the
+    step is never slower than by rules, and at equal speed never needs more memory, unless the rules exceed the budget.
+    Leaves alone: the order of compute, and where updates start; graphs without offloaded tensors.
 
     Attributes:
-        in_flight_bytes: as for `ScheduleOverlap`, of collectives; what copies bring is limited by the budget.
+        in_flight_bytes: limit for collectives, as for `ScheduleOverlap`; copies are limited by the budget.
     """
 
     in_flight_bytes: int = 64 * MIB
@@ -69,11 +69,11 @@ class ScheduleCopies(GraphPass):
 
 
 def plan_copies(order: Sequence[fx.Node], ctx: PassContext, in_flight_bytes: int = 64 * MIB) -> Plan:
-    """The order of a graph whose copies stand where rules have placed them.
+    """Plan the order of a graph whose copies were placed by rules.
 
     Args:
-        order: the graph as it is.
-        ctx: with costs.
+        order: nodes of the graph in their present order.
+        ctx: context with costs.
         in_flight_bytes: as for `ScheduleCopies`.
     """
     assert ctx.cost_of is not None  # there is a target
@@ -86,7 +86,7 @@ def plan_copies(order: Sequence[fx.Node], ctx: PassContext, in_flight_bytes: int
 
 
 def _rests_elsewhere(node: fx.Node) -> bool:
-    """Whether a node copies what rests elsewhere, or updates it there; `ScheduleOverlap` has placed activations."""
+    """Whether a node copies offloaded state or updates it on the host; activations are already scheduled."""
     if meta.beside(node) is not None or nodes.is_store(node) or nodes.is_spill(node):
         return True
     is_kept = meta.longest_bytes(node) is not None or bool(meta.parameters(node))

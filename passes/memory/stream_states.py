@@ -1,4 +1,4 @@
-"""Bring parameters and optimizer state that rest on the host, or on disk, to the device and back."""
+"""Bring parameters and optimizer state that are offloaded to the host or disk to the device and back."""
 
 from __future__ import annotations
 
@@ -46,34 +46,37 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class StreamStates(GraphPass):
-    """Copy what rests on the host or on disk to the device ahead of each use, and what was written back, behind it.
+    """Copy offloaded tensors to the device before each use, and copy written values back after it.
 
-    Inputs of a whole step say where they rest (`zgraph.Offload`). A gather, or an update, reads a copy that was started
-    some uses before and dies right after; copies that were only read are dropped, those that an update has written to
-    are stored over the input, which is waited for when later ones have started, at the latest at the end of the step.
-    An update writes to the copy that backward has read, where its own would have been on its way by then.
-    State that the first step of an optimizer makes goes where it is to rest. Values are copied, never recomputed:
-    results are the same bits.
-    Put it behind what orders updates and gathers; with costs, `ScheduleCopies` comes after it. In forward, backward and
-    inference without an optimizer it brings what gathers read. Leaves alone: inputs on the device, and the order of
-    everything else.
+    Inputs of a whole step carry the memory they are kept in (`zgraph.Offload`). A gather or an update reads a copy that
+    was started some uses earlier and is freed right after. Copies that were only read are dropped; copies written by an
+    update are stored over the input. That store is awaited when later ones have started, at the latest at the end of
+    the step. If an update's own copy would have started before backward reads the tensor, both share one copy.
+    State created by an optimizer's first step is moved to the memory where it will be kept. Values are copied, never
+    recomputed: results are bitwise equal.
+    Put this pass after those that order updates and gathers; with costs, follow it by `ScheduleCopies`. In forward,
+    backward and inference graphs without an optimizer, it copies the inputs of gathers. Leaves alone: inputs on the
+    device, and the order of everything else.
 
     Attributes:
-        prefetch: how many uses ahead of the one that is waited for are on their way.
-        in_flight_bytes: most bytes of these copies, with those that are waited for; one use is always prefetched, so
-            that it limits nothing up to prefetch=1. By default three updates of `update_bytes`: two are read ahead.
-        update_bytes: the most that one call of a fused update reads of what rests elsewhere: larger ones are split, by
-            parameters.
-        stores_in_flight: after how many later uses that write a copy back is waited for, and an update beside compute.
-        updates: "at_rest" lets what rests on the host be updated there: a fused update in a thread beside compute,
-            bucket by bucket. Where the device is a GPU, gradients go there, and parameters that rest on the GPU go and
-            come back; updates that are not fused are streamed. What rests on disk is streamed in any case. "streamed"
-            copies all of it. "planned" does with each fused update what is faster on the simulator, by the target's
-            hardware and within the budgets of device and host: the first ones of a step run at rest, the others are
-            streamed; all are at rest where nothing is faster by more than 1 %.
+        prefetch: number of uses whose copies are in flight besides the awaited one.
+        in_flight_bytes: maximum bytes of these copies, including the awaited ones. One use is always prefetched, so
+            that this limits nothing up to prefetch=1. The default is three updates of `update_bytes`, two of them read
+            ahead.
+        update_bytes: maximum bytes of offloaded tensors that one call of a fused update reads; larger calls are split
+            by parameters.
+        stores_in_flight: number of later writing uses after which a copy back, or an update beside compute, is awaited.
+        updates: where offloaded state is updated. State on disk is always streamed to the device.
+            "at_rest": on the host, for state kept there. Fused updates run in a thread beside compute, bucket by
+            bucket. If the device is a GPU, gradients go to the host, and parameters kept on the GPU go there and come
+            back; updates that are not fused are streamed.
+            "streamed": on the device; all offloaded state is copied.
+            "planned": whichever is faster for the step on the simulator, for the target's hardware and within the
+            budgets of device and host. The first fused updates of a step run at rest and the others are streamed; all
+            run at rest if no other choice is faster by more than 1 %.
 
     Source: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, and Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv
-    2104.07857; as a pass over the graph of the step, in which every copy is a node.
+    2104.07857; here as a pass over the graph of the step, in which every copy is a node.
     """
 
     prefetch: int = 1
@@ -94,9 +97,7 @@ class StreamStates(GraphPass):
                 f'stream_states: updates={self.updates!r} is unknown; write "at_rest", "streamed" or "planned".'
             )
         if self.stores_in_flight < 1:
-            raise ValueError(
-                f"stream_states: stores_in_flight={self.stores_in_flight}; at least one must be, write 1 or more."
-            )
+            raise ValueError(f"stream_states: stores_in_flight={self.stores_in_flight}; write 1 or more.")
         if self.in_flight_bytes < 1:
             raise ValueError(
                 f"stream_states: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
@@ -128,7 +129,7 @@ class StreamStates(GraphPass):
         return self._stream(graph, ctx, streamed, is_elsewhere)
 
     def _choose_streamed(self, gm: fx.GraphModule, ctx: PassContext, is_elsewhere: bool) -> list[fx.Node]:
-        """The updates of a step that could run on the host and are to run on the device: its last ones, if any."""
+        """The updates of a step that could run on the host but should run on the device: its last ones, if any."""
         order = list(gm.graph.nodes)
         able = _able(order, is_elsewhere)
         if not able:
@@ -148,7 +149,7 @@ class StreamStates(GraphPass):
         return able[choice.best.on_host :]
 
     def _stream(self, graph: fx.Graph, ctx: PassContext, streamed: Sequence[fx.Node], is_elsewhere: bool) -> bool:
-        """Copy what is used on the device, and let updates of what rests on the host run there but for these."""
+        """Copy tensors used on the device; run updates of state on the host there, except those in `streamed`."""
         stays = self.updates != "streamed"
         on_device = dict.fromkeys(streamed)
         for node in list(graph.nodes) if stays and is_elsewhere else ():
@@ -193,19 +194,19 @@ class StreamStates(GraphPass):
 
 
 def computes_elsewhere(order: Sequence[fx.Node], ctx: PassContext) -> bool:
-    """Whether the graph is for a GPU, for whose tensors those of a CPU may stand."""
+    """Whether the graph is for a GPU; it may be planned with CPU tensors in place of the GPU's."""
     return kind_of_backend(ctx.planned_backend).is_gpu or on_gpu(order)
 
 
 def _able(order: Sequence[fx.Node], is_elsewhere: bool) -> list[fx.Node]:
-    """The fused updates of what rests on the host that may run there as well as on the device, in order."""
+    """The fused updates of state kept on the host that may run either there or on the device, in order."""
     if is_elsewhere:
         return [one.update for one in plan_host_updates(order)]
     return [node for node in order if can_run_on_host(node)]
 
 
 def _stays(visit: Visit, on_host: Sequence[HostUpdate], on_device: Container[fx.Node], is_elsewhere: bool) -> bool:
-    """Whether an update runs where its tensors rest."""
+    """Whether a visit is not needed because its update runs on the host, where its tensors are kept."""
     tier = meta.space(visit.resting)
     if tier is None or not tier.updates or not visit.is_update or any(use in on_device for use in visit.uses):
         return False
@@ -218,7 +219,7 @@ def _is_on_device(node: fx.Node) -> bool:
 
 
 def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[fx.Node, fx.Node]]:
-    """State that the step makes, and that is to rest elsewhere, with the last node that touches it."""
+    """State that the step creates and that must be offloaded, each with the last node that touches it."""
     found: list[tuple[fx.Node, fx.Node]] = []
     for value in dict.fromkeys(order[-1].all_input_nodes):
         for number in placed.lies_in.get(value, ()):
@@ -230,7 +231,7 @@ def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[f
 
 
 def _is_only_view(node: fx.Node, placed: Placements) -> bool:
-    """Whether a node only views an input that rests elsewhere."""
+    """Whether a node only views an offloaded input."""
     if node.op != "call_function" or written_arguments(node) or not traits.is_view(node):
         return False
     firsts = [placed.storages[number].first for number in placed.lies_in.get(node, ())]
@@ -264,11 +265,11 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
 
 
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
-    """What lies in the copy as the alias does in the input."""
+    """The value in the visit's copy that corresponds to an alias of the input."""
     if alias not in visit.copies:
         source = visit.aliases[alias]
         behind = _copy_of(graph, source, visit, use)
-        if written_arguments(alias):  # of an earlier visit: what it has written is the input's value
+        if written_arguments(alias):  # a write of an earlier visit, whose result is the input's value by now
             visit.copies[alias] = behind
         else:
             with graph.inserting_before(use):
@@ -277,7 +278,7 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
 
 
 def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
-    """Start copying new state to where it rests once nothing here touches it, and return the copy from the graph."""
+    """Start copying new state to the memory it is kept in, after its last use, and return the copy from the graph."""
     output = nodes.output_of(graph)
     firsts = [placed.storages[number].first for number in placed.lies_in[value]]
     tier = meta.rests_in(firsts[0])
@@ -302,9 +303,9 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
 def _prefetch(
     order: Sequence[fx.Node], visits: Sequence[Visit], joined: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> None:
-    """Start the copies of each use while earlier uses are waited for."""
+    """Start the copies of each use while the copies of earlier uses are awaited."""
     batches = list(_batches(order, visits))
-    held: Counter[fx.Node] = Counter()  # by updates, of copies that backward has read
+    held: Counter[fx.Node] = Counter()  # bytes of copies that an update shares with backward
     for visit in joined:
         held[visit.uses[0]] += most_bytes_of(visit.resting)
     sizes = [
@@ -321,11 +322,11 @@ def _prefetch(
             oldest += 1
         anchor = top if oldest == 0 and number < prefetch else anchors[oldest]
         floor = reductions[batch[0].uses[0]] if any(visit.is_update for visit in batch) else None
-        if floor is not None:  # an update's copies would otherwise be held since the last gather
+        if floor is not None:  # otherwise an update's copies would be held from the last gather on
             anchor = max(anchor, floor)
         for visit in batch:
             reload = cast(fx.Node, visit.reload)
-            # What was stored before is read again right at its use, behind the wait for that store.
+            # A value that was stored before is read again just before its use, after the wait for that store.
             if visit.is_first and anchor < reload:
                 edits.move_before(reload, anchor)
 
@@ -333,10 +334,10 @@ def _prefetch(
 def _join_updates(
     order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> list[Visit]:
-    """Let updates write to the copy that backward has read, where their own would have been on its way by then.
+    """Let an update write to the copy that backward reads, if its own copy would have started by then.
 
     Returns:
-        The visits of updates that earlier ones now contain.
+        The visits of updates that were merged into earlier visits.
     """
     batches = list(_batches(order, visits))
     sizes = [sum(most_bytes_of(visit.resting) for visit in batch) for batch in batches]
@@ -350,7 +351,7 @@ def _join_updates(
             if not visit.is_update or read is None or read.is_update or read not in place:
                 continue
             is_ahead = number - place[read] <= 1 or sum(sizes[place[read] : number + 1]) <= in_flight_bytes
-            # A reduction in between would have the copy held while it travels.
+            # With a reduction in between, the copy would be held while that is in flight.
             if number - place[read] <= prefetch and is_ahead and not (floor and floor > read.uses[0]):
                 read.uses += visit.uses
                 read.last_write = visit.last_write or read.last_write
@@ -371,7 +372,7 @@ def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict
 
 
 def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:
-    """Visits whose first uses no compute separates: those of a bucket's gathers, or of an update."""
+    """Group visits without compute between their first uses, such as those of a bucket's gathers or of an update."""
     position = {node: place for place, node in enumerate(order)}
     before = [0, *accumulate(map(is_computing, order))]  # computing nodes before each position
     batch: list[Visit] = []
@@ -390,11 +391,11 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
 def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
-    """Wait for what goes back when copies of later uses have started, before it is read again, or at the end."""
-    read_again: dict[fx.Node, fx.Node] = {}  # the first read, by the start of what was stored last before it
+    """Wait for each copy back when copies of later uses have started, before the value is read again, or at the end."""
+    read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:
-        if visit.resting in last_store:  # by a copy, or by an update at rest
+        if visit.resting in last_store:  # read by a copy, or by an update at rest
             read_again.setdefault(last_store[visit.resting], visit.reload or visit.uses[0])
         if visit.store is not None:
             last_store[visit.resting] = visit.store

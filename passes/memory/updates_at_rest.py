@@ -1,4 +1,4 @@
-"""Updates where their state rests: beside what they run, and which of them are faster on the device."""
+"""Updates on the host, where their state is kept: overlapping them with compute, and choosing which to run there."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from zgraph.tiers.lanes import COMPUTE
 from zgraph.tiers.tier import HOST
 from zgraph.torch_compat.operators import written_arguments
 
-PARTS = 8  # of a step's updates, of which a mixture runs some on the host
+PARTS = 8  # mixtures run a multiple of one eighth of a step's updates on the host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is predicted of a step whose first updates run on the host, and the others on the device.
+    """Prediction for a step whose first updates run on the host and the others on the device.
 
     Attributes:
-        on_host: how many run there.
-        excess_bytes: above the budgets of device and host together; 0: within both.
+        on_host: number of updates that run on the host.
+        excess_bytes: sum of the bytes above the device's and the host's budgets; 0: within both.
         step_us: time of the step.
-        compute_us: what the device computes of it, which no copy shortens.
+        compute_us: total compute time on the device, a lower bound that does not depend on copies.
     """
 
     on_host: int
@@ -43,13 +43,13 @@ class Outcome:
     compute_us: float
 
     def is_better(self, other: Outcome) -> bool:
-        """Whether it exceeds the budgets by less, or by as much and is faster by more than predictions are off."""
+        """Whether it exceeds the budgets by less, or by the same and is faster by more than the prediction error."""
         if self.excess_bytes != other.excess_bytes:
             return self.excess_bytes < other.excess_bytes
         return self.step_us < other.step_us * (1 - SAME)
 
     def text(self, where: str) -> str:
-        """Its time, for a note."""
+        """The predicted time, for a note."""
         excess = f", {self.excess_bytes} bytes above the budgets" if self.excess_bytes else ""
         return f"{self.step_us:.0f} us{where}{excess}"
 
@@ -59,9 +59,9 @@ class Choice:
     """Where the updates of a step run.
 
     Attributes:
-        best: what was chosen.
-        host, device: if all of them ran there.
-        count: how many there are.
+        best: the chosen outcome.
+        host, device: the outcomes with all updates on the host, or on the device.
+        count: number of updates.
     """
 
     best: Outcome
@@ -82,16 +82,16 @@ class Choice:
 
 
 def choose_updates(count: int, by_rules: Callable[[int], Outcome], by_costs: Callable[[int], Outcome]) -> Choice:
-    """How many of a step's updates should run on the host: all, none, or the first ones.
+    """Choose how many of a step's updates run on the host: all, none, or the first ones.
 
-    Of mixtures, by eighths of the updates, the one that is best where rules place copies is compared with both. All on
-    the host is kept where nothing is better.
+    Mixtures, in steps of one eighth, are first ranked with copies placed by rules; the best is then compared with the
+    two pure choices. All updates stay on the host unless another choice is better.
 
     Args:
-        count: of updates that can.
-        by_rules: predicts a step of which so many run on the host, whose copies stand where `StreamStates` puts them;
+        count: number of updates that can run on the host.
+        by_rules: predicts a step with the given number of updates on the host and copies placed by `StreamStates`;
             equal for equal arguments.
-        by_costs: the same behind `ScheduleCopies`, which takes longer.
+        by_costs: the same prediction after `ScheduleCopies`; slower to compute.
     """
     host, device = by_costs(count), by_costs(0)
     best = device if device.is_better(host) else host
@@ -105,13 +105,13 @@ def choose_updates(count: int, by_rules: Callable[[int], Outcome], by_costs: Cal
 
 
 def predicted(graph: fx.Graph, ctx: PassContext, on_host: int, *, by_costs: bool) -> Outcome:
-    """What all ranks predict of a step with so many updates on the host.
+    """Predict a step with the given number of updates on the host, equally on all ranks.
 
     Args:
-        graph: of the step, whose copies stand where rules place them; put into the order that `ScheduleCopies` finds if
-        by_costs.
-        ctx: with costs.
-        on_host: how many.
+        graph: graph of the step, with copies placed by rules; reordered if by_costs.
+        ctx: context with costs.
+        on_host: number of updates on the host.
+        by_costs: put the graph into the order that `ScheduleCopies` finds.
     """
     assert ctx.cost_of is not None  # there is a target
     order = list(graph.nodes)
@@ -132,16 +132,17 @@ def predicted(graph: fx.Graph, ctx: PassContext, on_host: int, *, by_costs: bool
 
 
 def may_run_beside(update: fx.Node) -> bool:
-    """Whether a call updates in place, takes long enough to be worth a thread, and yields nothing."""
+    """Whether a call can run in a thread beside compute: a fused in-place update whose results are unused."""
     return not update.users and is_fused(update) and meta.beside(update) is None
 
 
 def update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int, unlimited: Container[fx.Node]) -> int:
-    """Let updates run beside compute until something else touches their tensors, or later ones have started.
+    """Let updates run beside compute until another node touches their tensors, or too many later updates have started.
 
     Args:
-        in_flight: how many later ones may have; of
-        unlimited: any number.
+        graph, updates: the graph and the updates in it.
+        in_flight: number of later updates that may start before an update is awaited.
+        unlimited: updates without that limit.
     """
     followers: dict[fx.Node, list[fx.Node]] = {update: [] for update in updates}
     for node, earlier in hazards(list(graph.nodes)).items():

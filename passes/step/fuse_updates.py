@@ -1,4 +1,4 @@
-"""Merge the small calls by which an optimizer updates one parameter after the other."""
+"""Merge the small calls of an optimizer that updates parameters one by one."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from zgraph.torch_compat.operators import OpOverload, returns_alias
 
 @dataclass(frozen=True, kw_only=True)
 class FuseUpdates(GraphPass):
-    """Update small parameters whose gradients arrive together by one call for each operation, not one for each of them.
+    """Update small parameters whose gradients arrive together with one call per operation, not one per parameter.
 
-    An optimizer that is neither fused nor foreach, as they all are on a CPU by default, makes about ten calls for each
-    parameter. Calls of one operation that do not depend on one another become its `_foreach` variant, which on a CPU
-    runs the same kernels one after the other: results are the same bits.
-    Leaves alone: large tensors, beside whose arithmetic a call costs nothing, and whose temporary results would all
-    live at once; other devices, where an optimizer is foreach by default; graphs that a compiler fuses.
+    An optimizer that is neither fused nor foreach, which is the default on CPUs, makes about ten calls per parameter.
+    Independent calls of one operation become one call of its `_foreach` variant, which on a CPU runs the same kernels
+    one after another: results are bitwise equal.
+    Leaves alone: large tensors, for which the overhead of a call is negligible and temporary results would all be alive
+    together; other devices, where optimizers are foreach by default; graphs that a compiler fuses.
 
     Attributes:
-        most_numel: elements of the largest tensor that shares a call.
+        most_numel: number of elements of the largest tensor that shares a call.
     """
 
     most_numel: int = 2**16
@@ -71,9 +71,9 @@ class FuseUpdates(GraphPass):
 
 
 def plan_calls(order: Sequence[fx.Node], updates: Updates, most_numel: int) -> list[list[fx.Node]]:
-    """The nodes of the updates in the order in which they are to run, those together that one call replaces.
+    """The nodes of the updates in execution order, grouped by the call that replaces them.
 
-    Calls depend on one another only from one level to the next, so that those of one level can run together.
+    Calls depend only on calls of lower levels, so that all calls of one level can run together.
     """
     position = {node: place for place, node in enumerate(order)}
     region = [node for node in order if node in updates]
@@ -112,7 +112,7 @@ def plan_calls(order: Sequence[fx.Node], updates: Updates, most_numel: int) -> l
 
 
 def _homes(region: Sequence[fx.Node], updates: Updates) -> dict[fx.Node, float]:
-    """When the gradient of the parameter that each node works for arrives; of several the first."""
+    """For each node, the arrival of the gradient of the parameter it serves; the earliest if it serves several."""
     known = updates.homes()
     followers: dict[fx.Node, list[fx.Node]] = {}
     for node in region:
@@ -130,7 +130,7 @@ def _others(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
 
 
 def _share_numbers(graph: fx.Graph, updates: Updates) -> bool:
-    """Let equal computations with numbers, such as that of a learning rate times weight decay, share a node."""
+    """Let equal computations on scalars, such as learning rate times weight decay, share a node."""
     known: dict[Hashable, fx.Node] = {}
     shared = False
     for node in [node for node in graph.nodes if node in updates]:
@@ -145,7 +145,7 @@ def _share_numbers(graph: fx.Graph, updates: Updates) -> bool:
 
 
 def _call(node: fx.Node, most_numel: int) -> ListCall | None:
-    """How the call of a node can be one over lists; None if it cannot, or is not worth it."""
+    """The node's call as an element of a call over lists; None if that is impossible or not worthwhile."""
     value = meta.value(node)
     if not isinstance(value, Tensor) or value.device.type != "cpu" or size_hint(value.numel()) > most_numel:
         return None
@@ -153,7 +153,7 @@ def _call(node: fx.Node, most_numel: int) -> ListCall | None:
 
 
 def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    """Replace calls that stand next to one another by one over lists."""
+    """Replace adjacent calls with one call over lists."""
     target, arguments, options = call_over_lists([cast(ListCall, ListCall.of(node)) for node in members])
     with graph.inserting_before(members[0]):
         merged = meta.create(graph, target, arguments, options, name=f"each_{members[0].name}")

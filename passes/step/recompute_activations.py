@@ -1,4 +1,4 @@
-"""Let backward compute again what costs next to nothing, instead of finding it alive."""
+"""Let backward recompute activations that cost next to nothing, instead of keeping them alive."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from zgraph.scheduling.timeline import Sharing
 from zgraph.torch_compat.aot import fusible_operators
 from zgraph.torch_compat.operators import OpOverload
 
-REDUCES = 4  # times; the partitioner's limit too
+REDUCES = 4  # a reduction reads this many times its output's bytes; same limit as in the partitioner
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeActivations(GraphPass):
-    """Compute activations of a whole step again in backward, where this fuses with what reads them there.
+    """Recompute activations of a whole step in backward if this fuses with the operators that read them there.
 
-    The rule is that of torch's partitioner, which decides on the graphs of `torch.compile`: pointwise operators run
-    again, such as those between the products of a gated layer, if what they read is alive in backward anyway, and if
-    only pointwise operators read the result there. For a matrix product it would have to be written to memory again.
-    Leaves alone: reductions, whose results are small; operators that are random, write or communicate; what is
-    overwritten before backward ends; gathered parameters, which `ChooseLifetimes` decides on; and what activation
-    checkpointing computes again.
+    The rule is that of torch's partitioner, which handles the graphs of `torch.compile`: pointwise operators run
+    again, such as those between the products of a gated layer, if their inputs are alive in backward anyway and only
+    pointwise operators read the result there. For a matrix product it would have to be written to memory again.
+    Leaves alone: reductions, whose results are small; operators that are random, write or communicate; values that are
+    overwritten before backward ends; gathered parameters, which `ChooseLifetimes` handles; and values that activation
+    checkpointing recomputes.
 
     Attributes:
-        longest: operators that may run one after the other for an activation. Beyond, it is kept, because a long
-            sequence of results, computed at once, would be alive at once.
-        least_bytes: smaller activations are kept.
+        longest: maximum number of consecutive operators to recompute an activation. Activations that need more are
+            kept, because the results of a long sequence, computed together, would all be alive together.
+        least_bytes: minimum size of an activation to recompute; smaller ones are kept.
     """
 
     longest: int = 16
@@ -62,7 +62,7 @@ class RecomputeActivations(GraphPass):
 
 
 def plan_recomputation(graph: fx.Graph, *, longest: int, least_bytes: int) -> StepEstimate:
-    """The step in which backward computes what costs nothing; arguments as for the pass."""
+    """The step in which backward recomputes everything that costs nothing; arguments as for the pass."""
     model = WholeStepModel(graph, cost_of=lambda node: FREE, sharing=Sharing())
     return model.estimate(dict.fromkeys(_free_values(model, longest, least_bytes)))
 
@@ -71,8 +71,8 @@ def _free_values(model: WholeStepModel, longest: int, least_bytes: int) -> Itera
     fusible = fusible_operators()
     values = {number: one for one in model.values if one.gather is None for number in model.lies_in[one.nodes[0]]}
     gone = {number for one in model.always for number in model.lies_in[one.nodes[0]]}
-    # How many calls, one after the other, bring backward a node's result: none where it finds it alive. Nodes that are
-    # not in here are out of its reach.
+    # Number of consecutive calls with which backward can recompute a node's result; 0 if the result is alive there.
+    # Nodes not listed cannot be recomputed.
     calls: dict[fx.Node, int] = {}
     for node in model.calls:
         forward = model.part[node]
@@ -93,7 +93,7 @@ def _free_values(model: WholeStepModel, longest: int, least_bytes: int) -> Itera
 def _calls_to_make(
     node: fx.Node, model: WholeStepModel, calls: Mapping[fx.Node, int], fusible: Collection[object]
 ) -> int | None:
-    """The calls that end with a second one of this node; None if backward cannot make it, or had better not."""
+    """Number of consecutive calls to recompute this node; None if backward cannot or should not recompute it."""
     if nodes.is_unshard(node):
         return 0 if UnshardArgs.of(node).layout.zero_stage == 0 else None  # nothing is sent
     if node in model.spoiled or not traits.is_repeatable(node) or not _is_one_of(fusible, node) or _reduces(node):
@@ -111,7 +111,7 @@ def _calls_to_make(
 
 
 def _is_fused(value: Value, number: int, model: WholeStepModel, fusible: Collection[object]) -> bool:
-    """Whether backward reads a storage of one node, and views of it, in operators that a compiler fuses."""
+    """Whether a storage holds one node and its views, and only fusible operators read it in backward."""
     storage = model.placed.storages[number]
     forward = model.part[storage.first]
     return all(node is storage.first or _is_selected(node) for node in value.nodes) and all(

@@ -1,4 +1,4 @@
-"""Split calls over the tensors of many parameters, such as fused updates, by the reductions that they wait for."""
+"""Split calls over many parameters, such as fused updates, by the reductions that their tensors wait for."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zgraph.passes.common.updates import Updates, lists_of, split_call
 class SplitUpdates(GraphPass):
     """Let each update wait for the gradients it needs, and for no others.
 
-    A fused or foreach optimizer updates all parameters in one call, which waits for the last gradient. Each such call
-    becomes one for each reduction, and so do the norms of clipping; on a single rank, which reduces nothing, one for
-    every 2 MiB of gradients. All of them go to the end of the step, in the order in which the reductions start, so that
-    later reductions are hidden behind earlier updates. Each element is computed as before: results are the same bits.
+    A fused or foreach optimizer updates all parameters in one call, which waits for the last gradient. This pass splits
+    each such call, and the norms of clipping, into one call per reduction; on a single rank, which reduces nothing,
+    into one per 2 MiB of gradients. All of them go to the end of the step, in the order in which the reductions start,
+    so that earlier updates hide later reductions. Each element is computed as before: results are bitwise equal.
     Leaves alone: forward and backward, and steps that compute with reduced gradients before their last backward.
     """
 
@@ -49,7 +49,7 @@ class SplitUpdates(GraphPass):
 
 
 def _split(node: fx.Node, homes: Mapping[fx.Node, int]) -> None:
-    """Replace a call over many tensors by one for each reduction that their gradients arrive by."""
+    """Replace a call over many tensors with one for each reduction that their gradients come from."""
     by_home: dict[int | None, list[int]] = {}
     for place, elements in enumerate(zip(*lists_of(node), strict=True)):
         found = [homes[element] for element in elements if element in homes]
@@ -58,7 +58,7 @@ def _split(node: fx.Node, homes: Mapping[fx.Node, int]) -> None:
 
 
 def _last(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes of a step with its updates at the end, those first whose gradients arrive first."""
+    """The nodes of a step with its updates at the end, ordered by the arrival of their gradients."""
     updates = Updates.of(order)
     homes = updates.homes()
     position = {node: place for place, node in enumerate(order)}

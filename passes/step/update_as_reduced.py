@@ -1,4 +1,4 @@
-"""Run each update as soon as the gradients that it needs have been reduced."""
+"""Run each update as soon as the gradients it needs have been reduced."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zgraph.passes.common.updates import Updates
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateAsReduced(GraphPass):
-    """Move each update to behind the reduction of its gradient, which is freed there.
+    """Move each update to just after the reduction of its gradient, which is freed there.
 
-    Norms for clipping are taken as gradients arrive; what needs the norm of all comes after the last. What only
-    prepares an update, such as weight decay, goes with it.
+    Norms for clipping are computed as gradients arrive; nodes that need the total norm come after the last one. Nodes
+    that only prepare an update, such as weight decay, move with it.
     Leaves alone: the order of everything else, and steps that compute with reduced gradients before the last backward.
     """
 
@@ -41,7 +41,7 @@ class UpdateAsReduced(GraphPass):
 
 
 def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
-    """The nodes of a step with each update, and what only prepares it, as early as its inputs allow."""
+    """The nodes of a step with each update, and the nodes that only prepare it, as early as its inputs allow."""
     position = {node: place for place, node in enumerate(order)}
     placed: dict[fx.Node, None] = {}
     missing: dict[fx.Node, int] = {}
@@ -74,7 +74,7 @@ def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
 
 
 def _beyond_preparation(node: fx.Node, updates: Updates) -> set[fx.Node]:
-    """What must precede a node and its preparation, and belongs to neither."""
+    """The nodes that must precede a node and its preparation, excluding the preparation itself."""
     found: set[fx.Node] = set()
     for one in [*_preparation(node, updates), node]:
         found.update(source for source in updates.needs(one) if source not in updates.preparing)
@@ -82,7 +82,7 @@ def _beyond_preparation(node: fx.Node, updates: Updates) -> set[fx.Node]:
 
 
 def _preparation(node: fx.Node, updates: Updates) -> list[fx.Node]:
-    """Everything that only prepares a node, each after what it needs."""
+    """All nodes that only prepare a node, in dependency order."""
     found: dict[fx.Node, None] = {}
     pending = [node]
     while pending:

@@ -79,13 +79,14 @@ def written(call: Any, shard: Any, handle: Any, count: Any, x: Any) -> Any:
     [
         (counted_on_the_host, r"add_.* computes with a tensor on the host \(count\).*keep step counts on the GPU"),
         (copied_from_the_host, r"copy_.* computes with a tensor on the host \(count\)"),
-        (read, r".* reads a tensor's value on the host in each call; take an optimizer with fused=True"),
+        (read, r".* reads a tensor's value on the host in each call; use an optimizer with fused=True"),
         (gathered, r"all_gather.* communicates over fake, which passes through the host; initialise the group with"),
-        (written, r"mul_.* writes to an argument, of which the graph has a copy; write to a copy of the argument"),
+        (written, r"mul_.* writes to an argument, which would change only the graph's copy; write to your own copy"),
     ],
 )
 def test_a_refusal_names_the_operator_and_what_to_do(build: Callable[..., Any], message: str) -> None:
-    with fake_world(2), pytest.raises(zgraph.ZgraphError, match=f"cannot be a CUDA graph: {message}.*leave out cuda_"):
+    expected = f"cannot be recorded as a CUDA graph: {message}.*leave out cuda_"
+    with fake_world(2), pytest.raises(zgraph.ZgraphError, match=expected):
         check_recordable(step_of(build), RESIDENT)
 
 

@@ -56,7 +56,7 @@ def test_a_reduction_shows_the_two_kernels_that_are_compiled_for_it() -> None:
     assert dequantize.endswith(cpu_source.emit_dequantize(SMALL, torch.float32))
     # 7 rows of 5 elements: 4 rows for each rank; a group of 32 takes 16 bytes and a scale of 2, filled up to 16s.
     first, second, *_ = quantize.splitlines()
-    assert first.endswith(": 1 tensors, each in 2 chunks of so many elements: 20.")
+    assert first.endswith(": 1 tensors, each in 2 chunks. Elements of their chunks: 20.")
     assert second == "// Payload: 32 bytes for each of 2 ranks."
 
 
@@ -88,7 +88,7 @@ def test_those_for_gpus_name_their_buckets() -> None:
     )
     for source in sources:
         compile(source, "source", "exec")
-        assert ": 2 tensors, each in 2 chunks of so many elements: 64, 20." in source.splitlines()[0]
+        assert ": 2 tensors, each in 2 chunks. Elements of their chunks: 64, 20." in source.splitlines()[0]
     assert sources[0].count("CASE.grad = ") == 2 and sources[0].count("def quantize(") == 1
     assert "16 bytes of the gradient at once" in sources[0]
     assert "one element of the gradient at once" in sources[0] and "one element of the output at once" in sources[1]

@@ -376,7 +376,7 @@ def test_views_and_gradients_may_be_touched_beside_an_update() -> None:
     ("options", "text"),
     [
         ({"prefetch": -1}, "prefetch=-1 is negative"),
-        ({"stores_in_flight": 0}, "at least one must be"),
+        ({"stores_in_flight": 0}, "stores_in_flight=0; write 1 or more"),
         ({"in_flight_bytes": 0}, "in_flight_bytes=0 holds nothing"),
         ({"update_bytes": 0}, "update_bytes=0 holds no parameter"),
         ({"updates": "now"}, "updates='now' is unknown"),

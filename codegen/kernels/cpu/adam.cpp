@@ -1,4 +1,4 @@
-// Adam and AdamW for fp32 parameters whose moments are bf16, rounded stochastically: kernels/adam_reference.py.
+// Adam and AdamW for fp32 parameters with stochastically rounded bf16 moments; specified by kernels/adam_reference.py.
 //
 // Bytes per element: 4 of gradient, read; 4 of parameter and 2 of each moment, read and written; 20 in all.
 
@@ -8,7 +8,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-constexpr int64_t GRAIN = 32768;  // elements below which another thread does not pay
+constexpr int64_t GRAIN = 32768;  // minimum number of elements that is worth another thread
 constexpr uint32_t NO_NUMBER = 0x7fc0;
 
 struct Factors {
@@ -20,7 +20,7 @@ struct Member {  // a parameter
     uint16_t *exp_avg, *exp_avg_sq;
     int64_t numel;
     int64_t first;  // place of its first element in the unsharded parameter
-    int64_t key;    // of its random numbers
+    int64_t key;    // key of its random numbers
 };
 
 INLINE uint32_t hash_32(uint32_t word) {
@@ -56,7 +56,7 @@ static void update(const Member& member, const Factors& by, int64_t begin, int64
     uint16_t* __restrict exp_avg = member.exp_avg + begin;
     uint16_t* __restrict exp_avg_sq = member.exp_avg_sq + begin;
     const uint32_t key = uint32_t(member.key), place = uint32_t(member.first + begin);
-    const uint32_t count = uint32_t(end - begin);  // of at most GRAIN
+    const uint32_t count = uint32_t(end - begin);  // at most GRAIN
     for (uint32_t i = 0; i < count; i++) {
         float used = grad[i];
         if (SCALED) grad[i] = used = used / by.grad_scale;

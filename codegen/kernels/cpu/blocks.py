@@ -1,7 +1,7 @@
 """The two compression kernels for CPUs: single-pass C++ that equals the reference (kernels/reference.py) bit for bit.
 
 The source (`zgraph.codegen.kernels.cpu.source`) is generated for a method and a dtype, so that one library, compiled
-once, serves buckets of any shape. Other processes find it on disk.
+once, serves buckets of any shape. Other processes load it from disk.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Call:
     Attributes:
         kernel: function in the library.
         members: gradients of one dtype, as indices into the bucket.
-        table: an entry of `struct Member` for each of them.
+        table: an entry of `struct Member` for each member.
     """
 
     kernel: Any

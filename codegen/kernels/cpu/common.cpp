@@ -1,7 +1,7 @@
 
-constexpr int64_t GRAIN = 32768;  // elements below which another thread does not pay
+constexpr int64_t GRAIN = 32768;  // minimum number of elements that is worth another thread
 
-// --- LANES numbers at a time: as many as a register holds, but no more than a group has bytes of codes ---
+// --- LANES numbers at a time: the capacity of a register, but at most the bytes of a group's codes ---
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 constexpr int NATIVE = 16;
@@ -10,12 +10,12 @@ constexpr int NATIVE = 8;
 #else
 constexpr int NATIVE = 4;
 #endif
-constexpr int CODE_BYTES = GROUP * BITS / 8;  // of a group
+constexpr int CODE_BYTES = GROUP * BITS / 8;  // bytes of a group's codes
 constexpr int LANES = CODE_BYTES < NATIVE ? CODE_BYTES : NATIVE;
-constexpr int PARTS = GROUP / LANES;  // vectors of a group
+constexpr int PARTS = GROUP / LANES;  // vectors per group
 constexpr int RUN = 8;  // neighbours that belong to the same block
 constexpr int BLOCKS = GROUP > HADAMARD ? GROUP / HADAMARD : 1;
-constexpr int ROW = RUN * BLOCKS;  // elements after which a block goes on
+constexpr int ROW = RUN * BLOCKS;  // distance between consecutive runs of a block, in elements
 constexpr int WORDS = LANES < ROW ? ROW / LANES : 1;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -58,7 +58,7 @@ INLINE Floats load(const Half* from) {
     return (Floats)(finite | special | ((bits & 0x8000) << 16));
 }
 
-// In two steps: GCC takes one that widens fourfold apart, element by element.
+// In two steps: GCC would scalarise a single conversion that widens fourfold.
 INLINE Ints ints_of(Chars chars) {
 #ifdef __AVX512F__
     if constexpr (LANES == 16) {
@@ -102,10 +102,10 @@ INLINE float from_bf16(uint16_t bits) {
 
 INLINE uint16_t upper_half(float value) { return read<uint32_t>(&value) >> 16; }
 
-// 1.5 * 2^23, to which adding rounds to an integer, which then stands in the low bits of the sum.
+// 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits of the sum.
 constexpr float ROUNDER = 12582912.0f;
 
-// values * by + more, rounded once; without such an instruction by way of doubles, which hold the product and that sum.
+// values * by + more, rounded once; without an FMA instruction in doubles, which can hold the product and that sum.
 #ifdef __FMA__
 INLINE __m128 fused(__m128 values, __m128 by, __m128 more) { return _mm_fmadd_ps(values, by, more); }
 INLINE __m256 fused(__m256 values, __m256 by, __m256 more) { return _mm256_fmadd_ps(values, by, more); }
@@ -127,7 +127,7 @@ INLINE Floats fused(Floats values, Floats by, Floats more) {
 }
 #endif
 
-// values * by + more, where the product is exact: then it does not matter whether that is rounded first.
+// values * by + more for exact products, for which it does not matter whether they are rounded first.
 INLINE Floats times_plus(Floats values, Floats by, Floats more) {
 #ifdef __FMA__
     return fused(values, by, more);
@@ -136,7 +136,7 @@ INLINE Floats times_plus(Floats values, Floats by, Floats more) {
 #endif
 }
 
-// The integer nearest to a product, which is not rounded before, plus ROUNDER.
+// The integer nearest to an unrounded product, plus ROUNDER.
 INLINE Floats rounded_product(Floats values, float by) {
 #ifdef __FMA__
     return fused(values, all(by), all(ROUNDER));
@@ -147,7 +147,7 @@ INLINE Floats rounded_product(Floats values, float by) {
 #endif
 }
 
-// 1 / values by Newton's method, for positive numbers that are neither tiny nor huge; of others it is any number.
+// 1 / values by Newton's method, for positive numbers that are neither tiny nor huge; arbitrary for others.
 INLINE Floats reciprocal(Floats values) {
     Floats found = (Floats)(RECIPROCAL - (Ints)values);
     UNROLL
@@ -155,8 +155,8 @@ INLINE Floats reciprocal(Floats values) {
     return found;
 }
 
-// For low < 0 < high, and no NaN. As bits, positive numbers are ordered as signed integers, whose negative numbers stay
-// below; negative ones as unsigned integers, whose positive numbers stay below. GCC has one instruction for each.
+// For low < 0 < high and no NaN. As signed integers, the bits of positive floats are in order and those of negative
+// floats are below them; as unsigned integers, it is the other way round. GCC has one instruction for each minimum.
 INLINE Floats clamp(Floats values, float low, float high) {
     const Ints top = (Ints)all(high);
     const Words bottom = (Words)all(low);
@@ -164,13 +164,13 @@ INLINE Floats clamp(Floats values, float low, float high) {
     return (Floats)((Words)below < bottom ? (Words)below : bottom);
 }
 
-// To the numbers from 0 to 1, for no NaN; as signed integers, too, all negative numbers are below 0.
+// Clamps to 0 ... 1, for values that are not NaN; as signed integers, all negative numbers are also below 0.
 INLINE Floats clamp_share(Floats values) {
     const Ints above = (Ints)values > 0 ? (Ints)values : Ints{}, one = (Ints)all(1);
     return (Floats)(above < one ? above : one);
 }
 
-// The lowest byte of each; in two steps, too.
+// The lowest byte of each integer; also in two steps.
 INLINE Bytes low_bytes(Ints integers) {
 #ifdef __AVX512F__
     if constexpr (LANES == 16) {
@@ -181,7 +181,7 @@ INLINE Bytes low_bytes(Ints integers) {
     return __builtin_convertvector(__builtin_convertvector(integers, SignedShorts), Bytes);
 }
 
-// Lane i of the result is that of `values` which lane[i] says.
+// Lane i of the result is lane[i] of `values`.
 template <class Vector> INLINE Vector pick(Vector values, Words lane) {
 #ifdef __clang__
     Vector picked;
@@ -193,13 +193,13 @@ template <class Vector> INLINE Vector pick(Vector values, Words lane) {
 #endif
 }
 
-// Lanes i and i ^ distance change places.
+// Swaps lanes i and i ^ distance.
 template <int distance, class Vector> INLINE Vector exchange(Vector values) { return pick(values, lanes() ^ distance); }
 
 // --- sums ---
 
-// Elements, or sums of them, that are `distance` apart are added: of `parts` vectors remain half, or as many, in whose
-// lanes sums stand several times.
+// Adds elements, or sums of them, that are `distance` apart. Returns the number of remaining vectors: half of `parts`,
+// or all of them, with each sum repeated in several lanes.
 template <int distance> INLINE int halve(Floats* values, int parts) {
     if constexpr (distance >= LANES) {
         constexpr int apart = distance / LANES;
@@ -222,8 +222,8 @@ template <int distance, int last> INLINE int halve_down_to(Floats* values, int p
     } else return parts;
 }
 
-// Merges lanes that are `distance` apart, in two vectors at once. Lanes whose number has that bit are then those of the
-// other vector.
+// Merges lanes that are `distance` apart, in two vectors together. In the result, lanes whose number has that bit set
+// belong to the other vector.
 template <int distance, class Vector, class Merge> INLINE Vector merge_pair(Vector one, Vector other, Merge merge) {
     const Ints second = (lanes() & distance) != 0;
     return merge(second ? other : one, exchange<distance>(second ? one : other));
@@ -231,7 +231,7 @@ template <int distance, class Vector, class Merge> INLINE Vector merge_pair(Vect
 
 INLINE Floats add(Floats one, Floats other) { return one + other; }
 
-// Adds lanes that are `distance` apart; of `parts` vectors half remain, or one.
+// Adds lanes that are `distance` apart; half of the `parts` vectors remain, but at least one.
 template <int distance, int parts> INLINE void halve_runs(Floats* values) {
     UNROLL
     for (int p = 0; p < (parts + 1) / 2; p++) {
@@ -240,8 +240,8 @@ template <int distance, int parts> INLINE void halve_runs(Floats* values) {
     }
 }
 
-// The sum over a group of products, where its order matters: of each block, and then of all blocks; in each case the
-// second half is added to the first, again and again.
+// The sum of products over a group, if its order matters: first within blocks, then over blocks. Both sums repeatedly
+// add the second half to the first.
 INLINE float ordered_sum(const Floats* first, const Floats* second) {
     if constexpr (GROUP == 4 * ROW && RUN <= LANES && LANES <= ROW) {
         constexpr int parts = ROW / LANES, left = parts > 8 ? parts / 8 : 1;
@@ -254,7 +254,7 @@ INLINE float ordered_sum(const Floats* first, const Floats* second) {
         halve_runs<4, parts>(sums);
         halve_runs<2, (parts + 1) / 2>(sums);
         halve_runs<1, (parts + 3) / 4>(sums);
-        // Sums of blocks now. Those blocks are farthest apart whose vectors became one first.
+        // These are sums of blocks now. The blocks whose vectors were merged first are farthest apart.
         if constexpr (parts > 1) halve<4>(sums, left);
         if constexpr (parts > 2) halve<2>(sums, left);
         if constexpr (parts > 4) halve<1>(sums, left);
@@ -266,7 +266,7 @@ INLINE float ordered_sum(const Floats* first, const Floats* second) {
         for (int p = 0; p < PARTS; p++) products[p] = first[p] * second[p];
         int parts = halve_down_to<GROUP / 2, ROW>(products, PARTS);
         parts = halve_down_to<RUN / 2, 1>(products, parts);
-        constexpr int between = LANES < RUN ? LANES : RUN;  // blocks, now
+        constexpr int between = LANES < RUN ? LANES : RUN;  // distance between blocks now
         halve_down_to<between * BLOCKS / 2, between>(products, parts);
         return products[0][0];
     }
@@ -286,7 +286,7 @@ INLINE uint32_t sign_key(uint32_t step, uint32_t rank, uint32_t salt) {
     return hash_32<uint32_t>(step * 0x9E3779B1u + rank * 0x85EBCA77u + salt * 0xC2B2AE3Du + 1);
 }
 
-// The hashes of all blocks of some groups, from group `first` on.
+// The hashes of all blocks of `groups` groups, from group `first` on.
 INLINE void hash_blocks(int64_t first, int groups, uint32_t key, uint32_t* hashes) {
     for (int block = 0; block < groups * BLOCKS; block += LANES) {
         const Words hashed = hash_32<Words>((lanes() + uint32_t(first * BLOCKS + block)) ^ key);
@@ -294,20 +294,20 @@ INLINE void hash_blocks(int64_t first, int groups, uint32_t key, uint32_t* hashe
     }
 }
 
-// Words to reserve for them: whole vectors are written, and read from any group's first block on.
+// Words to reserve for these hashes: whole vectors are written, and read from any group's first block on.
 constexpr int hashes_of(int groups) { return groups * BLOCKS + 2 * LANES; }
 
 // The signs of a group: bit 31 - place of the hash of a block's number.
 struct Signs {
-    Words words[WORDS];  // of the first ROW elements; what is a row further on is 8 places further on, too
+    Words words[WORDS];  // for the first ROW elements; one row further on is also 8 places further on in a block
 
-    INLINE Signs of(const uint32_t* hashes) {  // of its blocks
+    INLINE Signs of(const uint32_t* hashes) {  // hashes of the group's blocks
         Signs signs;
         UNROLL
         for (int w = 0; w < WORDS; w++) {
             const Words element = lanes() + uint32_t(LANES * w);
             const Words place = element % RUN + element / ROW * RUN;
-            const int block = LANES * w / RUN;  // the first of them
+            const int block = LANES * w / RUN;  // first block of the vector
             const Words near = read<Words>(hashes + block / LANES * LANES);
             signs.words[w] = pick(near, block % LANES + lanes() / RUN % BLOCKS) << place;
         }
@@ -320,7 +320,7 @@ struct Signs {
     }
 };
 
-// Butterflies between elements of a block, widest first: those GROUP / 2, GROUP / 4, 4, 2 and 1 apart.
+// Butterflies between elements of a block, widest first: elements GROUP / 2, GROUP / 4, 4, 2 and 1 apart.
 template <int distance = GROUP / 2> INLINE void hadamard(Floats* x) {
     if constexpr (distance >= LANES) {
         constexpr int apart = distance / LANES;
@@ -332,14 +332,14 @@ template <int distance = GROUP / 2> INLINE void hadamard(Floats* x) {
             x[p + apart] = first - second;
         }
     } else {
-        const Floats sign = (lanes() & distance) != 0 ? all(-1) : all(1);  // of the second lane of each pair -1
+        const Floats sign = (lanes() & distance) != 0 ? all(-1) : all(1);  // -1 for the second lane of each pair
         UNROLL
         for (int p = 0; p < PARTS; p++) x[p] = times_plus(x[p], sign, exchange<distance>(x[p]));
     }
     if constexpr (distance > 1) hadamard<distance == ROW ? RUN / 2 : distance / 2>(x);
 }
 
-// --- what codes stand for ---
+// --- decoding ---
 
 INLINE void decode(Floats* levels, float scale, const Signs& signs) {
     if constexpr (ROTATE) hadamard(levels);
@@ -353,14 +353,14 @@ INLINE void decode(Floats* levels, float scale, const Signs& signs) {
 // --- buckets ---
 
 struct Member {  // a gradient of the bucket
-    int64_t numel;      // of a chunk
-    int64_t codes_at;   // bytes from the start of a row, of its first stretch
-    int64_t scales_at;
+    int64_t numel;      // elements of a chunk
+    int64_t codes_at;   // offset of its first stretch's codes from the start of a row, in bytes
+    int64_t scales_at;  // same for scales
 
     int64_t groups() const { return (numel + GROUP - 1) / GROUP; }
 };
 
-// Calls visit(member, chunk, first, last) for all groups of `chunks` chunks of each member, by up to `threads` threads.
+// Calls visit(member, chunk, first, last) for all groups of `chunks` chunks of each member, on up to `threads` threads.
 template <class Visit>
 INLINE void for_groups(const Member* members, int64_t count, int64_t chunks, int threads, const Visit& visit) {
     int64_t total = 0;

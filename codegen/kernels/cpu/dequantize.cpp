@@ -7,7 +7,7 @@ INLINE void unpack(const uint8_t* packed, Floats* levels) {
     for (int p = 0; p < bytes; p++) {
         const Ints wide = ints_of(read<Chars>(packed + p * LANES));
         UNROLL
-        for (int place = 0; place < 8 / BITS; place++) {  // up to the top, and down with its sign
+        for (int place = 0; place < 8 / BITS; place++) {  // shift up to the top, and down with sign extension
             const Ints code = wide << (32 - (place + 1) * BITS) >> (32 - BITS);
             levels[p + place * bytes] = __builtin_convertvector(code, Floats) + AFTER;
         }
@@ -16,7 +16,7 @@ INLINE void unpack(const uint8_t* packed, Floats* levels) {
 
 struct Divisor {
     float value, inverse;
-    bool power_of_two;  // then a multiplication gives the same bits, in a fraction of the time
+    bool power_of_two;  // if so, multiplying by the inverse gives the same bits and is much faster
 
     INLINE Divisor of(float value) {
         return {value, 1.0f / value, (read<uint32_t>(&value) & 0x7fffff) == 0};

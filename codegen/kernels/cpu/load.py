@@ -1,4 +1,4 @@
-"""Functions of compiled C++; without a compiler there are none, and a warning says so once."""
+"""Loads functions from compiled C++; without a compiler there are none, and a warning is shown once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zgraph.torch_compat.inductor import load_cpp
 
 
 def function_of(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
-    """The function of that name in the compiled source, which returns nothing; None if it cannot be compiled."""
+    """The named void function in the compiled source; None if the source cannot be compiled."""
     try:
         kernel = getattr(load_cpp(source), name)
     except (RuntimeError, OSError) as error:
@@ -26,8 +26,8 @@ def function_of(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
 def _warn_once(reason: str) -> None:
     warnings.warn(
         f"zgraph.codegen: the kernels for CPUs cannot be compiled ({reason}), so plain PyTorch compresses gradients "
-        "and rounds moments, to the same bits and many times more slowly; install g++, or name a C++ compiler in the "
-        "environment variable CXX.",
+        "and rounds moments, with bitwise equal results but many times more slowly; install g++, or name a C++ "
+        "compiler in the environment variable CXX.",
         ZgraphWarning,
         stacklevel=2,
     )

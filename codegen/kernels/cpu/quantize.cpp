@@ -1,13 +1,13 @@
 
 // --- quantize ---
 
-// Groups that go through each step together. A group alone is a chain of steps that wait for one another; and what
-// there is once for each group, such as its scale, is a lane of a vector. Of 2048 elements all stays in the L1 cache.
+// Number of groups that go through each step together. The steps of a single group wait for one another; in a batch
+// they overlap, and per-group values such as scales are lanes of a vector. 2048 elements fit in the L1 cache.
 constexpr int BATCH = GROUP * LANES <= 2048 ? LANES : 2048 / GROUP;
 
 struct Place {
     const Grad* grad;
-    int64_t present;  // elements of the gradient
+    int64_t present;  // elements of the gradient, without padding
     void* error;
     uint16_t* error_scale;
 };
@@ -25,7 +25,7 @@ template <int clip> INLINE Floats levels_of(Floats integers) {
 }
 
 INLINE void pack(const Floats* levels, uint8_t* to) {
-    constexpr int bytes = CODE_BYTES / LANES;  // vectors of bytes: as many as the codes of a stretch fill
+    constexpr int bytes = CODE_BYTES / LANES;  // number of byte vectors that the codes of a group fill
     constexpr int half = 1 << (BITS - 1), ones = 255 / ((1 << BITS) - 1);  // a one for each code of a byte
     UNROLL
     for (int p = 0; p < bytes; p++) {
@@ -33,7 +33,7 @@ INLINE void pack(const Floats* levels, uint8_t* to) {
         UNROLL
         for (int place = 8 / BITS - 2; place >= 0; place--)
             packed = times_plus(packed, all(1 << BITS), levels[p + place * bytes]);
-        // Codes plus `half`, so that none is negative and borrows from the next; that flips the top bit of each.
+        // Codes plus `half`, so that no code is negative and borrows from the next; this flips each code's top bit.
         const Floats integers = packed + (half - AFTER) * ones + ROUNDER;
         const Bytes narrow = low_bytes((Ints)integers ^ (half * ones));
         memcpy(to + p * LANES, &narrow, LANES);
@@ -50,7 +50,7 @@ INLINE Ints largest_in(const Floats* values) {
     return largest;
 }
 
-// The sum of each lane, for `totals` to add up, where no order changes it; else the whole sum.
+// If sums are exact in any order, the sum of each lane, which `totals` adds up; otherwise the whole sum.
 INLINE Floats sum_of_products(const Floats* first, const Floats* second) {
     if constexpr (EXACT_SUMS) {
         Floats sum = first[0] * second[0];
@@ -61,7 +61,7 @@ INLINE Floats sum_of_products(const Floats* first, const Floats* second) {
     return all(ordered_sum(first, second));
 }
 
-// Lane s of the result is values[s], of which all lanes are merged. `values` is overwritten.
+// Lane s of the result is values[s] with all its lanes merged. `values` is overwritten.
 template <int distance = LANES / 2, class Vector, class Merge>
 INLINE Vector merge_lanes(Vector (&values)[BATCH], const Merge& merge) {
     if constexpr (distance > 0) {
@@ -84,7 +84,7 @@ INLINE Floats totals(Floats (&sums)[BATCH]) {
     return found;
 }
 
-struct Batch {  // groups that follow one another: where they come from and go to
+struct Batch {  // consecutive groups: addresses of their inputs and outputs
     int count;
     const Grad* grad;
     Error* error;
@@ -93,7 +93,7 @@ struct Batch {  // groups that follow one another: where they come from and go t
     uint16_t* scale;
 };
 
-struct Tried {  // of a clipping level: c + b, <u, c + b> and |c + b|^2
+struct Tried {  // results for a clipping level: c + b, <u, c + b> and |c + b|^2
     Floats levels[BATCH][PARTS];
     Floats along[BATCH] = {}, square[BATCH] = {};
 };
@@ -105,9 +105,9 @@ template <int clip = 0> INLINE void try_levels(Floats integers, Tried* tried, in
     }
 }
 
-// What is no finite number becomes codes of 0, a scale of NaN, and leaves its error as it was.
+// Groups that are not finite get codes of 0 and a scale of NaN, and keep their error.
 INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
-    Floats lost[BATCH][PARTS];  // first all that is to be sent
+    Floats lost[BATCH][PARTS];  // at first, the values to send
     Floats power[BATCH] = {};  // |u|^2
     Ints top[BATCH] = {};
     Tried tried[CLIPS];
@@ -115,7 +115,7 @@ INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
     for (int s = 0; s < batch.count; s++) {
         const Signs signs = ROTATE ? Signs::of(hashes + s * BLOCKS) : Signs{};
         const float wide = FEEDBACK && ERROR_INT8 ? from_bf16(batch.error_scale[s]) : 1.0f;
-        Floats* const rotated = tried[0].levels[s];  // until there are levels
+        Floats* const rotated = tried[0].levels[s];  // overwritten by levels later
         UNROLL
         for (int p = 0; p < PARTS; p++) {
             const int at = s * GROUP + p * LANES;
@@ -123,8 +123,8 @@ INLINE void quantize_batch(const Batch& batch, const uint32_t* hashes) {
             if constexpr (FEEDBACK) {
                 const Floats old = load(batch.error + at);
                 rotated[p] += ERROR_INT8 ? old * wide : old;
-                // Kept is RESIDUAL_DECAY * old + RESIDUAL_GAIN * (compensated - sent); in 8 bits all of it is divided by RESIDUAL_GAIN,
-                // so that the code's size alone takes that factor.
+                // The new error is RESIDUAL_DECAY * old + RESIDUAL_GAIN * (compensated - sent). In 8 bits, all of it is
+                // divided by RESIDUAL_GAIN, so that the factor only enters the scale.
                 lost[s][p] = ERROR_INT8 ? rotated[p] + old * (wide * OLD_OVER_LOST) : rotated[p];
             }
             if constexpr (ROTATE) rotated[p] = signs.times(rotated[p], p);
@@ -218,7 +218,7 @@ extern "C" void quantize(
         uint8_t* row = payload + chunk % world * row_bytes;  // chunk s * world + d is stretch s of row d
         int64_t present = place.present - chunk * member.numel;
         if (present > member.numel) present = member.numel;
-        // Groups in which neither the chunk nor the gradient ends; one in which it does is a batch by itself.
+        // Groups before the one in which the chunk or the gradient ends; that group is a batch of its own.
         const int64_t full = present < 0 ? 0 : present / GROUP;
         for (int64_t g = first, size; g < last; g += size) {
             const int64_t left = (full < last ? full : last) - g;

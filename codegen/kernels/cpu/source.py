@@ -1,6 +1,6 @@
-"""The C++ of the compression kernels for CPUs, which `zgraph.codegen.kernels.cpu.blocks` compiles and calls.
+"""Emits the C++ of the compression kernels for CPUs, which `zgraph.codegen.kernels.cpu.blocks` compiles and calls.
 
-Written for a method and a dtype; sizes, ranks, the step and pointers are arguments.
+Method and dtype are compile-time constants; sizes, ranks, the step and pointers are arguments.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ C_TYPES = MappingProxyType({torch.float32: "float", torch.bfloat16: "Bf16", torc
 
 
 def emit_quantize(method: BlockMethod, grad_dtype: torch.dtype) -> str:
-    """C++ of `extern "C" void quantize(...)`: the payload of those gradients of a bucket that have this dtype.
+    """C++ of `extern "C" void quantize(...)`, which writes the payload of a bucket's gradients of this dtype.
 
     Raises:
-        KeyError: the dtype is none of C_TYPES.
+        KeyError: the dtype is not in C_TYPES.
     """
     wire, error = _wire_bytes(method), _error_bytes(method)
     coded = "H (signs * compensated), H being a Hadamard transform of 32 elements" if method.rotate else "compensated"
     what = f"""\
-Codes and scales of gradients, to which what earlier ones have lost is added; the error becomes the new one.
+Quantizes gradients plus the error of earlier ones, and updates the error.
 
     compensated = grad + error
-    codes, scale = those of {coded}
-    error = RESIDUAL_DECAY * error + RESIDUAL_GAIN * (compensated - what codes and scale stand for)
+    codes, scale = quantized {coded}
+    error = RESIDUAL_DECAY * error + RESIDUAL_GAIN * (compensated - decoded codes)
 
-grad      [present] {C_TYPES[grad_dtype]}: [stretches * world, numel], and what it lacks counts as zeros
+grad      [present] {C_TYPES[grad_dtype]}: [stretches * world, numel]; missing elements count as zeros
 error     {_error_shape(method)}
 payload   [world, row_bytes] uint8: {_sections(method)}
 
@@ -44,13 +44,13 @@ scale; {grad_dtype.itemsize + error + wire:.3f} in all."""
 
 
 def emit_dequantize(method: BlockMethod, output_dtype: torch.dtype) -> str:
-    """C++ of `extern "C" void dequantize_sum(...)`: those outputs of a bucket that have this dtype.
+    """C++ of `extern "C" void dequantize_sum(...)`, which writes a bucket's outputs of this dtype.
 
     Raises:
-        KeyError: the dtype is none of C_TYPES.
+        KeyError: the dtype is not in C_TYPES.
     """
     what = f"""\
-The sum of what ranks have sent, {"each rotated back, " if method.rotate else ""}divided once.
+The sum of the decoded values of all ranks, {"each rotated back, " if method.rotate else ""}divided once.
 
 received  [ranks, row_bytes] uint8: {_sections(method)}
 output    [stretches, numel] {C_TYPES[output_dtype]}, overwritten or added to
@@ -60,7 +60,7 @@ Bytes per element of the output: {_wire_bytes(method):.3f} for each rank, and {o
 
 
 def _template(name: str) -> str:
-    """C++ that stands in a file of its own, and reads the constants that are emitted before it."""
+    """C++ from a file of its own, which uses the constants emitted before it."""
     return resources.files("zgraph.codegen.kernels.cpu").joinpath(f"{name}.cpp").read_text()
 
 
@@ -82,7 +82,7 @@ def _error_shape(method: BlockMethod) -> str:
 
 
 def _error_bytes(method: BlockMethod) -> float:
-    """Bytes of error that an element reads and writes."""
+    """Bytes of error read and written per element."""
     if method.residual_decay is None:
         return 0.0
     scale = 0.0 if method.error_dtype.is_floating_point else SCALE_DTYPE.itemsize / method.group
@@ -90,7 +90,7 @@ def _error_bytes(method: BlockMethod) -> float:
 
 
 def _wire_bytes(method: BlockMethod) -> float:
-    """Bytes that an element takes on the wire."""
+    """Bytes per element on the wire."""
     return method.bits / 8 + SCALE_DTYPE.itemsize / method.group
 
 
@@ -143,5 +143,5 @@ constexpr int HADAMARD = {HADAMARD};"""
 
 
 def _literal(value: float) -> str:
-    """A number as fp32 in C++; the shortest decimal of a double that fp32 holds is read back as it was."""
+    """A number as an fp32 literal in C++; the shortest decimal of an fp32 value, held as a double, is exact."""
     return f"{torch.tensor(value, dtype=torch.float32).item()!r}f"

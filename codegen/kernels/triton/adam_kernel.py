@@ -1,13 +1,13 @@
-"""The Triton kernels of Adam and AdamW with bf16 moments: the bits of `zgraph.codegen.kernels.adam_reference`.
+"""The Triton kernels of Adam and AdamW with bf16 moments, bitwise equal to `zgraph.codegen.kernels.adam_reference`.
 
-The number of an update lies on the GPU, as do the scale of the loss and whether its gradients overflowed: the host
-waits for none of them. One program for each parameter makes the numbers that its update computes with, in fp64 and in
-the order of the reference; then one pass over all elements reads and writes 20 bytes for each.
+The step count, the loss scale and the overflow flag are on the GPU, and the host waits for none of them. A first kernel
+runs one program per parameter that computes the scalars of its update, in fp64 and in the order of the reference; a
+second one makes one pass over all elements, with 20 bytes read and written for each.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# Triton reads these functions in a way of its own, and its types do not tell others what they are.
+# Triton parses these functions itself, and its types tell type checkers little.
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ from zgraph.codegen.kernels import adam_reference
 from zgraph.codegen.kernels.triton.blocks import ENTRY, from_bf16, hash_32
 
 POWER_BITS = tl.constexpr(adam_reference.POWER_BITS)
-# Of 4 bytes, for each parameter: those of `Factors`, the key of random bits, what is skipped.
+# 4-byte numbers per parameter: the fields of `Factors`, the key of random bits, whether the update is skipped.
 FACTORS = tl.constexpr(16)
 KEY = tl.constexpr(10)
 SKIPPED = tl.constexpr(11)
@@ -36,7 +36,7 @@ def value_at(entry, place: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def power(base, exponent):
-    """By repeated squaring, as `adam_reference.power`; both in the same order."""
+    """A power by repeated squaring, in the same order as `adam_reference.power`."""
     result = base * 0.0 + 1.0
     for bit in tl.static_range(POWER_BITS):
         result = tl.where(((exponent >> bit) & 1) == 1, result * base, result)
@@ -54,16 +54,16 @@ def adam_factors(
     table, factors,
     LR: tl.constexpr, SCALED: tl.constexpr, SKIPS: tl.constexpr, DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    """What one parameter's update computes with; a program for each.
+    """Compute the scalars of each parameter's update, with one program per parameter.
 
     Args:
         table: [1 + parameters, ENTRY] int64. First the options: lr, beta1, beta2, weight_decay and eps as doubles, and
             the addresses of the loss scale and of found_inf. Then for each parameter the addresses of itself, its
-            gradient, both moments and its step count, its elements, the place of the first one, its salt.
+            gradient, both moments and its step count, its number of elements, the place of the first one, its salt.
         factors: [parameters, FACTORS] int32, to write to.
-        LR: "number", or the dtype of the tensor whose address stands in its place.
-        SCALED, SKIPS: whether there is a scale, and a found_inf.
-        DECOUPLED, MAXIMIZE: as `AdamOptions` has them.
+        LR: "number", or the dtype of the tensor whose address the table contains instead.
+        SCALED, SKIPS: whether there is a loss scale, and a found_inf.
+        DECOUPLED, MAXIMIZE: as in `AdamOptions`.
     """
     member = tl.program_id(0).to(tl.int64)
     entry = table + (member + 1) * ENTRY
@@ -95,7 +95,7 @@ def factor(factors, place: tl.constexpr):
 
 @triton.jit
 def rounded(x, random):
-    """fp32 -> int16, up or down by 16 random bits; a NaN is one."""
+    """fp32 -> bf16 as int16, rounded up or down by 16 random bits; NaN stays NaN."""
     bits = (x.to(tl.uint32, bitcast=True) + random) >> 16
     return tl.where(x != x, 0x7FC0, bits).to(tl.int16)
 
@@ -108,11 +108,11 @@ def adam(
     """Update BLOCK elements of a parameter.
 
     Args:
-        table: as above.
+        table: as for `adam_factors`.
         programs: [programs, 2] int32: the parameter, and which BLOCK of it.
-        factors: of all parameters.
+        factors: [parameters, FACTORS] int32, the result of `adam_factors`.
         SCALED: whether gradients are divided by a scale, in place.
-        SKIPS: whether nothing is written where gradients have overflowed.
+        SKIPS: whether nothing is written if gradients have overflowed.
         COUPLED: whether weight decay is added to gradients.
         ALIGNED: whether all tensors begin at multiples of 16 bytes, and have multiples of 8 elements.
     """
@@ -133,7 +133,7 @@ def adam(
     if ALIGNED:
         numel = tl.multiple_of(numel, 8)
     at = run * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numel  # by itself: Triton 3.9's interpreter takes no mask that was made by "&" of such
+    inside = at < numel  # no "&" here: Triton 3.9's interpreter does not accept masks combined with it
 
     used = tl.load(grad + at, mask=inside, other=0.0)
     if SCALED:

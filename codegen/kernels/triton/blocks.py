@@ -1,31 +1,32 @@
-"""Functions that the Triton kernels share: how a group lies in a program, and arithmetic of the same bits everywhere.
+"""Functions shared by the Triton kernels: the layout of groups in a program, and arithmetic with reproducible bits.
 
 Checked with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0 (which torch 2.11, 2.13, 2.14 and 2.15 bring):
 
-- `enable_fp_fusion=False`, given at launch, keeps a multiplication and an addition apart: LLVM writes mul.rn and
-  add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals. Where all products that are
+- `enable_fp_fusion=False`, given at launch, keeps a multiplication and an addition separate: LLVM writes mul.rn and
+  add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals. If all products that are
   added are exact, contracting them changes nothing, and kernels allow it.
 - `/` compiles to div.full, which is off by up to two units in the last place; `tl.div_rn` is IEEE's division.
 - The interpreter rounds to bfloat16 wrongly, so bfloat16 is read and written as integers here, to nearest even. A NaN
   becomes 0x7FC0 here, where cvt.rn.bf16 gives 0x7FFF.
-- `tl.sum` adds in an order of its own, so it only ever adds two numbers here, or some whose sum is exact.
-- `tl.full` makes 0.0 of -0.0.
+- `tl.sum` adds in an order of its own, so here it only adds two numbers, or numbers whose sum is exact.
+- `tl.full` turns -0.0 into 0.0.
 - `tl.clamp` between 0 and 1 costs nothing: ptxas saturates the operation before it.
 
-How a group lies in a program. A thread owns a block, see `reference.to_blocks`: what a rotation mixes, and what the
-first additions of a sum meet, stays in its registers. Memory is read and written as [runs, THREADS, RUN], of which
-Triton's layout gives each thread one run of 8 elements after another; inside, values are *in stripes*, [places of a
-block, THREADS] flattened, of which it has a column. Between both no value leaves its thread.
+Layout of a group in a program. A thread owns a block (see `reference.to_blocks`), so that the elements mixed by a
+rotation, and by the first additions of a sum, stay in its registers. Memory is read and written as [runs, THREADS,
+RUN], where Triton's layout gives each thread one run of 8 elements after another. Inside a kernel, values are *in
+stripes*: [places of a block, THREADS] flattened, where each thread has a column. Converting between the two moves no
+value to another thread.
 
-No kernel knows how many gradients a bucket has, or of what sizes: an entry of a table on the device says where each
-lies, and a second table, for which of them a program works (`zgraph.codegen.kernels.triton.tables`).
+Kernels do not depend on the number or sizes of a bucket's gradients: one table on the device has the address of each,
+and a second one assigns programs to them (`zgraph.codegen.kernels.triton.tables`).
 
-CASE is what a kernel is compiled for, see `zgraph.codegen.kernels.triton.constants`.
+CASE has the constants that a kernel is compiled for, see `zgraph.codegen.kernels.triton.constants`.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# Triton reads these functions in a way of its own, and its types do not tell others what they are.
+# Triton parses these functions itself, and its types tell type checkers little.
 
 import triton
 import triton.language as tl
@@ -39,8 +40,8 @@ ENTRY = tl.constexpr(tables.ENTRY)
 TINY = tl.constexpr(residual_codec.TINY)
 NEWTON_STEPS = tl.constexpr(exact_arithmetic.NEWTON_STEPS)
 RECIPROCAL = tl.constexpr(exact_arithmetic.RECIPROCAL)
-# Adding it rounds to an integer, which then stands in the low bits of the sum. Conversion instructions run at a quarter
-# to an eighth of the rate of additions.
+# Adding ROUNDER rounds to an integer, which is then in the low bits of the sum. Conversion instructions run at a
+# quarter to an eighth of the rate of additions.
 ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
@@ -70,7 +71,7 @@ def from_bf16(bits):
 
 @triton.jit
 def to_bf16(x):
-    """fp32 -> int16, to nearest even."""
+    """fp32 -> bf16 as int16, to nearest even."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -79,20 +80,20 @@ def to_bf16(x):
 
 @triton.jit
 def number_to_bf16(x):
-    """The same for values that are not NaN."""
+    """`to_bf16` for values that are not NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
 def widened(x, DTYPE: tl.constexpr):
-    """Numbers of a dtype, by its name, as fp32; bf16 may be given as int16."""
+    """Convert numbers of the named dtype to fp32; bf16 may be given as int16."""
     return from_bf16(x.to(tl.int16, bitcast=True)) if DTYPE == "bfloat16" else x.to(tl.float32)
 
 
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr):
-    """fp32 or fp64 in a dtype, by its name; bf16 as int16."""
+    """Convert fp32 or fp64 to the named dtype; bf16 as int16."""
     return to_bf16(x) if DTYPE == "bfloat16" else x.to(getattr(tl, DTYPE))
 
 
@@ -101,14 +102,14 @@ def narrowed(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def halves(x, MANY: tl.constexpr, SIZE: tl.constexpr):
-    """[MANY * 2 * SIZE] -> twice [MANY * SIZE]."""
+    """[MANY * 2 * SIZE] -> two of [MANY * SIZE]."""
     pairs = tl.permute(tl.reshape(x, [MANY, 2, SIZE]), (0, 2, 1))
     return tl.split(tl.reshape(pairs, [MANY * SIZE, 2]))
 
 
 @triton.jit
 def unite(first, second, MANY: tl.constexpr, SIZE: tl.constexpr):
-    """What `halves` has taken apart."""
+    """The inverse of `halves`."""
     pairs = tl.reshape(tl.join(first, second), [MANY, SIZE, 2])
     return tl.reshape(tl.permute(pairs, (0, 2, 1)), [2 * MANY * SIZE])
 
@@ -121,19 +122,19 @@ def in_stripes(x):
 
 @triton.jit
 def in_runs(x, RUNS: tl.constexpr, SIZE: tl.constexpr):
-    """What `in_stripes` has taken apart: [RUNS, THREADS, SIZE]."""
+    """The inverse of `in_stripes`: [RUNS * SIZE * THREADS] -> [RUNS, THREADS, SIZE]."""
     return tl.permute(tl.reshape(x, [RUNS, SIZE, x.shape[0] // (RUNS * SIZE)]), (0, 2, 1))
 
 
 @triton.jit
 def run_begins(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr):
-    """Where the runs of each thread's block begin, [RUNS, THREADS], given what a group and a run take."""
+    """Offsets of the first elements of the runs of each thread's block, [RUNS, THREADS]; a group has GROUP elements."""
     return (group * GROUP + place * SIZE)[None, :] + (tl.arange(0, RUNS) * (SIZE * PLACES))[:, None]
 
 
 @triton.jit
 def offsets(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr):
-    """Where the elements of each thread's block lie, [RUNS, THREADS, SIZE]."""
+    """Offsets of the elements of each thread's block, [RUNS, THREADS, SIZE]."""
     return run_begins(group, place, GROUP, RUNS, SIZE, PLACES)[:, :, None] + tl.arange(0, SIZE)[None, None, :]
 
 
@@ -154,7 +155,7 @@ def to_all(x, STRIPES: tl.constexpr):
 
 @triton.jit
 def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
-    """[STRIPES * THREADS] -> [THREADS] of magnitudes; a NaN is larger than anything."""
+    """[STRIPES * THREADS] -> [THREADS], the largest magnitude; NaN counts as larger than any number."""
     x = tl.abs(x)
     for _ in tl.static_range(HALVINGS):
         first, second = halves(x, 1, x.shape[0] // 2)
@@ -168,7 +169,7 @@ def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
-    """Twice [STRIPES * THREADS] -> [THREADS], the sums of their products; exact, so in any order."""
+    """Two of [STRIPES * THREADS] -> [THREADS], the sums of their products; exact, so in any order."""
     total = add_products(tl.zeros([x.shape[0] >> STRIPE_HALVINGS], tl.float32), x, y, STRIPE_HALVINGS)
     if PLACES > 1:
         of_group = tl.sum(tl.reshape(total, [total.shape[0] // PLACES, PLACES]), axis=1, keep_dims=True)
@@ -178,9 +179,9 @@ def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def add_products(total, x, y, HALVINGS: tl.constexpr):
-    """Add to [THREADS] the products of a thread's stripes, one after the other: each is one fused multiplication.
+    """Add the products of a thread's stripes to [THREADS], one after another: each is one fused multiply-add.
 
-    `tl.sum` does so up to Triton 3.7. That of 3.8 adds neighbours first, of whose products only one can be fused.
+    `tl.sum` does so up to Triton 3.7. In 3.8 it adds neighbours first, so that only one of two products can be fused.
     """
     if HALVINGS == 0:
         return tl.fma(x, y, total)
@@ -192,7 +193,7 @@ def add_products(total, x, y, HALVINGS: tl.constexpr):
 
 @triton.jit
 def ordered_sum(x, STRIPE_HALVINGS: tl.constexpr, PLACE_HALVINGS: tl.constexpr):
-    """[STRIPES * THREADS] -> [THREADS]; the second half is added to the first, again and again."""
+    """[STRIPES * THREADS] -> [THREADS], the sums; repeatedly adds the second half to the first."""
     for _ in tl.static_range(STRIPE_HALVINGS):
         first, second = halves(x, 1, x.shape[0] // 2)
         x = first + second
@@ -227,7 +228,7 @@ def sign_key(base, rank):
 
 @triton.jit
 def draw_signs(block, key, STRIPES: tl.constexpr):
-    """Blocks of the chunk [THREADS] -> [STRIPES * THREADS] int32, of which the highest bit is a sign."""
+    """Block numbers in the chunk [THREADS] -> [STRIPES * THREADS] int32, whose highest bits are the signs."""
     words = hash_32(block.to(tl.uint32) ^ key)
     bits = words[None, :] << tl.arange(0, STRIPES).to(tl.uint32)[:, None]
     return tl.reshape(bits.to(tl.int32, bitcast=True), [STRIPES * block.shape[0]])
@@ -235,7 +236,7 @@ def draw_signs(block, key, STRIPES: tl.constexpr):
 
 @triton.jit
 def flip(x, signs, sign_bit):
-    """X times the signs."""
+    """x times the signs."""
     return (x.to(tl.int32, bitcast=True) ^ (signs & sign_bit)).to(tl.float32, bitcast=True)
 
 
@@ -247,7 +248,7 @@ def butterflies(x, STAGE: tl.constexpr):
 
 @triton.jit
 def hadamard(x):
-    """Over the 32 stripes, not normalised."""
+    """Hadamard transform over the 32 stripes, not normalised."""
     for stage in tl.static_range(5):
         x = butterflies(x, stage)
     return x

@@ -32,8 +32,8 @@ def require_aligned(who: str, tensors: Iterable[Tensor]) -> None:
         if address_of(tensor) % 16:
             raise ValueError(
                 f"zgraph.codegen.{who}: a {dtype_name(tensor.dtype)} tensor of shape {tuple(tensor.shape)} begins "
-                f"{address_of(tensor) % 16} bytes behind a multiple of 16, and the kernel reads 16 bytes at once; pass "
-                "a tensor that begins its storage, such as tensor.clone()."
+                f"{address_of(tensor) % 16} bytes after a multiple of 16, and the kernel reads 16 bytes at once; pass "
+                "a tensor at the start of its storage, such as tensor.clone()."
             )
 
 
@@ -41,7 +41,7 @@ def require_device(who: str, what: str, tensor: Tensor) -> None:
     """Raise a ValueError for a tensor that a compiled kernel cannot access."""
     if tensor.device.type == "cpu":
         raise ValueError(
-            f"zgraph.codegen.{who}: the {what} lies on the CPU, and Triton compiles for GPUs alone; move the bucket to "
+            f"zgraph.codegen.{who}: the {what} is on the CPU, and Triton compiles only for GPUs; move the bucket to "
             "a GPU, or call zgraph.codegen.kernels.reference."
         )
 

@@ -1,7 +1,7 @@
 """Compile-time constants of the block kernels: everything that differs between methods or dtypes.
 
-A kernel takes them as one constexpr argument, and reads only its fields, never properties: Triton's cache identifies a
-kernel by the text of its constants, across versions of zgraph, too.
+A kernel receives them as one constexpr argument and reads only its fields, never properties: Triton's cache identifies
+a kernel by the text of its constants, even across versions of zgraph.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from zgraph.compression.methods import HADAMARD, BlockMethod
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConstants:
-    """How groups of elements, and their codes, lie in a program; see `blocks`.
+    """Layout of groups of elements, and of their codes, in a program; see `blocks`.
 
     Attributes:
         bits: bits of a code.
-        group: elements that share a scale.
+        group: number of elements that share a scale.
         rotate: whether the elements of a block are rotated, with random signs.
-        stripes: elements of a block, which one thread owns.
-        places: blocks of a group.
-        stripe_halvings, place_halvings: how often these two can be halved until one is left.
-        runs: runs of RUN neighbouring elements in a block.
+        stripes: number of elements of a block, which one thread owns.
+        places: number of blocks of a group.
+        stripe_halvings, place_halvings: base-2 logarithms of stripes and places.
+        runs: number of runs of RUN neighbouring elements in a block.
         code_bytes: bytes of a group's codes.
-        code_run, code_runs: bytes of codes that a thread moves at once, and how often it does so for a block.
+        code_run, code_runs: bytes of codes that a thread moves at once, and number of such moves for a block.
         code_alignment: alignment of a group's codes, in bytes.
         after: b, added to a code when it is read.
         aligned: whether gradients, or outputs, and each of their chunks begin at a multiple of 16 bytes and end with a
@@ -66,13 +66,13 @@ class QuantizeConstants(BlockConstants):
         error_unit: scale of an int8 error whose largest magnitude is 1.
         contracts: whether products that are added are exact, so that multiply-add may be fused.
         exact_sums: whether sums over a group's integers have the same bits in any order.
-        unbiased: whether the scale is unbiased, and not that of least squares.
+        unbiased: whether the scale is the unbiased one rather than the least-squares one.
         slopes: factor for integers, at each clipping level.
         clipped: whether each clipping level is below the largest magnitude.
-        begins: first level of each clipping level, relative to that of the grid of non-negative integers.
+        begins: first level of each clipping level, relative to the first level of the grid of non-negative integers.
         top: largest integer u.
-        intervals: intervals of the grid between both clips.
-        step: integers that share a level.
+        intervals: number of intervals of the grid between both clips.
+        step: number of integers that share a level.
         low, high: smallest and largest code.
         unit: scale of a group whose largest magnitude is 1.
     """
@@ -185,12 +185,12 @@ def may_contract(method: BlockMethod) -> bool:
 
 
 def stripes_of(method: BlockMethod) -> int:
-    """Elements of a block, which a thread owns."""
+    """Number of elements of a block, which one thread owns."""
     return min(HADAMARD, method.group)
 
 
 def signed(word: int) -> int:
-    """32 bits as a signed number, which Triton takes as int32."""
+    """32 bits as a signed number, which Triton accepts as int32."""
     return word - 2**32 if word >= 2**31 else word
 
 

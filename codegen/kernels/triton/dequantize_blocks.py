@@ -29,20 +29,20 @@ def dequantize_sum_bucket(
     accumulate: bool = False,
     options: LaunchOptions | None = None,
 ) -> None:
-    """Sum what the ranks have sent, as `zgraph.codegen.kernels.reference.dequantize_sum_bucket` does.
+    """Sum the decoded values of all ranks, as `zgraph.codegen.kernels.reference.dequantize_sum_bucket` does.
 
     Args:
         received: [ranks, payload_bytes] uint8, contiguous, from ranks first_rank, first_rank + 1, ... of the group.
-        layout, draw: those of the senders.
-        first_rank: whose signs the first row has.
-        divisor: of the sum.
+        layout, draw: layout and key used by the senders.
+        first_rank: rank that sent the first row; determines its signs.
+        divisor: divisor of the sum.
         outputs: [stretches * numel], contiguous, in any floating-point dtype for each gradient.
         accumulate: add to the outputs instead of overwriting them.
-        options: how to launch. None: the fastest of a few, found once for each method, dtype, ranks and device.
+        options: launch options. None: the fastest of a few, found once for each method, dtype, ranks and device.
 
     Raises:
-        ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled; the payloads do not begin at a
-            multiple of 16 bytes.
+        ValueError: a tensor is not contiguous, or is on the CPU although kernels are compiled; the payloads do not
+            begin at a multiple of 16 bytes.
     """
     checks.require_contiguous("dequantize_blocks", [received, *outputs])
     task = Task(divisor=divisor, accumulate=accumulate)
@@ -57,17 +57,17 @@ def dequantize_each_bucket(
     *,
     options: LaunchOptions | None = None,
 ) -> None:
-    """Store what each rank has sent, as `reference.dequantize_each_bucket` does, all in one launch.
+    """Store the decoded values of each rank, as `reference.dequantize_each_bucket` does, with one launch.
 
     Args:
-        received: [ranks, payload_bytes] uint8; rows may lie apart, by a multiple of 16 bytes.
-        layout, draw: those of the senders; the layout is that of a world of one, with one stretch.
+        received: [ranks, payload_bytes] uint8; the stride between rows may be any multiple of 16 bytes.
+        layout, draw: layout and key used by the senders; the layout has a world of one and one stretch.
         outputs: [ranks, numel], contiguous, in any floating-point dtype for each tensor.
-        options: how to launch. None: the fastest of a few, found once for each method, dtype and device.
+        options: launch options. None: the fastest of a few, found once for each method, dtype and device.
 
     Raises:
-        ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled; the payloads do not begin at a
-            multiple of 16 bytes.
+        ValueError: a tensor is not contiguous, or is on the CPU although kernels are compiled; the payloads do not
+            begin at a multiple of 16 bytes.
     """
     checks.require_contiguous("dequantize_blocks", outputs)
     row_bytes = received.stride(0) if received.shape[0] > 1 else layout.payload_bytes
@@ -132,7 +132,7 @@ def _launch_dtype(
     task: Task,
     options: LaunchOptions | None,
 ) -> None:
-    """Launch the kernel for the outputs of one dtype, which are these members of the bucket."""
+    """Launch the kernel for outputs of one dtype; `members` are their indices in the bucket."""
     method, dtype, ranks = checks.block_method(layout), outputs[members[0]].dtype, received.shape[0]
     lengths = [layout.numels[member] for member in members]
     addresses = [checks.address_of(outputs[member]) for member in members]

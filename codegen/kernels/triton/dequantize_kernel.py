@@ -1,15 +1,15 @@
 """The Triton kernel that dequantizes a bucket: unpack, scale, rotate back, sum over the ranks, divide and store.
 
-A program takes a few groups of one gradient and goes through the ranks in their order, with the sums in registers.
-Which gradient, and where it lies, it reads in two tables. Multiplications may be contracted with additions: all
-products are exact.
+A program processes a few groups of one gradient and goes through the ranks in their order, with the sums in registers.
+Two tables tell it which gradient, and its address. Multiplications may be contracted with additions: all products are
+exact.
 
-`zgraph.codegen.kernels.reference` says what is computed; results are equal bit for bit, whatever the launch options.
+Specified by `zgraph.codegen.kernels.reference`; results are equal bit for bit, whatever the launch options.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# Triton reads these functions in a way of its own, and its types do not tell others what they are.
+# Triton parses these functions itself, and its types tell type checkers little.
 
 import triton
 import triton.language as tl
@@ -41,21 +41,21 @@ def dequantize(
     table, programs, received, row_bytes: tl.int64, ranks, base, first_rank, divisor,
     CASE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Sums, or values of each rank, of a few groups.
+    """Store the sums over ranks, or the values of each rank, of a few groups.
 
     Args:
         table: [tensors, ENTRY] int64: address of the output, sizes, and where the sections begin.
-        programs: [programs, 2] int32: of which tensor, and which groups.
+        programs: [programs, 2] int32: the tensor of each program, and which of its groups.
         received: [ranks, row_bytes] uint8.
-        base: of the signs, from step and salt.
-        first_rank: which has sent the first row.
-        divisor: of the sums, or what they are multiplied by.
+        base: the part of the signs' key that comes from step and salt.
+        first_rank: rank that sent the first row.
+        divisor: divisor of the sums if CASE.divides, else the factor they are multiplied by.
         CASE: DequantizeConstants.
-        THREADS: of a program.
+        THREADS: threads of a program.
     """
     program = programs + 2 * tl.program_id(0).to(tl.int64)
     entry = table + ENTRY * tl.load(program).to(tl.int64)
-    before = tl.load(program + 1).to(tl.int64) * (THREADS // CASE.places)  # groups of the chunk
+    before = tl.load(program + 1).to(tl.int64) * (THREADS // CASE.places)  # earlier groups of the chunk
     if CASE.output == "bfloat16":
         output = tl.load(entry).to(tl.pointer_type(tl.int16))
     else:
@@ -66,17 +66,17 @@ def dequantize(
     scales_at = tl.load(entry + 4)
     thread = tl.arange(0, THREADS)
     group, place = thread // CASE.places, thread % CASE.places  # the block of a thread
-    left = tl.minimum(length - before * CASE.group, THREADS * CASE.stripes).to(tl.int32)  # of the chunk
+    left = tl.minimum(length - before * CASE.group, THREADS * CASE.stripes).to(tl.int32)  # elements left in the chunk
     real = group * CASE.group < left
-    row = tl.program_id(1)  # of the outputs: a stretch, or a rank
+    row = tl.program_id(1)  # row of the outputs: a stretch, or a rank
     stretch = row
     if CASE.each:
         stretch = 0
-    first = tl.cast(stretch, tl.int64) * groups + before  # of the groups of all stretches
+    first = tl.cast(stretch, tl.int64) * groups + before  # index of the first group among those of all stretches
     codes_at += first * CASE.code_bytes
     scales_at += 2 * first
 
-    # -0.0, which leaves any x in -0.0 + x as it is; tl.full would make 0.0 of it.
+    # -0.0, so that -0.0 + x is bitwise x for any x; tl.full would turn it into 0.0.
     total = tl.full([CASE.stripes * THREADS], SIGN_BIT, tl.int32).to(tl.float32, bitcast=True)
     begin, end = 0, ranks
     if CASE.each:
@@ -122,13 +122,13 @@ def read_levels(received, codes_at, group, place, real, CASE: tl.constexpr):
         first = side_by_side(code_bits(packed, 0, CASE.bits), code_bits(packed, 1, CASE.bits))
         second = side_by_side(code_bits(packed, 2, CASE.bits), code_bits(packed, 3, CASE.bits))
         bits = side_by_side(first, second)
-    # 2^22 + x holds 2 x in its low bits: a number is made of a code without a conversion instruction.
+    # 2^22 + x has 2 x in its low bits: this turns a code into a number without a conversion instruction.
     return (bits | 0x4A800000).to(tl.float32, bitcast=True) - CASE.middle
 
 
 @triton.jit
 def code_bits(packed, PLACE: tl.constexpr, BITS: tl.constexpr):
-    """Twice the code at one place of a byte, of which more bits may stand above."""
+    """Twice the code at one place of a byte; higher bits of the word are ignored."""
     return (packed << 1 if PLACE == 0 else packed >> (PLACE * BITS - 1)) & ((2 << BITS) - 2)
 
 
@@ -139,7 +139,7 @@ def side_by_side(first, second):
 
 @triton.jit
 def store_values(output, start, result, group, place, left, CASE: tl.constexpr):
-    """Store or add the first `left` elements of a program, from a start on."""
+    """Store, or add to the output, the first `left` elements of a program, from `start` on."""
     OUTPUT: tl.constexpr = CASE.output
     output += start
     at = offsets(group, place, CASE.group, CASE.runs, RUN, CASE.places)

@@ -19,9 +19,9 @@ from zgraph.compression.methods import BlockMethod
 from zgraph.torch_compat.memory import keep_busy
 
 WARP = 32  # threads
-ROUNDS = 5  # of trying every option in turn
-LAUNCHES = 4  # between two events
-AHEAD_CYCLES = 4_000_000  # of the GPU, 2 ms: more than the host takes for these launches
+ROUNDS = 5  # rounds of trying every option in turn
+LAUNCHES = 4  # launches between two events
+AHEAD_CYCLES = 4_000_000  # GPU cycles, 2 ms: longer than the host needs for these launches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class LaunchOptions:
         return WARP * self.warps
 
     def groups_at_once(self, method: BlockMethod) -> int:
-        """Groups of a program."""
+        """Number of groups that a program processes."""
         return self.threads * stripes_of(method) // method.group
 
     def arguments(self) -> dict[str, int]:
@@ -49,12 +49,12 @@ class LaunchOptions:
         return {"THREADS": self.threads, "num_warps": self.warps}
 
 
-# Threads do not wait for one another, so that the number of warps hardly matters; each is compiled.
+# Threads do not wait for one another, so the number of warps hardly matters; each option is compiled.
 OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 4))
 
 
 def load(module: str, name: str = "") -> Any:
-    """A kernel, by default that with its module's name; imported only here: machines without a GPU may lack Triton."""
+    """A kernel, named like its module by default; imported lazily, as machines without GPU may lack Triton."""
     return getattr(importlib.import_module(f"zgraph.codegen.kernels.triton.{module}_kernel"), name or module)
 
 
@@ -64,11 +64,11 @@ def start(
     """Launch a kernel, or only compile it.
 
     Args:
-        kernel: of Triton.
-        grid: its programs.
-        options: how.
-        case: the constants that it is compiled for.
-        args: those before the constants.
+        kernel: Triton kernel.
+        grid: number of programs along each axis.
+        options: launch options.
+        case: constants that the kernel is compiled for.
+        args: arguments before the constants.
         contracts: whether multiplications may be contracted with additions.
     """
     more = {"CASE": case, **options.arguments(), "enable_fp_fusion": contracts}
@@ -92,7 +92,7 @@ def is_compiled(kernel: Any) -> bool:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one: Triton launches on the current GPU, wherever the tensors are."""
+    """Make a GPU the current one: Triton launches on the current GPU, regardless of the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -105,8 +105,8 @@ def drawn(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def fastest(run: Callable[[LaunchOptions], None], device: torch.device) -> LaunchOptions:
     """The options with which a kernel runs fastest, by the median of a few rounds.
 
-    The host takes longer for a launch than the device for the kernel: it is given a start of `AHEAD_CYCLES`, so that
-    events stand around kernels, without waits for the host in between.
+    A launch takes the host longer than the kernel takes the device, so the host gets a head start of `AHEAD_CYCLES`:
+    the time between two events then consists of kernels only, without waits for the host.
     """
     times: dict[LaunchOptions, list[float]] = {options: [] for options in OPTIONS}
     with on_device(device):

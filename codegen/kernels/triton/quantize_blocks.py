@@ -30,16 +30,16 @@ def quantize_bucket(
     """Fill the payload of a bucket, as `zgraph.codegen.kernels.reference.quantize_bucket` does.
 
     Args:
-        grads: contiguous, any shape; what a gradient lacks to `stretches * world * numel` counts as zeros.
-        states: of each, contiguous, beside the gradients; updated in place.
-        layout: of the bucket; its method is a BlockMethod.
-        draw, rank: which signs.
-        payload: [world, payload_bytes] uint8, contiguous; bytes behind the last section are left alone.
-        options: how to launch. None: the fastest of a few, found once for each method, dtype and device.
+        grads: contiguous, any shape; padded with zeros to `stretches * world * numel` elements.
+        states: state of each gradient, contiguous, on the gradients' device; updated in place.
+        layout: layout of the bucket; its method is a BlockMethod.
+        draw, rank: key of the random signs.
+        payload: [world, payload_bytes] uint8, contiguous; bytes after the last section are not written.
+        options: launch options. None: the fastest of a few, found once for each method, dtype and device.
 
     Raises:
-        ValueError: a tensor is not contiguous, or on the CPU where kernels are compiled; an error or the payload does
-            not begin at a multiple of 16 bytes.
+        ValueError: a tensor is not contiguous, or is on the CPU although kernels are compiled; an error or the payload
+            does not begin at a multiple of 16 bytes.
     """
     method = checks.block_method(layout)
     kept = [[state[name] for name in _state_names(method)] for state in states]
@@ -58,7 +58,7 @@ def _launch(
     payload: Tensor,
     options: LaunchOptions | None,
 ) -> None:
-    """Launch the kernel for the gradients of one dtype, which are these members of the bucket."""
+    """Launch the kernel for gradients of one dtype; `members` are their indices in the bucket."""
     method, dtype = checks.block_method(layout), grads[0].dtype
     lengths = [layout.numels[member] for member in members]
     numels, addresses = [grad.numel() for grad in grads], [checks.address_of(grad) for grad in grads]
@@ -98,7 +98,7 @@ def _launch(
 def _fastest(method: BlockMethod, dtype: torch.dtype, device: torch.device) -> LaunchOptions:
     """Find the fastest launch options, on a separate bucket: the caller's errors must not change.
 
-    A small one: it is there in the middle of the first backward, and fills the device nevertheless.
+    The bucket is small, because it is allocated in the middle of the first backward, but large enough for all SMs.
     """
     numel = 2**21
     layout = BucketLayout(method, (numel,), world=1)

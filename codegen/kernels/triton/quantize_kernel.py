@@ -1,15 +1,15 @@
 """The Triton kernel that quantizes a bucket: compensate, rotate, quantize, pack, and keep the new error.
 
-It reads every gradient where it lies and writes codes and scales to their places in the payload. A program takes a few
-groups of one gradient; which, and where that lies, it reads in two tables. Nothing as large as the bucket is ever in
-device memory beside the gradients, their errors and the payload.
+It reads every gradient in place and writes codes and scales to their places in the payload. A program processes a few
+groups of one gradient; two tables tell it which groups, and their addresses. Apart from the gradients, their errors and
+the payload, nothing as large as the bucket is ever in device memory.
 
-`zgraph.codegen.kernels.reference` says what is computed; results are equal bit for bit, whatever the launch options.
+Specified by `zgraph.codegen.kernels.reference`; results are equal bit for bit, whatever the launch options.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# Triton reads these functions in a way of its own, and its types do not tell others what they are.
+# Triton parses these functions itself, and its types tell type checkers little.
 
 import triton
 import triton.language as tl
@@ -43,8 +43,8 @@ from zgraph.codegen.kernels.triton.blocks import (
 HUGE_BITS = tl.constexpr(reference.HUGE_BITS)
 NO_NUMBER = tl.constexpr(reference.NO_NUMBER)
 SIGN_BIT = tl.constexpr(-(2**31))
-# Bits of four codes, each plus 8, become those of twice a number beside 2^22. Those of the upper half make up for the
-# exponent that stands above the lower one, and is shifted with it.
+# Adding LOW_HALF gives a number near 2^22 whose low bits are twice the 16 bits of four codes, each plus 8. HIGH_HALF
+# does the same for the upper half, and cancels the exponent bits of the lower one, which are shifted along with it.
 LOW_HALF = tl.constexpr(4227071.5)
 HIGH_HALF = tl.constexpr(4227071.5 + 65536 - 0x2540)
 
@@ -57,16 +57,16 @@ def quantize(
 
     Args:
         table: [tensors, ENTRY] int64: addresses of gradient, error and its scales, sizes, and where the sections begin.
-        programs: [programs, 2] int32: of which tensor, and which groups.
+        programs: [programs, 2] int32: the tensor of each program, and which of its groups.
         payload: [world, payload_bytes] uint8.
-        key: of the signs.
-        sign_bit: that of an fp32 number.
+        key: key of the signs.
+        sign_bit: the sign bit of an fp32 number.
         CASE: QuantizeConstants.
-        THREADS: of a program.
+        THREADS: threads of a program.
     """
     program = programs + 2 * tl.program_id(0).to(tl.int64)
     entry = table + ENTRY * tl.load(program).to(tl.int64)
-    before = tl.load(program + 1).to(tl.int64) * (THREADS // CASE.places)  # groups of the chunk
+    before = tl.load(program + 1).to(tl.int64) * (THREADS // CASE.places)  # earlier groups of the chunk
     grad = tl.load(entry).to(tl.pointer_type(getattr(tl, CASE.grad)))
     numel = tl.load(entry + 3)
     length = tl.load(entry + 4)
@@ -77,10 +77,10 @@ def quantize(
     group, place = thread // CASE.places, thread % CASE.places  # the block of a thread
     to, stretch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     chunk = stretch * tl.num_programs(1) + to
-    first = chunk * groups + before  # of the groups of all chunks
+    first = chunk * groups + before  # index of the first group among those of all chunks
 
-    # Zeros fill up the last group of a chunk, and what the gradient lacks to its last chunks.
-    left = tl.minimum(length - before * CASE.group, THREADS * CASE.stripes).to(tl.int32)  # of the chunk
+    # The last group of a chunk, and the elements that a gradient lacks in its last chunks, are filled with zeros.
+    left = tl.minimum(length - before * CASE.group, THREADS * CASE.stripes).to(tl.int32)  # elements left in the chunk
     real = group * CASE.group < left
     start = chunk * length + before * CASE.group
     present = tl.minimum(tl.maximum(numel - start, 0), THREADS * CASE.stripes).to(tl.int32)
@@ -118,7 +118,7 @@ def quantize(
 
     if CASE.error != "none":
         if CASE.rotate:
-            # By an argument, lest the compiler keep all signs in registers from the first time on.
+            # `sign_bit` is an argument, lest the compiler keep all signs in registers from their first use on.
             sent = hadamard(levels) * flip(to_all(from_bf16(scale), CASE.stripes), signs, sign_bit)
         else:
             sent = levels * to_all(from_bf16(scale), CASE.stripes)
@@ -133,7 +133,7 @@ def quantize(
 
 @triton.jit
 def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
-    """Elements of a program in fp32, the first `left` from a start on, and zeros behind them."""
+    """Elements of a program in fp32: the first `left` elements from `start` on, followed by zeros."""
     GRAD: tl.constexpr = CASE.grad
     grad += start
     at = offsets(group, place, CASE.group, CASE.runs, RUN, CASE.places)
@@ -148,17 +148,17 @@ def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
 
 @triton.jit
 def add_error(compensated, error, error_scale, group, place, real, CASE: tl.constexpr):
-    """The gradient and the old error; and with more of that, so that the new error is a share of what this lacks."""
+    """The gradient plus the old error; and the same with more of the old error, to compute the new error from."""
     ALIGNMENT: tl.constexpr = CASE.error_alignment
     words = tl.multiple_of(error.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     words += offsets(group, place, CASE.group // 4, CASE.runs, 2, CASE.places)
     words = tl.load(words, mask=for_all(real, CASE.runs, 2))
     byte = (8 * tl.arange(0, 4))[None, None, None, :]
-    old = (words[:, :, :, None] << (24 - byte)) >> 24  # with its sign
+    old = (words[:, :, :, None] << (24 - byte)) >> 24  # with sign extension
     old = in_stripes(tl.reshape(old, [CASE.runs, group.shape[0], RUN])).to(tl.float32)
     scale = from_bf16(tl.load(error_scale + group, mask=real, other=0))
     wide, factor = to_all(scale, CASE.stripes), to_all(scale * CASE.old_factor, CASE.stripes)
-    if CASE.contracts:  # the same bits: compilers make fewer instructions of it
+    if CASE.contracts:  # the same bits with fewer instructions
         compensated = tl.fma(old, wide, compensated)
         kept = tl.fma(old, factor, compensated)
     else:
@@ -169,7 +169,7 @@ def add_error(compensated, error, error_scale, group, place, real, CASE: tl.cons
 
 @triton.jit
 def best_levels(grid, CASE: tl.constexpr):
-    """Levels c + b of integers u + ROUNDER; and what makes their scale, `over` what is `under`."""
+    """Levels c + b for a grid u + ROUNDER, and the two sums whose ratio `over` / `under` determines their scale."""
     unit = grid - ROUNDER
     levels = levels_of(unit, grid, 0, CASE)
     along = group_dot(unit, levels, CASE)
@@ -191,7 +191,7 @@ def best_levels(grid, CASE: tl.constexpr):
 
 @triton.jit
 def levels_of(unit, grid, CLIP: tl.constexpr, CASE: tl.constexpr):
-    """Levels c + b of integers u at one clipping level; grid: u + ROUNDER."""
+    """Levels c + b of integers u (`unit`) at one clipping level; `grid` is u + ROUNDER."""
     if CASE.rotate:
         if CASE.clipped[CLIP]:
             share = tl.clamp(tl.fma(unit, CASE.slopes[CLIP], 0.5), 0.0, 1.0)  # of the interval from clip to clip
@@ -205,7 +205,7 @@ def levels_of(unit, grid, CLIP: tl.constexpr, CASE: tl.constexpr):
 
 @triton.jit
 def group_dot(x, y, CASE: tl.constexpr):
-    """The sum of products over each group."""
+    """The sum of products x * y over each group."""
     if CASE.exact_sums:
         total = exact_dot(x, y, CASE.stripe_halvings, CASE.places)
     else:
@@ -225,7 +225,7 @@ def store_codes(payload, code_at, levels, finite, group, place, real, CASE: tl.c
         at = offsets(group, place, CASE.code_bytes // 4, 2, 2, CASE.places)
         tl.store(words + at, in_runs(packed, 2, 2), mask=for_all(real, 2, 2))
     else:
-        kept = tl.where(finite, (1 << CASE.bits) - 1, 0)  # of what is selected LLVM makes bytes, and widens them
+        kept = tl.where(finite, (1 << CASE.bits) - 1, 0)  # LLVM would make selected codes bytes, and widen them again
         packed = low_bits(levels - CASE.after) & to_all(kept, CASE.stripes)
         if CASE.bits == 4:
             first, second = halves(packed, 1, packed.shape[0] // 2)
@@ -242,9 +242,9 @@ def store_codes(payload, code_at, levels, finite, group, place, real, CASE: tl.c
 
 @triton.jit
 def four_bit_words(levels):
-    """Levels [32 * THREADS] that lie between codes of four bits -> words of four bytes [4 * THREADS].
+    """Levels [32 * THREADS] halfway between 4-bit codes -> words of four bytes [4 * THREADS].
 
-    Fused multiplications make 16 bits of four codes; two of those a word.
+    Fused multiply-adds combine four codes into 16 bits; two of these make a word.
     """
     low, high = halves(levels, 1, levels.shape[0] // 2)
     bytes_of_two = tl.fma(high, 16.0, low)
@@ -258,7 +258,7 @@ def four_bit_words(levels):
 
 @triton.jit
 def keep_codes(new, error, error_scale, group, place, keep, CASE: tl.constexpr):
-    """Store a new error, of which a share is kept, as int8 codes and their scales."""
+    """Store a share (residual_gain) of a new error as int8 codes and their scales."""
     largest = group_largest(new, CASE.stripe_halvings, CASE.places)
     scale = number_to_bf16(tl.where(largest >= TINY, largest * CASE.error_unit, 0.0))
     wide = from_bf16(scale)

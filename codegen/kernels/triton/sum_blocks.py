@@ -1,6 +1,6 @@
 """The CUDA kernel of `zgraph::sum_ranks`: one launch that reads each rank's piece once and writes the sum.
 
-Sums run in rank order, in fp32, and are divided as IEEE says: bit for bit what the operator does elsewhere.
+Sums run in rank order, in fp32, with IEEE division: bit for bit the operator's results on other devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """What `zgraph.dialect.sum_ranks.sum_pieces` computes, by one kernel."""
+    """`zgraph.dialect.sum_ranks.sum_pieces` with one kernel."""
     checks.require_contiguous("sum_blocks", [received])
     output = received.new_empty((received.shape[0] // world, *received.shape[1:]), dtype=dtype)
     numel = output.numel()

@@ -1,8 +1,8 @@
-"""The Triton kernel that sums what ranks have sent: it reads each piece once, in rank order, and writes the sum."""
+"""The Triton kernel that sums the pieces of all ranks: it reads each piece once, in rank order, and writes the sum."""
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# Triton reads these functions in a way of its own, and its types do not tell others what they are.
+# Triton parses these functions itself, and its types tell type checkers little.
 
 import triton
 import triton.language as tl
@@ -20,10 +20,10 @@ def sum_pieces(
     Args:
         output: [numel]; bf16 is read and written as int16.
         received: [ranks, numel].
-        divisor: of the sums.
-        WIRE, OUTPUT: dtypes by their names: fp32, bf16 or fp16.
+        divisor: divisor of the sums.
+        WIRE, OUTPUT: names of the dtypes: fp32, bf16 or fp16.
         DIVIDES: whether the sums are divided.
-        BLOCK: numbers of a program.
+        BLOCK: number of elements of a program.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel

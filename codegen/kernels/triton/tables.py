@@ -1,4 +1,4 @@
-"""Tables that describe a bucket to compression kernels: where each tensor lies, and which programs process it.
+"""Tables that describe a bucket to compression kernels: the address of each tensor, and the programs that process it.
 
 With them, one compiled kernel serves every bucket, whatever the number and sizes of its tensors.
 """
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ENTRY = 8  # numbers of int64 that a tensor takes
+ENTRY = 8  # int64 numbers per tensor
 
 
 def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """[tensors, ENTRY] int64 on a device.
 
     Args:
-        rows: of each tensor: addresses and sizes.
-        device: copied to in stream order, without waiting for it; the host's memory is kept until that is done.
+        rows: addresses and sizes of each tensor.
+        device: target of the copy, which runs in stream order without waiting; the host memory is kept until then.
     """
     filled = [[*row, *[0] * (ENTRY - len(row))] for row in rows]
     pinned = device.type == "cuda" and torch.cuda.is_available()
@@ -31,8 +31,9 @@ def programs_of(groups: tuple[int, ...], at_once: int, device: torch.device) -> 
     """[programs, 2] int32 on a device: the tensor that each program processes, and which groups of its chunk.
 
     Args:
-        groups: groups in a chunk of each tensor.
-        at_once: groups that a program processes.
+        groups: number of groups in a chunk of each tensor.
+        at_once: number of groups that a program processes.
+        device: device of the table.
     """
     counts = torch.tensor([-(-count // at_once) for count in groups])
     members = torch.repeat_interleave(torch.arange(len(groups)), counts)
@@ -42,5 +43,5 @@ def programs_of(groups: tuple[int, ...], at_once: int, device: torch.device) -> 
 
 
 def are_aligned(addresses: Sequence[int], sizes: Sequence[int], run: int) -> bool:
-    """Whether runs of elements begin at multiples of 16 bytes, and end where the tensor or a chunk of it ends."""
+    """Whether runs of elements begin at multiples of 16 bytes, and tensors and chunks end with a complete run."""
     return all(address % 16 == 0 for address in addresses) and all(size % run == 0 for size in sizes)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
-from zgraph.optimizers.kept_step import KeptStep, StepOnShards, keep_step
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
@@ -63,10 +62,9 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
             f"zgraph.step_on_shards: {type(optimizer).__name__} is not known to update each element by itself; leave "
             f"it as it is, which works on DTensors, or take one of torch.optim's {known}."
         )
-    stand_in = _StandIn(type(optimizer))
+    stand_in = _StandIn()
     optimizer.register_step_pre_hook(stand_in.enter)
     optimizer.register_step_post_hook(stand_in.leave)
-    optimizer.register_load_state_dict_pre_hook(stand_in.drop_kept_step)
     return optimizer
 
 
@@ -76,58 +74,29 @@ class _StandIn:
     torch.optim's step hooks may replace the arguments, the first of which is the optimizer (2.11 - 2.15).
     """
 
-    def __init__(self, kind: type[optim.Optimizer]) -> None:
-        self.kind = cast("type[StepOnShards]", type(f"{kind.__name__}OnShards", (StepOnShards, kind), {}))
-        self.present: StepOnShards | None = None
+    def __init__(self) -> None:
+        self.present: optim.Optimizer | None = None
         self.taken: list[list[Tensor]] = []  # shards in place of the parameters, by group
-        self.kept: KeptStep | None = None
 
     def enter(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.present, self.taken = None, []  # left over by a step that raised
         ordinary = args[0] is not optimizer or len(args) > 1 or kwargs or torch.compiler.is_compiling()
         if ordinary or optimizer.defaults.get("differentiable"):
             return None
-        kept, grads = self.kept, None
-        if kept is not None:
-            grads = kept.grads(optimizer)
-        if kept is None or grads is None:
-            kept = self.kept = None
-            found = shards_of(optimizer)
-            if found is None:
-                return None
-            self.taken, state = found
-        else:
-            self.taken, state = kept.shards, kept.state
+        found = shards_of(optimizer)
+        if found is None:
+            return None
+        self.taken, state = found
         groups = [{**group, "params": shards} for group, shards in zip(optimizer.param_groups, self.taken, strict=True)]
-        stand_in = object.__new__(self.kind)
-        stand_in.__dict__ = {
-            **optimizer.__dict__,
-            "param_groups": groups,
-            "state": state,
-            "made": [],
-            "kept": kept,
-            "grads": grads,
-        }
-        self.present = stand_in
+        self.present = stand_in = object.__new__(type(optimizer))
+        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
         return (stand_in,), kwargs
 
     def leave(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stand_in, taken = self.present, self.taken
         self.present, self.taken = None, []
-        if stand_in is None or args[0] is not stand_in:
-            return
-        made: Mapping[Tensor, dict[str, Any]] = stand_in.state
-        if stand_in.kept is not None:
-            if not stand_in.kept.is_unchanged():
-                self.kept = None
-                take_over(optimizer, taken, made)
-            return
-        take_over(optimizer, taken, made)
-        self.kept = keep_step(optimizer, stand_in.made, taken, made)
-
-    def drop_kept_step(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Release state that is about to be replaced."""
-        self.kept = None
+        if stand_in is not None and args[0] is stand_in:
+            take_over(optimizer, taken, stand_in.state)
 
 
 def take_over(

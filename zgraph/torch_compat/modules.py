@@ -12,22 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 
 
-class OptimizerOfLists(torch.optim.Optimizer):
-    """Base, beside an element-wise optimizer of torch.optim, of one that may be told what its step works on.
-
-    `_init_group(group, parameters, gradients, *states)` fills empty lists with the parameters of a group that have
-    gradients, with these gradients, and with entries of their state, which it makes where there is none; it returns
-    flags, of complex parameters for instance (2.11 - 2.15).
-    """
-
-    def lists_of(self, group: dict[str, Any], lists: tuple[list[Any], ...], fill: Callable[..., Any]) -> Any:
-        """Fill the lists, by `fill(group, *lists)` or otherwise, and return what that returns."""
-        raise NotImplementedError
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
-        return self.lists_of(group, lists, cast(Any, super())._init_group)
-
-
 def tree_flatten(tree: object) -> tuple[list[Any], Any]:
     """torch's own pytree, which knows Hugging Face's ModelOutput (2.11 - 2.15)."""
     from torch.utils._pytree import tree_flatten as flatten

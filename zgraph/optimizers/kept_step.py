@@ -1,7 +1,7 @@
-"""Lists of tensors that an optimizer's step on local shards worked on, kept for the next step.
+"""The tensor lists of an optimizer's step on local shards, kept for the next step.
 
 From one step to the next only the gradients are new tensors. Comparing identities, list by list, shows whether
-everything else is the same, in a tenth of the time that building the lists parameter by parameter takes.
+everything else is the same, in a tenth of the time of building the lists parameter by parameter.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ State = Mapping[Tensor, dict[str, Any]]
 class GroupLists:
     """Lists that a step made for one parameter group."""
 
-    entries: tuple[list[Any], ...]  # parameters with gradients, their gradients, entries of their state
+    entries: tuple[list[Any], ...]  # parameters with gradients, their gradients, their state entries
     flags: Any
 
 
 class StepOnShards(OptimizerOfLists):
-    """Base of optimizers that work on local shards: records the lists of a step, or uses those of a kept one.
+    """Base of optimizers that work on local shards: records the lists of a step, or reuses those of a kept step.
 
     Subclasses have one of torch.optim's classes as their second base.
     """
 
     made: list[GroupLists]
     kept: KeptStep | None
-    grads: list[Tensor]  # for a kept step: of all parameters that have one
+    grads: list[Tensor]  # for a kept step: gradients of all parameters that have one
 
     def lists_of(self, group: dict[str, Any], lists: tuple[list[Any], ...], fill: Callable[..., Any]) -> Any:
         if self.kept is None:
@@ -69,7 +69,7 @@ class WatchedState(dict[Tensor, dict[str, Any]]):
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step on shards, with everything that its lists depend on in `_Seen`.
+    """A step on shards; `_Seen` holds everything that its lists depend on.
 
     Attributes:
         shards: local tensors of the parameters, by group.
@@ -80,7 +80,7 @@ class KeptStep:
     shards: list[list[Tensor]]
     state: WatchedState
     lists: list[GroupLists]
-    entries: list[Any]  # of `state`
+    entries: list[Any]  # entries of `state`
     seen: _Seen
 
     def grads(self, optimizer: optim.Optimizer) -> list[Tensor] | None:
@@ -108,13 +108,13 @@ class KeptStep:
 
 @dataclass(frozen=True)
 class _SeenState:
-    """Entries of the optimizer's own state."""
+    """The optimizer's own state as flat lists."""
 
     keys: list[str]
     values: list[Any]
     sizes: list[int]
     are_dtensors: list[bool]
-    shards: list[Tensor]  # of the DTensors among the values
+    shards: list[Tensor]  # local tensors of the DTensors in `values`
 
     @classmethod
     def of(cls, state: Iterable[dict[str, Any]]) -> _SeenState:
@@ -144,8 +144,8 @@ class _Seen:
     shards: list[Tensor]
     options: list[Any]
     has_grad: list[bool]
-    layouts: list[Any]  # of the gradients
-    owners: list[Tensor]  # of state
+    layouts: list[Any]  # layouts of the gradients
+    owners: list[Tensor]  # parameters that have state
     state: _SeenState
 
 
@@ -158,10 +158,10 @@ def keep_step(
         optimizer: the user's optimizer.
         made: lists of the step, by group.
         taken: local tensors that the step used as parameters, by group; they hold the gradients.
-        state: state of these after the step.
+        state: state of the tensors in `taken` after the step.
 
     Returns:
-        None if the lists hold anything but parameters, gradients and state, or if some of these are not DTensors.
+        None if the lists hold anything but parameters, gradients and state, or if one of these is not a DTensor.
     """
     groups = optimizer.param_groups
     parameters: list[Any] = [parameter for group in groups for parameter in group["params"]]
@@ -201,9 +201,9 @@ def keep_step(
 
 
 def _options_of(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """Number of parameters in each group, and the options that decide about lists: switches, and which are zero.
+    """Number of parameters in each group, and the options that affect the lists: switches, and which ones are zero.
 
-    Learning rates and the like may change from step to step.
+    Nonzero numbers, such as learning rates, may change from step to step.
     """
     return [(len(group["params"]), {key: _kind_of(value) for key, value in group.items()}) for group in groups]
 

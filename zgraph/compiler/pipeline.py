@@ -32,7 +32,7 @@ class PassRun:
 class Pipeline:
     """An ordered list of passes whose contracts fit.
 
-    Passes of phase "joint" run first, whatever their place in the list; within a phase the order is the list's.
+    Passes of phase "joint" run first, at any place in the list; within a phase the order is the list's.
 
     Args:
         passes: list of passes, such as `zgraph.passes.presets.default()`, edited.

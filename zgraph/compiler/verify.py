@@ -172,7 +172,7 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
     if not any(nodes.call_functions(graph, nodes.is_start)):
         return
     in_flight: dict[fx.Node, list[fx.Node]] = {}
-    regions: Regions | None = None  # found only where there is something to be told apart
+    regions: Regions | None = None  # computed only if needed to tell memory apart
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -202,7 +202,7 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
     if not any(nodes.call_functions(graph, fills)):
         return
     filled: dict[fx.Node, fx.Node] = {}  # the copy or update that fills each buffer
-    regions: Regions | None = None  # found only where there is something to be told apart
+    regions: Regions | None = None  # computed only if needed to tell memory apart
     for node in graph.nodes:
         if nodes.is_copy_wait(node):
             filled = {buffer: start for buffer, start in filled.items() if start is not nodes.start_of(node)}

@@ -292,7 +292,7 @@ def _planned(
         closing_peak_bytes=peak_of(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
         left_bytes=returned if is_last else returned + leaving,
         left_activation_bytes=0 if is_last else leaving,
-        # torch's stage has a buffer for each micro-batch's activations, and for the gradients of each, or of all.
+        # torch's stage has a buffer for each micro-batch's activations; for gradients it has one for each, or for all.
         buffer_bytes=micro_batches * entering + (micro_batches if is_last or stages_hold_messages() else 1) * leaving,
     )
     split = _split_cost(compiled, cost, micro_batches, placeholders, None if number else leaving)

@@ -1,4 +1,4 @@
-"""Beam search for a schedule: extends many partial schedules at once, ranked by a bound on their final score."""
+"""Beam search for a schedule: extends many partial schedules together, ranked by a bound on their final score."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Promise(NamedTuple):
 
     Attributes:
         excess_bytes: bytes above the limits so far.
-        end_us: least time that the step takes, from the remaining compute, the remaining work of each link, and the
+        end_us: least time of the step, from the remaining compute, the remaining work of each link, and the
             compute that must follow each collective that has not started.
         left_us: total time of collectives that have not started.
         alive_bytes: bytes that are alive now.

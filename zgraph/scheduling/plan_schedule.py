@@ -1,4 +1,4 @@
-"""Finds good schedules: a greedy look-ahead in several styles, and a beam search where the graph is small enough."""
+"""Finds good schedules: a greedy look-ahead in several styles, and a beam search if the graph is small enough."""
 
 from __future__ import annotations
 

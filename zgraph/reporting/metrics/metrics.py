@@ -51,7 +51,7 @@ class Metrics:
         model: module returned by `zgraph.shard` or `torch.compile`. If it was not sharded, only times and the values
             passed to `step` are known.
         writers: writers such as `zgraph.metrics.JsonLines`. One that fails causes a warning, and is not used again.
-        error_norm_every: steps between two norms of the error-feedback state, each of which reads all of it; 0: never.
+        error_norm_every: steps between two norms of the error-feedback state; each norm reads all of it. 0: never.
 
     Attributes:
         last: values of the newest step that has them; None if there is none yet.

@@ -22,8 +22,8 @@ class StepValues:
         peak_bytes: most bytes held by PyTorch's allocator on a CUDA device; None elsewhere, and under `zgraph.measure`.
         graph_peak_bytes: highest peak of a compiled graph that ran, without memory of the model and the optimizer;
             measured if `zgraph.measure` has measured it, else predicted.
-        budget_share: that peak divided by the pipeline's `budget_bytes`; above 1 it exceeds the budget. A predicted
-            peak is the one counted by the compile. None: no budget.
+        budget_share: peak divided by the pipeline's `budget_bytes`; above 1 it exceeds the budget. If the peak is
+            predicted, it is the one counted by the compile. None: no budget.
         grad_norm: value passed to `Metrics.step`.
         error_norm: norm of this rank's error-feedback state, in every `error_norm_every`-th step; None in others, and
             if nothing is compressed with error feedback.
